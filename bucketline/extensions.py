@@ -39,12 +39,7 @@ class Extensions(Mapping[str, T]):
         return len(list(iter(self)))
 
     def __getitem__(self, name: str) -> T:
-        """Return the part of a name.
-
-        Raises:
-            KeyError: if there is none.
-            UsageError: if two packages have one, or it cannot be imported, or is something else.
-        """
+        """Return the part of a name."""
         found = [one for one in _declared(self._group) if one.name == name]
         owners = [*(["bucketline"] if name in self._ours else []), *map(_package, found)]
         if len(owners) > 1:

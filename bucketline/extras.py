@@ -29,11 +29,7 @@ EXTRAS = {
 
 @contextmanager
 def extra_named(command: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra: the command's own, otherwise the smallest that has the library.
-
-    Raises:
-        MissingExtraError: if an import in the block did not find a library of an extra.
-    """
+    """Turn a failed import into an error that names the extra: the command's own, or else the smallest that has the library."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -56,11 +56,7 @@ class ModelFile:
         return {name: shape for name, shape in self.shapes.items() if name.startswith(prefixes)}
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> Any:  # noqa: ANN401 - diffusers has no types
-        """Load a part in `dtype`; None: in 32 bits.
-
-        Raises:
-            ModelError: if the file lacks it or some of its weights, or its class has no single-file layout.
-        """
+        """Load a part in `dtype`; None: in 32 bits."""
         import diffusers
         import safetensors
         import torch
@@ -145,11 +141,7 @@ class ModelFile:
 
 
 def converter(kind: str) -> Callable[[dict[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]:
-    """Return diffusers' conversion of a class's weights from the original layout, given all of a file's and the config.
-
-    Raises:
-        ModelError: if the class has none.
-    """
+    """Return diffusers' conversion of a class's weights from the original layout, given all of a file's and the config."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     if kind not in SINGLE_FILE_LOADABLE_CLASSES:
@@ -184,11 +176,7 @@ def index_path(folder: Path) -> Path:
 
 
 def single_file(name: str | Path) -> Path | None:
-    """Return the path of a model that is named as one file; None for a folder or the name of a model on a hub.
-
-    Raises:
-        ModelError: if there is no such file, or it is a pickled checkpoint.
-    """
+    """Return the path of a model that is named as one file; None for a folder or the name of a model on a hub."""
     path = Path(name)
     if path.suffix in PICKLED and not path.is_dir():
         raise ModelError(
@@ -206,9 +194,6 @@ def open_model_file(path: Path, config: str | None) -> ModelFile:
     """Open a model in one file. `config` is a folder or the name of a model on a hub; None: what diffusers infers.
 
     Nothing is downloaded unless `config` names a model on a hub.
-
-    Raises:
-        ModelError: if the file is not one of a model that diffusers knows, or its configuration is missing.
     """
     shapes = {name: shape for name, (_, shape) in file_tensors(path).items()}
     folder = _inferred_config(path, shapes) if config is None else _named_config(config)
@@ -218,11 +203,7 @@ def open_model_file(path: Path, config: str | None) -> ModelFile:
 
 
 def file_tensors(path: Path, item: str | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype, by safetensors' name, and shape of a file's tensors, from its header; `item` names it in errors.
-
-    Raises:
-        ModelError: if it is not a readable safetensors file.
-    """
+    """Return dtype, by safetensors' name, and shape of a file's tensors, from its header; `item` names it in errors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -235,11 +216,7 @@ def file_tensors(path: Path, item: str | None = None) -> dict[str, tuple[str, tu
 
 
 def refuse_config_without_file(model: object, config: str | None) -> None:
-    """Check that `--model-config` is given for a single file only.
-
-    Raises:
-        UsageError: if it is given for another model.
-    """
+    """Check that `--model-config` is given for a single file only."""
     if config is not None:
         raise UsageError(f"--model-config is {config}, and --model {model} is not a {SUFFIX} file; leave it out")
 
@@ -285,11 +262,7 @@ def _named_config(name: str) -> Path:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the object in one of a model's JSON files.
-
-    Raises:
-        ModelError: if it cannot be read, or is something else.
-    """
+    """Return the object in one of a model's JSON files."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

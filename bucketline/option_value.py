@@ -103,11 +103,7 @@ class OptionValue:
     LIMITS: ClassVar[dict[str, tuple[str, Callable[[float], bool]]]] = {}
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            UsageError: if a number is outside its limits, or fields are set that do not belong to each other.
-        """
+        """Check the fields."""
         for one in fields(self):
             value, (expected, is_met) = getattr(self, one.name), self.LIMITS.get(one.name, ("a number", lambda _: True))
             if isinstance(value, int | float) and not (math.isfinite(value) and is_met(value)):
@@ -126,11 +122,7 @@ class OptionValue:
 
     @classmethod
     def parse(cls, text: str, option: str) -> Self:
-        """Return the value that a text spells; spaces around it, and after a comma, mean nothing.
-
-        Raises:
-            UsageError: if it spells none; the message names the option.
-        """
+        """Return the value that a text spells; spaces around it, and after a comma, mean nothing."""
         for form in cls.FORMS:
             if found := re.fullmatch(_pattern(cls, form), text.strip()):
                 try:
@@ -209,11 +201,7 @@ def as_option(field: str) -> str:
 
 
 def parse_values(options: Any, named: Callable[[str], str] = as_option) -> None:  # noqa: ANN401 - a dataclass
-    """Parse the words in those fields of a dataclass that are declared as an `OptionValue`; `named`: a field as it is typed.
-
-    Raises:
-        UsageError: if a word is not one of its field's.
-    """
+    """Parse the words in those fields of a dataclass that are declared as an `OptionValue`; `named`: a field as it is typed."""
     command: type = type(options)
     for name, kind in value_fields(command).items():
         value = getattr(options, name)

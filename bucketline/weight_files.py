@@ -29,9 +29,6 @@ def variant_of(item: str, names: Iterable[str], bases: tuple[str, ...]) -> str |
     'fp16'
     >>> variant_of("vae/", ["diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.bin"], DIFFUSERS) is None
     True
-
-    Raises:
-        ModelError: if there are no weights, or several variants and none is preferred.
     """
     there = sorted(names)
     base = "|".join(map(re.escape, bases))

@@ -55,10 +55,6 @@ def pack_dataset(
     Sources are packed in the file's order. On rank 0, `on_start` is called before
     each, with its options without and with the store's rules, and `on_result` after it. When all are packed, the folder's
     `mixture.json` is replaced, which names their stores and repeats; a run that was interrupted leaves it as it was.
-
-    Raises:
-        SourceError: if the file or a source is invalid.
-        UsageError, BucketlineError, KeyboardInterrupt, SystemExit: as `pack`.
     """
     results: dict[str, PackResult] = {}
     workers = ray_workers(config, world_size)
@@ -85,11 +81,7 @@ def pack_dataset(
 
 
 def dry_run_each(config: PackConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntry | None, DryRun]]]:
-    """Compare the source with the store, or each source of a data set file with its store, in the file's order.
-
-    Raises:
-        BucketlineError: as `dry_run`; or if the file is invalid.
-    """
+    """Compare the source with the store, or each source of a data set file with its store, in the file's order."""
     each: list[tuple[DatasetEntry | None, PackConfig]] = [(None, config)]
     file = _checked(config) if is_dataset_file(config.source) else None
     if file is not None:

@@ -68,11 +68,7 @@ class DryRun:
 
 
 def dry_run(config: PackConfig) -> DryRun:
-    """Compare a source with a store. A lock is neither needed nor taken.
-
-    Raises:
-        SourceError, ModelError, StoreError, FingerprintError, UsageError: as `pack`, as far as is known without encoders.
-    """
+    """Compare a source with a store. A lock is neither needed nor taken."""
     started = time.monotonic()
     source, existing = opened_source(config), newest_store(config)
     model = open_model(config.model, config.model_config)

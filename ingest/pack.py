@@ -42,16 +42,7 @@ T = TypeVar("T")
 def pack_images(
     config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1
 ) -> PackResult | None:
-    """Pack a source into a store; return the result on rank 0, None on the others.
-
-    Raises:
-        UsageError: if source and store overlap, or the options contradict each other.
-        SourceError, ModelError, StoreError, FingerprintError, LockedError: naming the item, before anything is written.
-        AccountError: if an image was lost or counted twice; nothing is published then.
-        RankError: on rank 0 if another rank failed or is gone; on the others if rank 0 is gone.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
-        SystemExit: on the others, if rank 0 reports the error.
-    """
+    """Pack a source into a store; return the result on rank 0, None on the others."""
     workers = ray_workers(config, world_size)
     with pack_session(config, rank, world_size, local_rank, local_world_size, workers) as session:
         return pack_source(config, session)

@@ -34,11 +34,7 @@ class Peeked:
 
 
 def refuse_image(store: Store, png: Path) -> None:
-    """Check that an image can be written to `png`.
-
-    Raises:
-        UsageError: if it exists, its folder does not, it is inside the store, or its name does not end in .png.
-    """
+    """Check that an image can be written to `png`."""
     if overlap(png, store.path):
         raise UsageError(f"{png} is inside the store {store.path}; choose a place outside it")
     if png.suffix.lower() != ".png":
@@ -47,15 +43,7 @@ def refuse_image(store: Store, png: Path) -> None:
 
 
 def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: str) -> Peeked:
-    """Decode a sample's latent (the mean of stored moments) and write it as an upright RGB image of its bucket's size.
-
-    Raises:
-        UsageError: as `refuse_image` and `chosen_device`.
-        StoreError: if the store has no such sample, or the image cannot be written.
-        CorruptError: if the row does not match its checksum.
-        ModelError: if the model's VAE is missing or cannot be loaded.
-        FingerprintError: if the VAE is not the one that the store was packed with.
-    """
+    """Decode a sample's latent (the mean of stored moments) and write it as an upright RGB image of its bucket's size."""
     refuse_image(store, png)
     shard, record = store.sample(sample_id)
     row = checked_row(store, store.shards.index(shard), record)

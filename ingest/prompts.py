@@ -39,12 +39,6 @@ def encoded_prompts(
 
     `manifest`, `where`: of the store whose text encoders, those of `model`, make the embeddings. `size`: height and width in px
     of prompts without one, by default of the store's bucket with the most training samples.
-
-    Raises:
-        UsageError: if the store has no images or no text embeddings, or there is no such device.
-        SourceError: if the file cannot be read, or a line of it is not a prompt that can be drawn; the message names it.
-        FingerprintError: if other text encoders made the store.
-        ModelError: if the model's cannot be loaded.
     """
     if not isinstance(text := manifest.encoders.get("text_encoder"), dict) or not text:
         raise UsageError(f"{where} has no text embeddings, so no model that is trained on it takes a prompt")
@@ -103,9 +97,6 @@ def _lines(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Prompt]]:
 
     A line is a prompt, or in a file whose name ends in .jsonl a JSON object of `prompt`, `negative_prompt`, `seed`, `height`,
     `width` and `guidance`. A prompt without a seed has 0, and the second of the same text 1.
-
-    Raises:
-        SourceError: if the file cannot be read, has no prompts or too many, or a line is not as described.
     """
     try:
         data = read_regular(file, _MAX_FILE_BYTES)
@@ -166,11 +157,7 @@ def _json_line(item: str, line: str) -> dict[str, Any]:
 
 
 def _most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
-    """Return height and width in px of the bucket with the most training samples, of several the first by name.
-
-    Raises:
-        UsageError: if the store has no images.
-    """
+    """Return height and width in px of the bucket with the most training samples, of several the first by name."""
     rows: Counter[str] = Counter()
     for shard in manifest.shards:
         rows.update({name: group.live for name, group in shard.groups.items()})
@@ -184,11 +171,7 @@ def _most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
 
 
 def _refuse_size(manifest: Manifest, item: str, prompt: Prompt) -> None:
-    """Check that a prompt's size is one of the store's latents.
-
-    Raises:
-        SourceError: if a side is not a multiple of the store's px per latent pixel; the message names `item`.
-    """
+    """Check that a prompt's size is one of the store's latents."""
     vae = manifest.encoders.get("vae")
     factor = vae.get("downscale") if isinstance(vae, dict) else None
     if isinstance(factor, int) and factor > 0 and (prompt.height_px % factor or prompt.width_px % factor):

@@ -40,9 +40,6 @@ class Limit:
     def parse(cls, option: str, text: str) -> Limit:
         """Parse `10` as a count and `0.01` as a fraction; the error names `option`.
 
-        Raises:
-            UsageError: if it is neither.
-
         >>> Limit.parse("--max-rejects", "0.25").allows(1, of=4), Limit.parse("--max-rejects", "1").allows(2, of=4)
         (True, False)
         """
@@ -80,20 +77,12 @@ PRUNE = "some"
 
 
 def reject_limit(text: str | None) -> Limit:
-    """Return the limit of `--max-rejects`; None sets none.
-
-    Raises:
-        UsageError: if it is neither a count nor a fraction.
-    """
+    """Return the limit of `--max-rejects`; None sets none."""
     return Limit() if text is None else Limit.parse("--max-rejects", text)
 
 
 def prune_limit(text: str) -> Limit:
-    """Return the limit of `--prune`, of the store's samples; `PRUNE` stands for the usual one.
-
-    Raises:
-        UsageError: if it is neither a count nor a fraction.
-    """
+    """Return the limit of `--prune`, of the store's samples; `PRUNE` stands for the usual one."""
     return DEFAULT_MAX_PRUNE if text == PRUNE else Limit.parse("--prune", text)
 
 

@@ -117,13 +117,7 @@ class _Seen:
 
 
 def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntry | None, ScanReport]]]:
-    """Scan every image of a source, or of each source of a data set file in its order. The sheet shows all of them.
-
-    Raises:
-        SourceError: if the file is invalid, or a source cannot be listed.
-        ModelError, UsageError: if the model folder or the grid is invalid, or the sheet cannot be written to its path.
-        StoreError: if writing the sheet fails.
-    """
+    """Scan every image of a source, or of each source of a data set file in its order. The sheet shows all of them."""
     each: list[tuple[DatasetEntry | None, ScanConfig]] = [(None, config)]
     file = read_dataset_file(Path(config.source), config.alone()) if is_dataset_file(config.source) else None
     if file is not None:
@@ -148,11 +142,7 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
 
 
 def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list[Section]]:
-    """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share.
-
-    Raises:
-        SourceError, ModelError, UsageError: as `scan`.
-    """
+    """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share."""
     started = time.monotonic()
     shape = _shape(config)
     source = open_source(config.source, config)

@@ -123,11 +123,7 @@ def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
 
 
 def check_identity(found: int, account: RunSummary) -> None:
-    """Check that found = packed + unchanged + rejected.
-
-    Raises:
-        AccountError: if an image was lost or counted twice; the message has the numbers.
-    """
+    """Check that found = packed + unchanged + rejected."""
     if found != account.total:
         raise AccountError(
             f"the account does not add up: {found} images found, {account.packed} packed + {account.unchanged} unchanged "

@@ -54,11 +54,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use, so that `loader plan` does not import torch.
-
-    Raises:
-        MissingExtraError: if torch is not installed.
-    """
+    """Import a public name on first use, so that `loader plan` does not import torch."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -274,11 +274,7 @@ def numpy_batches(batches: Iterable[Batch]) -> Iterator[NumpyBatch]:
 
 
 def as_numpy(batch: Batch) -> NumpyBatch:
-    """Return a batch as numpy arrays that share its memory.
-
-    Raises:
-        UsageError: if the batch is not in host memory.
-    """
+    """Return a batch as numpy arrays that share its memory."""
     if batch.device.type != "cpu":
         raise UsageError(f"a batch on {batch.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
     tensors = batch.by_name()

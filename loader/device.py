@@ -9,11 +9,7 @@ from bucketline.errors import UsageError
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device:
-    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number.
-
-    Raises:
-        UsageError: if it is anything else, or this process does not see that GPU.
-    """
+    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number."""
     expected = "expected cpu, cuda, cuda:N, N or None"
     if device is None:
         return torch.device("cpu")

@@ -33,11 +33,7 @@ ASK_EVERY_S = 15.0  # an object storage
 def at_generations(
     shares: Sequence[WeightedStore], wanted: Sequence[int | None], config: LoaderConfig
 ) -> tuple[WeightedStore, ...]:
-    """Return stores at other generations: `wanted` of each, or the newest for None.
-
-    Raises:
-        StoreError: if a generation is gone, or cannot be read.
-    """
+    """Return stores at other generations: `wanted` of each, or the newest for None."""
     return tuple(
         share
         if share.store.manifest.generation == generation
@@ -47,11 +43,7 @@ def at_generations(
 
 
 def with_caches(shares: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
-    """Return stores at the same generations, those opened again whose cache was removed.
-
-    Raises:
-        StoreError: if one cannot be read.
-    """
+    """Return stores at the same generations, those opened again whose cache was removed."""
     return tuple(
         share
         if (source := share.store.source) is None or not source.is_removed
@@ -61,11 +53,7 @@ def with_caches(shares: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
 
 
 def newest_generations(shares: Sequence[WeightedStore], config: LoaderConfig) -> tuple[WeightedStore, ...]:
-    """Return the stores at their newest generations.
-
-    Raises:
-        StoreError: if one cannot be read.
-    """
+    """Return the stores at their newest generations."""
     wanted = [max(generations(share.store.path), default=None) if share.store.is_local else None for share in shares]
     return at_generations(shares, wanted, config)
 
@@ -81,11 +69,6 @@ def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world
     """Return stores joined and the plan over them, after checking that a loader with this configuration can read them.
 
     `is_served`: by a service, whose cache is its own.
-
-    Raises:
-        PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
-        FingerprintError: if two stores were packed with different settings.
-        UsageError: if they lack what the configuration requests, or the order would cost too many requests.
     """
     if config.row_weights and len(config.row_weights) != len(shares):
         raise UsageError(f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(shares)} stores")

@@ -83,11 +83,7 @@ class RecordedScale:
     _found: dict[torch.device, LatentScale] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, device: torch.device) -> LatentScale:
-        """Return the scaling by tensors on a device, which are made once.
-
-        Raises:
-            UsageError: if the stores do not record it.
-        """
+        """Return the scaling by tensors on a device, which are made once."""
         if device not in self._found:
             vae = self.encoders.get("vae")
             try:
@@ -109,12 +105,7 @@ class RecordedScale:
         return self._found[device]
 
     def _of_family(self, vae: Json) -> Mapping[str, Json]:
-        """Return the VAE's record as the pipeline scales latents by it, whose captions the stores have.
-
-        Raises:
-            TypeError: if it is not a mapping.
-            ValueError: if it has both a shift and means.
-        """
+        """Return the VAE's record as the pipeline scales latents by it, whose captions the stores have."""
         if not isinstance(vae, dict):
             raise TypeError(f"a {type(vae).__name__}")
         if vae.get("shift_factor") and vae.get("latents_mean"):
@@ -128,11 +119,7 @@ class RecordedScale:
 
 
 def _usable(vae: Mapping[str, Json], device: torch.device) -> LatentScale:
-    """Return the scaling of a VAE's record.
-
-    Raises:
-        ValueError: if it would make latents of zeros, or of what is not a number.
-    """
+    """Return the scaling of a VAE's record."""
     scale = LatentScale.of(vae, device)
     on_host = LatentScale.of(vae, torch.device("cpu"))
     for each in (on_host.scale, on_host.shift):

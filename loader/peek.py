@@ -46,11 +46,7 @@ class PeekedBatch:
 
 
 def read_step(shares: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:
-    """Return every rank's micro-batches of a step, read by a loader that begins there.
-
-    Raises:
-        PlanError, StoreError, FingerprintError: as `Loader`.
-    """
+    """Return every rank's micro-batches of a step, read by a loader that begins there."""
     found = []
     for rank in range(world_size):
         with Loader(tuple(shares), config, rank=rank, world_size=world_size) as loader:

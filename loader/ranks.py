@@ -74,11 +74,7 @@ def gathered(value: T) -> list[T]:
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Run the body on every rank, and continue as soon as all have done so.
-
-    Raises:
-        OtherRankFailedError: if it raised only on other ranks (a rank on which it raised keeps its own error).
-    """
+    """Run the body on every rank, and continue as soon as all have done so."""
     is_done = False
     try:
         yield
@@ -96,11 +92,6 @@ def agreed(
 
     Ranks that open a store between two publications would otherwise plan on two generations. Without torch.distributed, none
     can know what the others have opened, and only a first generation is certain. `are_chosen`: the caller has opened them.
-
-    Raises:
-        UsageError: if nothing says that the ranks have the same generations, or a rank makes no loader.
-        StoreError: if a store cannot be opened, or the ranks' stores differ.
-        OtherRankFailedError: if only another rank cannot open a store.
     """
     if world_size == 1:
         return opened()
@@ -124,11 +115,7 @@ def agreed(
 
 
 def _expect_alike(every: Sequence[Marks], parts: Sequence[object], remedy: str) -> None:
-    """Check that a part of what each rank has opened is rank 0's.
-
-    Raises:
-        StoreError: if it is not; the message names the rank and both.
-    """
+    """Check that a part of what each rank has opened is rank 0's."""
     for rank, part in enumerate(parts):
         if part != parts[0]:
             own, first = (
@@ -139,12 +126,7 @@ def _expect_alike(every: Sequence[Marks], parts: Sequence[object], remedy: str) 
 
 
 def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], config: LoaderConfig) -> tuple[WeightedStore, ...]:
-    """Return stores at the generations that a caller gave, one for each store.
-
-    Raises:
-        UsageError: if these are not as many numbers.
-        StoreError: if a generation is gone.
-    """
+    """Return stores at the generations that a caller gave, one for each store."""
     numbers = tuple(generation) if isinstance(generation, list | tuple) else (generation,)
     if len(numbers) != len(shares) or any(type(one) is not int for one in numbers):
         raise UsageError(

@@ -43,21 +43,13 @@ class BatchDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, loader: Loader) -> None:
-        """Wrap a loader.
-
-        Raises:
-            UsageError: if it is not one.
-        """
+        """Wrap a loader."""
         if not hasattr(loader, "load_state_dict"):
             raise unlike("loader", loader, "a Loader: BatchDataset(Loader(stores, config))")
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over one epoch; see `Loader`.
-
-        Raises:
-            UsageError: if called in a worker process, because each worker would read all batches again.
-        """
+        """Iterate over one epoch; see `Loader`."""
         if (worker := get_worker_info()) is not None:
             raise UsageError(f"a DataLoader with {worker.num_workers} workers cannot read a Bucketline loader; {_REMEDY}")
         return iter(self.loader)
@@ -79,9 +71,5 @@ class BatchDataset(IterableDataset[Batch]):
         self.loader.load_state_dict(state)
 
     def __getstate__(self) -> NoReturn:
-        """Refuse pickling: a loader cannot be sent to a worker process.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse pickling: a loader cannot be sent to a worker process."""
         raise UsageError(f"a Bucketline loader cannot be sent to a worker process; {_REMEDY}")

@@ -93,9 +93,6 @@ class Folder(Protocol):
         """Write a file durably if there is none of this name. Of several that create one name at a time, one succeeds.
 
         A file that holds exactly `data` counts as created: a request may have been repeated that had succeeded.
-
-        Raises:
-            ExistsError: if there is another file of this name; nothing is written.
         """
         ...
 
@@ -114,11 +111,7 @@ def as_folder(place: Path | Folder) -> Folder:
 
 
 def refuse_name(name: str, folder: object) -> None:
-    """Check that a name is that of a file in a folder, and cannot lead out of it.
-
-    Raises:
-        StoreError: if it is not.
-    """
+    """Check that a name is that of a file in a folder, and cannot lead out of it."""
     if not name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise StoreError(f"{name!r:.200} is not the name of a file in {folder}; expected one such as shards/NAME.lmdb")
 
@@ -127,9 +120,6 @@ def folder_time(folder: Folder) -> float:
     """Return the Unix time by the clock that dates a folder's files: the date of one that is written for this, and removed.
 
     A file server's clock may differ from this machine's, and a client of object storage hands on no `Date` of an answer.
-
-    Raises:
-        StoreError: if the folder cannot be written.
     """
     name = f"pending/clock.{secrets.token_hex(4)}.tmp"  # what a kill leaves on a disk goes with other temporary files
     try:

@@ -92,12 +92,7 @@ def encode_prompts(manifest: Manifest, prompts: Sequence[Prompt], captions: Sequ
 
 
 def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
-    """Return the prompts in the bytes of a file of a store's prompts, after comparing all checksums.
-
-    Raises:
-        CorruptError: if the file is damaged.
-        FingerprintError: if other text encoders than the store's made the embeddings; the message names the field.
-    """
+    """Return the prompts in the bytes of a file of a store's prompts, after comparing all checksums."""
     file = _paged(data, where)
     if difference := first_difference(manifest.encoders.get(_ENCODER), file.metadata.get(_ENCODER), f"encoders.{_ENCODER}"):
         field, stored, found = difference

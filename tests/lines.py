@@ -63,15 +63,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(23_300),
-    "ingest": Budget(19_400),
-    "loader": Budget(12_300),
+    "store": Budget(22_600),
+    "ingest": Budget(18_800),
+    "loader": Budget(12_100),
     "train": Budget(10_000),
     TRAINER: Budget(6_300, mark=2_600),
-    "bucketline": Budget(7_100),
+    "bucketline": Budget(7_000),
     "bench": Budget(7_200),
-    "product": Budget(79_100, mark=64_000),
-    "tests": Budget(78_600, mark=62_000),
+    "product": Budget(77_500, mark=64_000),
+    "tests": Budget(78_400, mark=62_000),
 }
 
 

@@ -31,11 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def refuse_existing(output: Path, kind: str = "folder") -> None:
-    """Check that the output does not exist and that its parent does.
-
-    Raises:
-        UsageError: if the output exists, or its parent folder does not.
-    """
+    """Check that the output does not exist and that its parent does."""
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; name a {kind} that does not, or delete it")
     if not output.parent.is_dir():
@@ -47,11 +43,6 @@ def staged_folder(output: Path, *, resumable: bool = False) -> Iterator[Path]:
     """Yield a folder to write into. It is renamed to `output` when the block ends, or removed if the block raises.
 
     With `resumable`, it is kept if the block raises, and yielded again, with what it has, to the next run with this output.
-
-    Raises:
-        UsageError: if `output` exists.
-        LockedError: if another process is writing it.
-        StoreError: if it cannot be written, or the hidden folder belongs to somebody else.
     """
     refuse_existing(output)
     hidden = staging_path(output)

@@ -10,11 +10,7 @@ _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPER
 
 
 def copy_some(source: int, target: int, num_bytes: int) -> int:
-    """Copy bytes from the descriptors' current positions. Return their number, 0 at the end of the source.
-
-    Raises:
-        OSError: if they cannot be read or written.
-    """
+    """Copy bytes from the descriptors' current positions. Return their number, 0 at the end of the source."""
     try:
         return os.copy_file_range(source, target, num_bytes)
     except OSError as error:

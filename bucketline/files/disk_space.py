@@ -18,11 +18,7 @@ FULL_BYTES = 1 << 24  # a disk with less free space counts as full
 
 
 def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str, remedy: str = "or choose another disk") -> None:
-    """Check that an existing folder's disk has room for what is to be written.
-
-    Raises:
-        StoreError: if it has not; the message has `what`, both figures, and what helps besides making room.
-    """
+    """Check that an existing folder's disk has room for what is to be written."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise StoreError(

@@ -25,13 +25,7 @@ class FileLock:
     """An exclusive `flock` on a separate file, held until `release` or until the process ends for any reason."""
 
     def __init__(self, path: Path, item: Path | None = None) -> None:
-        """Acquire the lock. Errors name `item`, which it guards; default: the store that contains the lock.
-
-        Raises:
-            LockedError: if another process holds it; the message names the holder.
-            NoLocksError: if the file system has none.
-            StoreError: if the folder is not writable.
-        """
+        """Acquire the lock. Errors name `item`, which it guards; default: the store that contains the lock."""
         self.path = path
         self._owner = OwnerProcess()
         try:
@@ -80,11 +74,7 @@ class FileLock:
 
 
 def _open_own(path: Path) -> int:
-    """Open a lock file, creating it if missing; never through a link, never a pipe or a device.
-
-    Raises:
-        OSError: if it is not a regular file, or cannot be opened.
-    """
+    """Open a lock file, creating it if missing; never through a link, never a pipe or a device."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):

@@ -139,11 +139,7 @@ def _is_image(path: Path) -> bool:
 
 
 def refuse_overlap(source: Path, store: Path) -> None:
-    """Check that source and store are disjoint.
-
-    Raises:
-        UsageError: if they are the same folder, or one contains the other.
-    """
+    """Check that source and store are disjoint."""
     found = {
         Overlap.SAME: f"the source {source} and the store {store} are the same folder",
         Overlap.INSIDE: f"the store {store} is inside the source {source}",

@@ -19,11 +19,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: do not block 
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file, or a link to one, and return its descriptor.
-
-    Raises:
-        OSError: if it is missing, unreadable or not a regular file; `strerror` tells which.
-    """
+    """Open a regular file, or a link to one, and return its descriptor."""
     _refuse_others(path.stat(), path)  # check before opening: opening a device may have side effects
     fd = os.open(path, _FLAGS)
     try:
@@ -35,11 +31,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Return a file's content, truncated to `most_bytes` + 1 bytes, so that the caller can detect a file that is too long.
-
-    Raises:
-        OSError: as `open_regular`.
-    """
+    """Return a file's content, truncated to `most_bytes` + 1 bytes, so that the caller can detect a file that is too long."""
     with open(open_regular(path), "rb") as file:
         return file.read(most_bytes + 1)
 

@@ -133,12 +133,7 @@ def document(
 
 
 def refuse_page(page: Path, folders: Iterable[tuple[str, Path]] = ()) -> None:
-    """Check that a page can be written. `folders`: what they are, and their paths; it must be in none of them.
-
-    Raises:
-        UsageError: if it exists and is not a page of ours, which is replaced; if its folder does not exist, it is in one of the
-            folders, or its name does not end in .html.
-    """
+    """Check that a page can be written. `folders`: what they are, and their paths; it must be in none of them."""
     if page.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{page}: the page is written as HTML; name a file that ends in .html")
     for what, folder in folders:

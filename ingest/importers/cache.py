@@ -165,11 +165,7 @@ class Importer:
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder's path from `folder` ('' for itself, others end in a slash) and its files' names, sorted.
-
-    Raises:
-        SourceError: if a folder cannot be read.
-    """
+    """Yield each folder's path from `folder` ('' for itself, others end in a slash) and its files' names, sorted."""
 
     def fail(error: OSError) -> None:
         raise SourceError(f"{error.filename} cannot be read: {error.strerror}; the list would not be complete") from error
@@ -197,11 +193,7 @@ def damaged(what: str) -> RejectedError:
 
 @contextmanager
 def odd_files_rejected(path: str) -> Iterator[None]:
-    """Make a failure that a file causes a reject: the one place for what no trainer writes and an importer meets.
-
-    Raises:
-        RejectedError: if the block raises one, or any other error that does not say what to do.
-    """
+    """Make a failure that a file causes a reject: the one place for what no trainer writes and an importer meets."""
     try:
         yield
     except (RejectedError, BucketlineError):
@@ -212,11 +204,7 @@ def odd_files_rejected(path: str) -> Iterator[None]:
 
 
 def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
-    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`, or of a video `[C, F, h, w]`.
-
-    Raises:
-        RejectedError: if it is anything else.
-    """
+    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`, or of a video `[C, F, h, w]`."""
     shape = list(latent.shape)
     if latent.ndim == 5 and shape[0] == 1:
         latent = latent[0]
@@ -230,11 +218,7 @@ def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
 
 
 def pair(value: Any, what: str) -> tuple[int, int]:  # noqa: ANN401 - whatever a file holds
-    """Return two whole numbers of a file, 0 or more.
-
-    Raises:
-        RejectedError: if it is anything else.
-    """
+    """Return two whole numbers of a file, 0 or more."""
     try:
         first, second = (int(number) for number in value)
     except (TypeError, ValueError, OverflowError):
@@ -245,11 +229,7 @@ def pair(value: Any, what: str) -> tuple[int, int]:  # noqa: ANN401 - whatever a
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON
-    """Return a JSON file that describes a cache.
-
-    Raises:
-        SourceError: if it cannot be read or is damaged.
-    """
+    """Return a JSON file that describes a cache."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:

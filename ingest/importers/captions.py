@@ -43,14 +43,7 @@ CaptionedRow: TypeAlias = "tuple[ImportedRow, Mapping[str, Any] | RejectedError]
 
 
 def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheListing) -> str:
-    """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`.
-
-    Raises:
-        ModelError: if captions are to be encoded and how the model's pipeline does that is not known.
-        SourceError: if the cache does not have the embeddings that the user wants, none of those that it has is of a caption
-            that was found, or no embedding of its model can be stored.
-        UsageError: if the model has no text encoders.
-    """
+    """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`."""
     if listing.text_unknown is not None and config.text in (None, SOURCE):
         raise SourceError(f"{config.source}: {listing.text_unknown}")
     if listing.form.text_refused is not None:
@@ -110,11 +103,7 @@ class CaptionSource:
     provenance: Mapping[str, Json] | None
 
     def __init__(self, config: ImportConfig, model: ModelFolder | None, plan: str, local_rank: int) -> None:
-        """Load the text encoders, if any text is stored.
-
-        Raises:
-            ModelError, UsageError: as `load_caption_encoder`.
-        """
+        """Load the text encoders, if any text is stored."""
         self._config, self._plan = config, plan
         self._waiting: list[ImportedRow] = []
         self._known: OrderedDict[str, dict[str, Any] | RejectedError] = OrderedDict()
@@ -134,21 +123,13 @@ class CaptionSource:
         self.empty = self._values(self._fresh.empty_embedding)
 
     def refuse_other_encoders(self, samples: Sequence[Cached]) -> None:
-        """Compare a few of the cache's embeddings with what the model's encoders make of their captions.
-
-        Raises:
-            SourceError: if one is unlike it.
-        """
+        """Compare a few of the cache's embeddings with what the model's encoders make of their captions."""
         texts = {text.caption: text for cached in samples for text in cached.texts if not text.is_older}
         for text in list(texts.values())[:COMPARED]:
             self._compare(text.caption, text.tokens)
 
     def add(self, row: ImportedRow) -> list[CaptionedRow]:
-        """Take a row, and return those that are done: one may wait for others, whose captions are encoded together.
-
-        Raises:
-            RejectedError: if its text cannot be stored.
-        """
+        """Take a row, and return those that are done: one may wait for others, whose captions are encoded together."""
         captions = row.record.captions
         if self._plan == SOURCE and not any(text.is_older for text in row.texts):
             return [(row, {caption: self._from_source(caption, row.texts) for caption in captions})]
@@ -173,11 +154,7 @@ class CaptionSource:
         return done
 
     def _from_source(self, caption: str, texts: Sequence[Text]) -> dict[str, Any]:
-        """Return a caption's columns from the embedding of the cache.
-
-        Raises:
-            RejectedError: if it is not one of the model's encoders.
-        """
+        """Return a caption's columns from the embedding of the cache."""
         text = next(text for text in texts if text.caption == caption)
         spec, dtype = self._encoder.columns, TORCH_DTYPES[self._settings.token_dtype]
         widths = {column.name: column.shape for column in spec.delivered.fixed}

@@ -81,12 +81,7 @@ class ColumnRules:
     def side_values(
         self, cached: Cached, latent_hw: tuple[int, int], vae: NamedVae, scaling: Scaling, dtype: str
     ) -> dict[str, NDArray[Any]]:
-        """Return a sample's values of these columns by role; `latent_hw` is the size of its unpacked latent.
-
-        Raises:
-            RejectedError: if one does not have the size of the latent, or is not what its role says; or if the sample has a
-                column that the store lacks.
-        """
+        """Return a sample's values of these columns by role; `latent_hw` is the size of its unpacked latent."""
         others = self.left_out(cached)
         if others and not self.declined:
             both, own = ",".join([*self.roles, *others]), ",".join(self.roles) or _NO_COLUMNS
@@ -121,11 +116,7 @@ class ColumnRules:
 
 
 def as_frames(latent: torch.Tensor, *, is_video: bool) -> torch.Tensor:
-    """Return a latent as a store has it: of a video `[C, F, h, w]`, of an image `[C, h, w]`.
-
-    Raises:
-        RejectedError: if it is a video's and the store has images.
-    """
+    """Return a latent as a store has it: of a video `[C, F, h, w]`, of an image `[C, h, w]`."""
     if latent.ndim == 4 and not is_video:
         raise RejectedError(
             Reason.CACHE,
@@ -136,11 +127,7 @@ def as_frames(latent: torch.Tensor, *, is_video: bool) -> torch.Tensor:
 
 
 def named_roles(given: str | None) -> tuple[str, ...] | None:
-    """Return the roles of `--columns`; None if it is not given.
-
-    Raises:
-        UsageError: if one is not a role that a cache may have.
-    """
+    """Return the roles of `--columns`; None if it is not given."""
     if given is None:
         return None
     roles = () if given.strip() == _NO_COLUMNS else tuple(dict.fromkeys(role.strip() for role in given.split(",")))
@@ -153,11 +140,7 @@ def named_roles(given: str | None) -> tuple[str, ...] | None:
 def side_columns(
     samples: Iterable[tuple[Cached, tuple[int, int]]], roles: Sequence[str] | None, vae: NamedVae
 ) -> tuple[SideColumn, ...]:
-    """Return the columns that samples, each with the size of its unpacked latent, have: all, or those named.
-
-    Raises:
-        SourceError: if a named one is in none of them.
-    """
+    """Return the columns that samples, each with the size of its unpacked latent, have: all, or those named."""
     found: dict[str, SideColumn] = {}
     for cached, (height, _) in samples:
         for role, value in cached.columns.items():
@@ -179,11 +162,7 @@ def stored_columns(rules: Mapping[str, Json]) -> tuple[SideColumn, ...]:
 
 
 def _as_mask(value: torch.Tensor) -> NDArray[Any]:
-    """Return a mask as U8 [H, W], 255 for 1.
-
-    Raises:
-        RejectedError: if it is of another shape, or has values outside 0 to 1.
-    """
+    """Return a mask as U8 [H, W], 255 for 1."""
     while value.ndim > 2 and value.shape[0] == 1:
         value = value[0]
     if value.ndim != 2:

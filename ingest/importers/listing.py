@@ -40,12 +40,7 @@ class CacheListing:
 
 
 def listed(importer: Importer, request: ListRequest) -> CacheListing:
-    """Return a cache's entries.
-
-    Raises:
-        SourceError: if the files that describe the cache do not hold what the trainer writes, or if it has several variants
-            and none is named, or one that cannot be imported.
-    """
+    """Return a cache's entries."""
     try:
         return _listed(importer, request)
     except BucketlineError:

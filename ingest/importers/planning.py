@@ -79,14 +79,7 @@ class _ReadSample(NamedTuple):
 
 
 def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int) -> Planned:
-    """List the cache, compare it with the store, and check new samples.
-
-    Raises:
-        UsageError: if source and store overlap, or options contradict each other or lack the VAE.
-        SourceError: if the cache cannot be listed, no sample can be read, the latents' spread is not the VAE's, the text is of
-            other encoders or captions, or rows of another cache would be replaced; what is known of the cache is in its lines.
-        ModelError, FingerprintError, StoreError: as `import_cache`.
-    """
+    """List the cache, compare it with the store, and check new samples."""
     expect_inputs(config)
     importer = importer_of(config.kind, config.source)
     _ = named_roles(config.columns)
@@ -248,11 +241,7 @@ def _other_names(entry: CacheEntry, prefix: str) -> Iterator[str]:
 
 
 def _refuse_other_origin(changed: Sequence[CacheEntry], store: Store, source: Path) -> None:
-    """Check that rows that would be replaced came from where the entries are.
-
-    Raises:
-        SourceError: if some are of another folder, or of other images.
-    """
+    """Check that rows that would be replaced came from where the entries are."""
     stored = PackedIndex(store).find_all([entry.id for entry in changed])
     other = [
         (entry, own)
@@ -313,11 +302,7 @@ class _Checking:
     vae: NamedVae
 
     def samples(self, *, is_first: bool) -> list[_ReadSample]:
-        """Return some samples, new ones first; none if none can be read and the store has others.
-
-        Raises:
-            SourceError: if none can be read.
-        """
+        """Return some samples, new ones first; none if none can be read and the store has others."""
         is_new = {entry.id for entry in self.changed}
         others = [entry for entry in self.listing.entries if entry.id not in is_new]
         rejects: list[tuple[str, RejectedError]] = []

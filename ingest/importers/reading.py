@@ -33,20 +33,12 @@ _GZIP, _ZIP = b"\x1f\x8b", b"PK"
 
 
 def read_whole(source: Path, path: str) -> bytes:
-    """Return a file's bytes.
-
-    Raises:
-        RejectedError: if it cannot be read or is too large.
-    """
+    """Return a file's bytes."""
     return read_file(f"{source}/{path}", source).data
 
 
 def read_npz(source: Path, path: str) -> Mapping[str, Any]:
-    """Return the arrays of an npz file, each decoded when it is used.
-
-    Raises:
-        RejectedError: if it cannot be read or is damaged.
-    """
+    """Return the arrays of an npz file, each decoded when it is used."""
     data = read_whole(source, path)
     if not data.startswith(_ZIP):
         raise damaged(f"{path} is not an npz file")
@@ -58,11 +50,7 @@ def read_npz(source: Path, path: str) -> Mapping[str, Any]:
 
 
 def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in whatever containers the trainer used
-    """Return the content of a file written by `torch.save`, gzipped or not, as `torch.load(weights_only=True)` reads it.
-
-    Raises:
-        RejectedError: if it cannot be read, is damaged, or needs more than tensors and plain containers.
-    """
+    """Return the content of a file written by `torch.save`, gzipped or not, as `torch.load(weights_only=True)` reads it."""
     return loaded(read_whole(source, path), path)
 
 
@@ -103,11 +91,7 @@ def _unpacked_bytes(data: bytes) -> int:
 
 
 def _plain(value: Tensor, what: str, num_bytes: int) -> Tensor:
-    """Return a tensor whose values a file of `num_bytes` holds.
-
-    Raises:
-        RejectedError: if it is of another kind (sparse, quantised, without values), or repeats values by its strides.
-    """
+    """Return a tensor whose values a file of `num_bytes` holds."""
     value = value.detach()  # of a parameter, a plain tensor
     is_plain = type(value) is torch.Tensor and not value.is_nested and not value.is_quantized
     if not is_plain or value.layout is not torch.strided or value.device.type != "cpu":
@@ -122,11 +106,7 @@ def _plain(value: Tensor, what: str, num_bytes: int) -> Tensor:
 
 
 def read_safetensors(source: Path, path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file.
-
-    Raises:
-        RejectedError: if it cannot be read or is damaged.
-    """
+    """Return the tensors and the metadata of a safetensors file."""
     from safetensors.torch import load
 
     data = read_whole(source, path)
@@ -136,11 +116,7 @@ def read_safetensors(source: Path, path: str) -> tuple[dict[str, Tensor], dict[s
 
 
 def read_metadata(source: Path, path: str) -> dict[str, str]:
-    """Return only the metadata of a safetensors file.
-
-    Raises:
-        RejectedError: if it cannot be read or is damaged.
-    """
+    """Return only the metadata of a safetensors file."""
     with open_file(f"{source}/{path}", source) as file, odd_files_rejected(path):
         length = int.from_bytes(file.read(8), "little")
         metadata = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))["__metadata__"]
@@ -148,11 +124,7 @@ def read_metadata(source: Path, path: str) -> dict[str, str]:
 
 
 def read_part(source: Path, path: str, offset: int, length: int) -> bytes:
-    """Return a part of a larger file.
-
-    Raises:
-        RejectedError: if it cannot be read or ends before the part does.
-    """
+    """Return a part of a larger file."""
     with open_of_any_size(source, path) as descriptor:
         try:
             data = os.pread(descriptor.fileno(), length, offset)
@@ -169,11 +141,7 @@ def open_of_any_size(source: Path, path: str) -> BinaryIO:
 
 
 def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
-    """Return a value of a file as a tensor.
-
-    Raises:
-        RejectedError: if it is not there, or not an array of numbers.
-    """
+    """Return a value of a file as a tensor."""
     value = values.get(name)
     if isinstance(value, torch.Tensor):
         return value
@@ -186,11 +154,7 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
 
 
 def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return what a file has next to the latent by role; `roles` are those of the file's names.
-
-    Raises:
-        RejectedError: if one is not a mask, and not like a latent.
-    """
+    """Return what a file has next to the latent by role; `roles` are those of the file's names."""
     return {
         role: found[name] if role == "mask" else squeezed(found[name], role)
         for name, role in roles.items()
@@ -199,21 +163,13 @@ def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[s
 
 
 def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None, *, is_older: bool = False) -> Text:
-    """Return a caption's embedding: its tokens [T, D], without a batch dimension of 1, and what is pooled of it.
-
-    Raises:
-        RejectedError: if the tokens are anything else.
-    """
+    """Return a caption's embedding: its tokens [T, D], without a batch dimension of 1, and what is pooled of it."""
     fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
     return Text(caption=caption, tokens=tokens_of(tokens.float(), "text encoder"), fixed=fixed, is_older=is_older)
 
 
 def tokens_of(tokens: Tensor, what: str) -> Tensor:
-    """Return tokens as [T, D].
-
-    Raises:
-        RejectedError: if they are anything else.
-    """
+    """Return tokens as [T, D]."""
     if tokens.ndim == 3 and tokens.shape[0] == 1:
         tokens = tokens[0]
     if tokens.ndim != 2:

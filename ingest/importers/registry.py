@@ -25,13 +25,7 @@ IMPORTERS: Extensions[Importer] = Extensions(
 
 
 def expect_inputs(config: ImportConfig) -> None:
-    """Refuse inputs that are not there or overlap, before anything heavy is imported.
-
-    Raises:
-        UsageError: if there is no such kind, or the source or the captions overlap with the store.
-        SourceError: if the source is not a folder.
-        ModelError: if the model is a path without one.
-    """
+    """Refuse inputs that are not there or overlap, before anything heavy is imported."""
     if config.kind != "auto" and config.kind not in tuple(IMPORTERS):
         known = f"auto, {', '.join(IMPORTERS)}; another package's is known once it is installed"
         raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
@@ -45,12 +39,7 @@ def expect_inputs(config: ImportConfig) -> None:
 
 
 def importer_of(kind: str, source: Path) -> Importer:
-    """Return the importer of a kind; of `auto`, that of the only format that the source has.
-
-    Raises:
-        UsageError: if its package cannot be imported.
-        SourceError: if no format or several are recognised.
-    """
+    """Return the importer of a kind; of `auto`, that of the only format that the source has."""
     if kind != "auto":
         return _named(kind)
     found, problems = list[str](), list[str]()

@@ -66,11 +66,7 @@ class ImportedRow:
 
 
 def cache_stamp(source: Path, entry: CacheEntry) -> tuple[int, int]:
-    """Return the length and the mtime of a sample's values: of its files together, and of the newest of them.
-
-    Raises:
-        RejectedError: if one of them is not there.
-    """
+    """Return the length and the mtime of a sample's values: of its files together, and of the newest of them."""
     if entry.stamp is not None:
         return entry.stamp[0], storable_mtime_ns(entry.stamp[1])
     stamps = [file_stamp(f"{source}/{path}", source) for path in (entry.path, entry.text_path) if path is not None]
@@ -79,11 +75,7 @@ def cache_stamp(source: Path, entry: CacheEntry) -> tuple[int, int]:
 
 @contextmanager
 def rejects_named(entry: CacheEntry) -> Iterator[None]:
-    """Name an entry's file in what it is rejected for in this block, whatever that is.
-
-    Raises:
-        RejectedError: if the block raises one, or an error that the file causes.
-    """
+    """Name an entry's file in what it is rejected for in this block, whatever that is."""
     try:
         with odd_files_rejected(entry.path):
             yield
@@ -97,11 +89,7 @@ def rejects_named(entry: CacheEntry) -> Iterator[None]:
 
 
 def read_entry(importer: Importer, source: Path, entry: CacheEntry, variant: str) -> Cached:
-    """Read an entry's values.
-
-    Raises:
-        RejectedError: if it cannot be imported, or the listing has shown that.
-    """
+    """Read an entry's values."""
     with rejects_named(entry):
         if entry.problem is not None:
             raise RejectedError(Reason.CACHE, entry.problem)
@@ -116,11 +104,7 @@ def origin_of(entry: CacheEntry, source: Path) -> str:
 
 
 def row_of(entry: CacheEntry, cached: Cached, vae: NamedVae, plan: ImportPlan, config: ImportConfig) -> ImportedRow:
-    """Return a sample's row.
-
-    Raises:
-        RejectedError: if its latent is not one of the VAE, its geometry is impossible, or its text is not that of its caption.
-    """
+    """Return a sample's row."""
     captions = kept_captions(cached.captions if entry.captions is None else entry.captions, config.most_captions(plan.text))
     if plan.text == SOURCE and not {*captions} <= {text.caption for text in cached.texts}:
         raise RejectedError(
@@ -202,12 +186,7 @@ def placed_in(original: tuple[int, int], bucket: Size) -> Placement:
 
 
 def _as_recorded(found: Geometry, placed: Placement) -> Placement:
-    """Return the placement with the crop that the cache records.
-
-    Raises:
-        RejectedError: if it records none, or one of an image that was resized to more than covers the bucket: then the store,
-            whose resized size follows from the original's, has no form for it.
-    """
+    """Return the placement with the crop that the cache records."""
     if found.crop is None:
         raise RejectedError(Reason.PLACEMENT, "its cache does not record the crop; --crop unknown imports it")
     resized = found.resized or placed.resized

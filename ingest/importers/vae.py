@@ -83,11 +83,7 @@ class NamedVae:
         return found if isinstance(found, dict) else None
 
     def refuse_scaling(self, scaling: Scaling, source: str) -> None:
-        """Check that a cache's latents can be of this VAE.
-
-        Raises:
-            ModelError: if only one of the two packs its latents.
-        """
+        """Check that a cache's latents can be of this VAE."""
         if (scaling is Scaling.PACKED) != (self._packed is not None) and scaling is not Scaling.NONE:
             packs = f"packs latents {_PATCH_PX} x {_PATCH_PX}, as Flux.2 does"
             own = f"the VAE of {self.name}"
@@ -95,11 +91,7 @@ class NamedVae:
             raise ModelError(f"{one} {packs}, and {other} does not; name the model that made the latents by --model")
 
     def unscaled(self, latent: torch.Tensor, scaling: Scaling) -> NDArray[Any]:
-        """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled.
-
-        Raises:
-            RejectedError: if it has another number of channels.
-        """
+        """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled."""
         channels = self.channels * (_PATCH_PX**2 if scaling is Scaling.PACKED else 1)
         if scaling is Scaling.PACKED and latent.ndim != 3:
             raise damaged(f"its packed latent is {list(latent.shape)}, expected that of an image, [C, h, w]")
@@ -132,9 +124,6 @@ class NamedVae:
         """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits.
 
         `may_be_off`: its spread is not compared with the VAE's.
-
-        Raises:
-            RejectedError: if it has another number of channels, or is not finite or far out of the VAE's range.
         """
         values = self.unscaled(latent, scaling)
         stored = _converted(values, dtype)
@@ -149,9 +138,6 @@ class NamedVae:
         """Return the factor of a source's unscaled latents, `[C, …]` each; None if each is far too wide, and not `is_first`.
 
         Those that are far too wide are rejected one by one, and say nothing about the others, unless in a first run most are.
-
-        Raises:
-            SourceError: if it is off by a factor of two; the message has both spreads.
         """
         factors = [self.factor_of(latent) for latent in latents]
         given = [pair for pair in zip(latents, factors, strict=True) if pair[1] <= MAX_FACTOR_OF_ONE]
@@ -203,12 +189,7 @@ def _converted(values: NDArray[Any], dtype: str) -> torch.Tensor:
 
 
 def named_vae(model: ModelFolder | None, published: str | None, dtype: str, latents: str) -> NamedVae:
-    """Return the VAE that the user names: that of a model, or a published one.
-
-    Raises:
-        UsageError: if neither or both are named.
-        ModelError: if the model has none, or one whose constants are unknown.
-    """
+    """Return the VAE that the user names: that of a model, or a published one."""
     if (model is None) == (published is None):
         raise UsageError(
             "the cache does not say which VAE made its latents: name the model that did by --model, or without its files a "

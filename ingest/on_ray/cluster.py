@@ -37,11 +37,7 @@ class Workers:
 
 @contextmanager
 def cluster(config: PackConfig) -> Iterator[Workers]:
-    """Connect to the cluster of `--engine ray:ADDRESS`, or start Ray on this machine, and shut it down after the block.
-
-    Raises:
-        UsageError: if there is no cluster at the address.
-    """
+    """Connect to the cluster of `--engine ray:ADDRESS`, or start Ray on this machine, and shut it down after the block."""
     options = {"log_to_driver": True, "logging_level": logging.ERROR, "namespace": "bucketline"}
     if not (address := config.engine and config.engine.address):
         wanted, cores = config.workers, len(os.sched_getaffinity(0))

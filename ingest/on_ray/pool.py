@@ -82,11 +82,7 @@ class RayWorkers:
         return max(set(stages), key=stages.count, default="")
 
     def ask(self, question: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return one worker's answer; another is asked if it is lost.
-
-        Raises:
-            BucketlineError: what the worker reports; RankError if workers do not start, or are lost too often.
-        """
+        """Return one worker's answer; another is asked if it is lost."""
         for _ in range(MAX_FAILED_STARTS):
             self._grow(1)
             while not (idle := self._idle):
@@ -103,11 +99,7 @@ class RayWorkers:
     def pack(
         self, table: SliceTable, begin: Callable[[Any, Attempt], Any], take: Callable[[Attempt, PackedSlice], None]
     ) -> None:
-        """Have all slices packed. `begin` starts a slice on an actor, and `take` is called with each outcome.
-
-        Raises:
-            BucketlineError: what a worker reports; RankError if workers do not start, or a slice loses too many.
-        """
+        """Have all slices packed. `begin` starts a slice on an actor, and `take` is called with each outcome."""
         while table.num_left:
             self._grow(min(self._workers.most, table.num_left))
             self._has_begun = self._has_begun or self.num_working >= min(self._workers.least, table.num_left)

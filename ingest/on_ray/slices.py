@@ -63,11 +63,7 @@ class SliceTable:
         self._num_left -= 1
 
     def retry(self, lost: Attempt, why: str) -> None:
-        """Have a slice packed again whose worker was lost.
-
-        Raises:
-            RankError: if that happened too often.
-        """
+        """Have a slice packed again whose worker was lost."""
         if lost.attempt + 1 == MAX_ATTEMPTS:
             raise RankError(
                 f"slice {lost.number} of {len(self.sizes)} lost its worker {MAX_ATTEMPTS} times, at last: {why}; "

@@ -89,11 +89,7 @@ class PackResult:
 
 
 def finish(run: PackRun) -> PackResult:
-    """Write the rejects and publish the last generation. On the process that publishes, under the store's lock.
-
-    Raises:
-        AccountError: if an image was lost or counted twice; nothing is published then.
-    """
+    """Write the rejects and publish the last generation. On the process that publishes, under the store's lock."""
     config, target, outline, account = run.config, run.target, run.outline, run.account
     assert run.plan is not None
     assert run.newest is not None

@@ -61,11 +61,7 @@ class Meanwhile:
         self._began = self._clock()
 
     def check(self) -> None:
-        """End the shard, or tell of it, if that is due; on rank 0, publish.
-
-        Raises:
-            StoreError: if a generation cannot be published. What was packed is kept for the next run.
-        """
+        """End the shard, or tell of it, if that is due; on rank 0, publish."""
         if self._every_s is None or self._own is None:
             return
         if (told := self._own.told_at(self._period)) is not None:

@@ -106,11 +106,7 @@ class PackRun:
 
     @property
     def account(self) -> RunSummary:
-        """Return the summary of all slices.
-
-        Raises:
-            AccountError: if an image was lost or counted twice.
-        """
+        """Return the summary of all slices."""
         whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
         check_identity(self.outline.num_items, whole)
         return whole

@@ -22,9 +22,6 @@ def with_stored_rules(config: PackConfig) -> PackConfig:
     """Return the options with those of the store in place of what was `left_out`; as they are if there is no store.
 
     With `--recaption` the captions' options are as given: these are what it changes.
-
-    Raises:
-        StoreError, CorruptError: if the store cannot be read, or is at a web server, which is read only.
     """
     if not config.left_out:
         return config

@@ -51,12 +51,7 @@ def target_of(config: Placed) -> StoreTarget:
 
 
 def newest_whole(folder: Folder) -> Manifest | None:
-    """Return the newest generation of the store in a folder; None if there is none.
-
-    Raises:
-        CorruptError: if one of its shards has lost a file: by its index, every sample of it would look unchanged.
-        StoreError: if it cannot be read.
-    """
+    """Return the newest generation of the store in a folder; None if there is none."""
     if (manifest := find_newest(folder, lists=True)) is not None:
         refuse_lost_shards(folder, manifest)
     return manifest

@@ -69,12 +69,7 @@ class Exchange:
         return self._locks.keys() == self.processes.keys()
 
     def meet(self) -> None:
-        """Wait until all ranks are there.
-
-        Raises:
-            RankError: if a rank does not come, or is of another version.
-            StoreError: if the store's folder cannot be written.
-        """
+        """Wait until all ranks are there."""
         if (launch := launch_name()) is None:
             raise RankError(f"rank {self._rank} of {self._world_size} cannot reach the others: {_TOGETHER}")
         self._launch = f"pending/{RANKS_FOLDER}/{launch}-{self._world_size}"

@@ -96,13 +96,7 @@ class PackRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End together with the other ranks: rank 0 reports the cause once for all, the others end silently.
-
-        Raises:
-            RankError: if another rank failed or is gone.
-            Stopped: if all were stopped by a signal.
-            SystemExit: on the others, once rank 0 knows the cause.
-        """
+        """End together with the other ranks: rank 0 reports the cause once for all, the others end silently."""
         if self.world_size == 1:
             return
         try:
@@ -120,12 +114,7 @@ class PackRanks:
                 self._exchange.remove(is_all=len(self._ended) == self.world_size - 1)
 
     def from_first(self, make: Callable[[], T], kind: type[T]) -> T:
-        """Return the value, of a `kind`, that `make` returns on rank 0, sent to all as JSON; an error of `make` ends all ranks.
-
-        Raises:
-            BucketlineError: on rank 0, what `make` raised.
-            KeyboardInterrupt: if another rank has ended.
-        """
+        """Return the value, of a `kind`, that `make` returns on rank 0, sent to all as JSON; its error ends all ranks."""
         if self.world_size == 1:
             return make()
         self._num_checks = 0
@@ -137,11 +126,7 @@ class PackRanks:
         return decode(kind, json.loads(self._of_first(self._next(0))))
 
     def deal(self, make: Callable[[], list[list[bytes]]]) -> list[bytes]:
-        """Return this rank's parts of what `make` returns on rank 0: lines without their ends. Rank 0 empties the other lists.
-
-        Raises:
-            BucketlineError, KeyboardInterrupt: as `from_first`.
-        """
+        """Return this rank's parts of what `make` returns on rank 0: lines without their ends. Rank 0 empties the others."""
         if self.world_size == 1:
             return make()[0]
         own: list[list[bytes]] = []
@@ -168,9 +153,6 @@ class PackRanks:
         """Return the values of all ranks, in rank order, on rank 0, and None on the others, which may end if it `is_last`.
 
         Rank 0 calls `meanwhile` as long as it waits.
-
-        Raises:
-            KeyboardInterrupt: if another rank ended before, or does not answer.
         """
         if self.world_size == 1:
             return [value]
@@ -196,11 +178,7 @@ class PackRanks:
         return found
 
     def check(self) -> None:
-        """Check for messages of other ranks; does nothing if called again too soon.
-
-        Raises:
-            KeyboardInterrupt: if a rank has ended.
-        """
+        """Check for messages of other ranks; does nothing if called again too soon."""
         if self.world_size > 1 and (now := monotonic()) >= self._look_at:
             self._look_at = now + self._exchange.check_s
             self._num_checks += 1

@@ -97,12 +97,7 @@ class Interrupts:
         self._is_held = self._is_ending = True
 
     def check(self) -> None:
-        """Raise the signal that was recorded, if any.
-
-        Raises:
-            KeyboardInterrupt: if Ctrl-C was pressed.
-            Terminated: if SIGTERM was received.
-        """
+        """Raise the signal that was recorded, if any."""
         if self._first is not None:
             raise Terminated if self._first[0] == signal.SIGTERM else KeyboardInterrupt
 

@@ -52,22 +52,14 @@ class Cropped:
 
 
 def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
-    """Check that a sheet can be written to `path`.
-
-    Raises:
-        UsageError: if it exists, its folder does not, it is in the source or in a store, or its name does not end in .html.
-    """
+    """Check that a sheet can be written to `path`."""
     if store := next((folder for folder in path.resolve().parents if (folder / MANIFEST).is_file()), None):
         raise UsageError(f"{path} is in the store {store}; choose a place outside it")
     refuse_page(path, [("source", source) for source in local_paths])
 
 
 def write_sheet(path: Path, source: str, sections: Sequence[Section]) -> None:
-    """Write the sheet of a scan. Sections of several sources have the same anchors, so each gets one of its own.
-
-    Raises:
-        StoreError: if it cannot be written.
-    """
+    """Write the sheet of a scan. Sections of several sources have the same anchors, so each gets one of its own."""
     shown = [replace(section, anchor=f"section-{number}") for number, section in enumerate(sections)]
     title = f"Crops of {redacted(source)}"
     write_or_explain(path, document(title=title, subtitle="", made_by="ingest scan", sections=shown))
@@ -80,9 +72,6 @@ def crop_sections(
 
     They are ordered by the largest loss of an image, largest first. `num_sources`: of the page, which share its MAX_IN_ALL
     images.
-
-    Raises:
-        SourceError: if the source changed during the scan.
     """
     chosen = worst(images, MAX_IN_ALL // num_sources)
     placements = {image.id: image.placement for shown in chosen.values() for image in shown}
@@ -133,11 +122,7 @@ def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str,
 
 
 def crop_card(name: str, data: bytes, placement: Placement, longest: int, captions: Sequence[str] = ()) -> Card:
-    """Decode an image's file, reduce it, and draw its crop; safe to call from several threads.
-
-    Raises:
-        RejectedError: if packing would reject the image, with the reason.
-    """
+    """Decode an image's file, reduce it, and draw its crop; safe to call from several threads."""
     pixels = whole_image(data, placement.source, longest)
     if min(pixels.shape[:2]) < NARROWEST_PX:
         height, width = (max(side, NARROWEST_PX) for side in pixels.shape[:2])
@@ -153,11 +138,7 @@ def _note(placement: Placement) -> str:
 
 
 def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[np.uint8]:
-    """Decode a file as for packing, only to a size of at most `longest` px a side; `source`: its upright height and width.
-
-    Raises:
-        RejectedError: if packing would reject it, with the reason.
-    """
+    """Decode a file as for packing, only to a size of at most `longest` px a side; `source`: its upright height and width."""
     scale = min(1.0, longest / max(source))
     height_px, width_px = (max(1, round(scale * side)) for side in source)
     size = Size(height_px, width_px)

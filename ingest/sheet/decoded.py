@@ -27,12 +27,7 @@ DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provena
 
 
 def decoding_vae(stored: object, model: ModelFolder, device: torch.device, dtype: str) -> VaeEncoder:
-    """Return the model's VAE, checked to be the one that the store records in `encoders.vae`.
-
-    Raises:
-        ModelError: if it is missing or cannot be loaded.
-        FingerprintError: if it is another one.
-    """
+    """Return the model's VAE, checked to be the one that the store records in `encoders.vae`."""
     vae = VaeEncoder(model, device, dtype, encode_dtype="F32")
     before = {name: stored.get(name) for name in DECIDING} if isinstance(stored, dict) else {}
     now = {name: vae.provenance[name] for name in DECIDING}

@@ -49,13 +49,7 @@ class Previews:
 def previews(
     store: Store, model: ModelFolder, page: Path, device: torch.device, *, count: int, save_factors: Path | None
 ) -> Previews:
-    """Decode `count` samples drawn by hash, fit factors to half of them, and write the page, and the factors if requested.
-
-    Raises:
-        UsageError: if a file exists or cannot be written there, or the store has no image latents.
-        ModelError: if the model's VAE is missing or cannot be loaded.
-        FingerprintError: if the VAE is not the one that the store was packed with.
-    """
+    """Decode `count` samples drawn by hash, fit factors to half of them, and write the page, and the factors if requested."""
     refuse_sheet(page, [] if isinstance(store.place, str) else [store.path])
     if save_factors is not None:
         refuse_existing(save_factors, "file")

@@ -32,10 +32,6 @@ def source_images(job: Mapping[str, Any], _: BinaryIO | None = None) -> dict[str
     """Return of each id a JPEG in base64, or "" and the problem.
 
     `job`: the source, and of each id the crop in its image (top, left, height, width), or None.
-
-    Raises:
-        SourceError: if the source cannot be listed or read.
-        UsageError: if it is not a source.
     """
     source, boxes = open_source(job["source"]), job["boxes"]
     items = [item for item in source.listing().items if item.id in boxes]
@@ -55,9 +51,6 @@ def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_
 
     The image is decoded as for packing, so that it looks as it was packed, and a file that cannot be packed is not shown as one
     that can. What packing rejects for another reason than damage (animated, 32-bit values) is shown as Pillow reads it.
-
-    Raises:
-        RejectedError: if the file is damaged or not an image.
     """
     try:
         upright = placed_by_header(io.BytesIO(data), _ANY_SIZE, "").source

@@ -41,13 +41,7 @@ class SourceSheet:
 def source_sheet(
     place: str, arguments: SourceArguments, framing: Framing, page: Path, *, samples: int, max_captions: int
 ) -> SourceSheet:
-    """Write the contact sheet of a source: some images, and how packing would crop and caption them.
-
-    Raises:
-        SourceError: if the source cannot be listed.
-        UsageError: if the page is invalid.
-        StoreError: if the page cannot be written.
-    """
+    """Write the contact sheet of a source: some images, and how packing would crop and caption them."""
     source = open_source(place, arguments)
     refuse_sheet(page, source.local_paths)
     listing = arguments.listing_of(source)

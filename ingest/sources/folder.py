@@ -37,11 +37,7 @@ class FolderSource(LocalFileSource):
 
 
 def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
-    """List a folder recursively. Skips hidden files and folders (names that begin with a dot), and links to folders.
-
-    Raises:
-        SourceError: if the path is not a folder, has no images to pack, has a training run, or a table is invalid.
-    """
+    """List a folder recursively. Skips hidden files and folders (names that begin with a dot), and links to folders."""
     if not source.is_dir():
         raise SourceError(f"{source} is not a folder; expected a folder of images")
     options = options or SourceOptions()
@@ -104,9 +100,6 @@ class FoundFiles:
         """Return the images with their captions: those of `rows`, the rows of the tables, before those of files.
 
         Other trainers' side files and the images of splits that are left out are counted in notes. `source` is its path or URL.
-
-        Raises:
-            SourceError: if an option about captions or splits suits no image, a table names none, or all are left out.
         """
         listing, files = Listing(notes=rows.notes), self.captions
         images, targets = self._kept(rows, source, listing)
@@ -178,11 +171,7 @@ def _skipped(source: Path, links: list[str]) -> str:
 
 
 def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
-    """Read the tables of a folder.
-
-    Raises:
-        SourceError: if a row is invalid, two rows name the same image, or a table is a link out of the source.
-    """
+    """Read the tables of a folder."""
     rows = TableRows(folders=folder_paths(files.folder))
     for table in tables:
         path = files.folder / table

@@ -47,11 +47,7 @@ class DatasetSource:
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:
-        """The rows of each split by name; the name of a dataset that is not a split is empty.
-
-        Raises:
-            SourceError: if the dataset cannot be opened.
-        """
+        """The rows of each split by name; the name of a dataset that is not a split is empty."""
         try:
             import datasets
         except ImportError as error:
@@ -68,11 +64,7 @@ class DatasetSource:
 
     @cached_property
     def _splits(self) -> list[tuple[str, Any, str]]:
-        """For each split with rows to pack: its name, its rows with undecoded images, and the name of the image column.
-
-        Raises:
-            SourceError: if the dataset cannot be opened or has no image column.
-        """
+        """For each split with rows to pack: its name, its rows with undecoded images, and the name of the image column."""
         loaded = self._loaded
         import datasets  # installed, since loading has imported it
 
@@ -89,11 +81,7 @@ class DatasetSource:
         return f"{self.path}, split {split}" if split else str(self.path)
 
     def listing(self) -> Listing:
-        """List every row.
-
-        Raises:
-            SourceError: if the dataset cannot be read, has no rows, or its captions are not text.
-        """
+        """List every row."""
         listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
         found: list[SplitRow] = []
         for number, (split, rows, column) in enumerate(self._splits):

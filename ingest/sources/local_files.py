@@ -52,11 +52,7 @@ class LocalFileSource:
 
 
 def file_stamp(path: str | Path, within: Path | None = None) -> Stamp:
-    """Return a file's size and mtime. Links that lead out of the folder `within` are not followed; None follows all links.
-
-    Raises:
-        RejectedError: if it is not a file, or is such a link.
-    """
+    """Return a file's size and mtime. Links that lead out of the folder `within` are not followed; None follows all links."""
     try:
         if within is None:
             return _stamp(os.stat(path))  # noqa: PTH116 - called per image, and accepts surrogates as they are
@@ -70,10 +66,6 @@ def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_F
     """Read a file with its current size and mtime; treats links as `file_stamp` does.
 
     With few system calls, since an image may have a caption file.
-
-    Raises:
-        TooLargeError: if it has more than `at_most` bytes.
-        RejectedError: if it is not a file, or cannot be read.
     """
     try:
         descriptor = _opened(path, within)
@@ -92,11 +84,7 @@ def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_F
 
 
 def open_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> BinaryIO:
-    """Open a file to read a part of it; treats links as `file_stamp` does.
-
-    Raises:
-        RejectedError: if it is not a file, cannot be read, or has more than `at_most` bytes.
-    """
+    """Open a file to read a part of it; treats links as `file_stamp` does."""
     try:
         file = open(_opened(path, within), "rb")  # noqa: SIM115 - the caller closes it
     except OSError as error:
@@ -117,11 +105,7 @@ LEADS_OUT = "a link that leads out of the source"
 
 
 def followed(path: str | Path, within: Path) -> str:
-    """Return the target of a link.
-
-    Raises:
-        RejectedError: if it is outside the folder `within`.
-    """
+    """Return the target of a link."""
     real = os.path.realpath(path)
     if not real.startswith(os.path.realpath(within).rstrip("/") + "/"):
         raise LinkedOutError(Reason.UNREADABLE, f"{LEADS_OUT}; it is not followed without --follow-links")
@@ -137,11 +121,7 @@ class TooLargeError(RejectedError):
 
 
 def refuse_too_large(num_bytes: int, at_most: int = MAX_FILE_BYTES) -> None:
-    """Check the size of a file before it is read into memory.
-
-    Raises:
-        TooLargeError: if it has more than `at_most` bytes.
-    """
+    """Check the size of a file before it is read into memory."""
     if num_bytes > at_most:
         raise TooLargeError(num_bytes, at_most)
 

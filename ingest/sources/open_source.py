@@ -38,12 +38,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def open_source(text: str, options: SourceOptions | None = None) -> Source:
-    """Open a folder, saved dataset, table or tars, depending on what `text` names. Does not list or read images yet.
-
-    Raises:
-        SourceError: if it is none of these.
-        UsageError: if it is empty.
-    """
+    """Open a folder, saved dataset, table or tars, depending on what `text` names. Does not list or read images yet."""
     options = (options or SourceOptions()).alone()
     if not text:  # such as an unset shell variable: the current folder is not what was meant
         raise UsageError(f"the source is empty; expected {_EXPECTED}")
@@ -73,11 +68,7 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source:
 
 
 def _without_images(folder: Path, options: SourceOptions) -> Source | None:
-    """Open the tars, or the Parquet files with images, of a folder that has no image files; None if it has neither.
-
-    Raises:
-        SourceError: if it has both.
-    """
+    """Open the tars, or the Parquet files with images, of a folder that has no image files; None if it has neither."""
     tars, parquet = list[Path](), list[Path]()
     for at, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -124,11 +115,7 @@ def source_as_json(source: Source) -> Json:
 
 
 def source_from_json(value: Json) -> Source:
-    """Parse the output of `source_as_json`.
-
-    Raises:
-        ValueError: if the value is anything else.
-    """
+    """Parse the output of `source_as_json`."""
     match value:
         case {"kind": str(kind), "source": fields} if kind in _KINDS:
             source: Source = decode(_KINDS[kind], fields)

@@ -17,11 +17,7 @@ MAX_MEAN_BYTES = 1 << 10  # of a value on average: a million captions of 300 byt
 
 @contextmanager
 def opened_parquet(path: Path, shown: str) -> Iterator[Any]:
-    """Open a Parquet file as a `pyarrow.parquet.ParquetFile`; `shown` names it in errors, those of the block included.
-
-    Raises:
-        SourceError: if it cannot be read, or pyarrow is not installed.
-    """
+    """Open a Parquet file as a `pyarrow.parquet.ParquetFile`; `shown` names it in errors, those of the block included."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -43,9 +39,6 @@ def why_too_large(file: Any, source: Any, columns: Collection[str]) -> str | Non
         file: a `pyarrow.parquet.ParquetFile`.
         source: what it was opened from.
         columns: names of columns of texts or small values, lists of these included; `image.path` is a field of a struct.
-
-    Raises:
-        OSError: if the description of one of the columns is damaged.
     """
     for _, chunk in column_chunks(file, source, columns):
         name, size = chunk.path_in_schema.partition(".")[0], chunk.total_uncompressed_size
@@ -58,11 +51,7 @@ def why_too_large(file: Any, source: Any, columns: Collection[str]) -> str | Non
 
 
 def column_chunks(file: Any, source: Any, columns: Collection[str]) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - as above
-    """Yield the number of each row group with the description of each of these columns in it, as `why_too_large` takes them.
-
-    Raises:
-        OSError: if a description is damaged.
-    """
+    """Yield the number of each row group with the description of each of these columns in it, as `why_too_large` takes them."""
     import pyarrow.parquet as pq
 
     metadata = file.metadata

@@ -71,11 +71,7 @@ class ParquetSource:
         return self.files
 
     def listing(self) -> Listing:
-        """List every row, without reading the images.
-
-        Raises:
-            SourceError: if a file cannot be read, there are no rows, or captions are not text.
-        """
+        """List every row, without reading the images."""
         listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
         add_rows(listing, splits, [row for number in range(len(self.files)) for row in self._rows(number, tried, listing)])
         splits.finish(str(self.files[0] if len(self.files) == 1 else self.root), str(self.root), listing.notes)

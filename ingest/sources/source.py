@@ -71,36 +71,19 @@ class Source(Protocol):
         """Local folders and files that the source reads; they must not overlap with the store."""
 
     def listing(self) -> Listing:
-        """List every image once.
-
-        Raises:
-            SourceError: if the listing would be incomplete.
-        """
+        """List every image once."""
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
         """Return these items in the listing's order, ready for `stamp` and `read`; items of a stream carry their bytes."""
 
     def stamp(self, item: SourceItem) -> Stamp:
-        """Return an item's size and mtime without reading it; safe to call from several threads.
-
-        Raises:
-            RejectedError: if there is no such file.
-        """
+        """Return an item's size and mtime without reading it; safe to call from several threads."""
 
     def read(self, item: SourceItem) -> SourceBytes:
-        """Read an item; safe to call from several threads.
-
-        Raises:
-            RejectedError: if it cannot be read, or is too large.
-            SourceError: if the source changed during the run.
-        """
+        """Read an item; safe to call from several threads."""
 
     def opened(self, item: SourceItem) -> BinaryIO:
-        """Open an item to read a part of it, such as its header; safe to call from several threads.
-
-        Raises:
-            RejectedError, SourceError: as `read`.
-        """
+        """Open an item to read a part of it, such as its header; safe to call from several threads."""
 
 
 def caption_rest(listing: Listing, caption: str | None) -> None:
@@ -114,11 +97,7 @@ def caption_rest(listing: Listing, caption: str | None) -> None:
 
 
 def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
-    """Record in `seen` where an id was found.
-
-    Raises:
-        SourceError: if it was found before; the message names both places.
-    """
+    """Record in `seen` where an id was found."""
     if sample_id in seen:
         raise SourceError(
             f"two samples have the id {sample_id!r}: one at {seen[sample_id]}, one at {place}; ids must differ, so rename one "

@@ -118,9 +118,6 @@ class Splits:
         """Add notes that say how each split is packed, and which images are trained on although a name says another split.
 
         `place` is the source in messages, `root` its folder, in which paths begin.
-
-        Raises:
-            SourceError: if a requested split does not exist, or every image is left out.
         """
         there = list(dict.fromkeys(split or TRAIN for split in self._num_images))
         is_split = any(self._num_images)
@@ -184,11 +181,7 @@ class SplitRow(NamedTuple):
 
 
 def add_rows(listing: Listing, splits: Splits, rows: Sequence[SplitRow]) -> None:
-    """Add the rows of a dataset to a listing, except those of splits that are left out; all are counted in `splits`.
-
-    Raises:
-        SourceError: if a caption is not text, or two rows have one id.
-    """
+    """Add the rows of a dataset to a listing, except those of splits that are left out; all are counted in `splits`."""
     counts, seen = Counter((row.split, row.name) for row in rows), dict[str, str]()
     for row in rows:
         target = splits.take(row.split, row.path)
@@ -208,11 +201,7 @@ def add_rows(listing: Listing, splits: Splits, rows: Sequence[SplitRow]) -> None
 
 
 def image_column(place: str, images: Sequence[str], there: Sequence[str]) -> str:
-    """Return the column of the images: the only one of `images`, or the one that is called so; `there` are all columns.
-
-    Raises:
-        SourceError: if there is no such column.
-    """
+    """Return the column of the images: the only one of `images`, or the one that is called so; `there` are all columns."""
     if "image" in images or len(images) == 1:
         return "image" if "image" in images else images[0]
     raise SourceError(

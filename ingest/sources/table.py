@@ -31,11 +31,7 @@ class TableSource(LocalFileSource):
         return self.path.parent
 
     def listing(self) -> Listing:
-        """Read the table. A named file that does not exist is listed, and rejected later.
-
-        Raises:
-            SourceError: if a row is invalid, names the same image as another row, or leads out of the folder.
-        """
+        """Read the table. A named file that does not exist is listed, and rejected later."""
         inside = _Inside(self.folder, follow_links=self.options.follow_links)
         listing = Listing()
         rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes)
@@ -45,11 +41,7 @@ class TableSource(LocalFileSource):
 def listing_of_rows(
     rows: Iterable[TableRow], id_of: Callable[[TableRow], str], table: str, splits: Splits, listing: Listing
 ) -> Listing:
-    """Add the images that the rows of a table name to `listing`, sorted by id; return it. `table` is the table's path or URL.
-
-    Raises:
-        SourceError: if a row is invalid, two name the same image, or there is none to pack.
-    """
+    """Add the images that the rows of a table name to `listing`, sorted by id; return it. `table`: its path or URL."""
     seen: dict[str, str] = {}
     folder, _, name = table.rpartition("/")
     for row in rows:
@@ -74,9 +66,6 @@ def inside_id(row: TableRow, folders: Sequence[str], is_there: Callable[[str], b
     r"""Return the path of a row's image relative to the table's folder, `folders`, with `/` in the place of `\`.
 
     A name with `\` stays as it is if `is_there` says that there is such a file.
-
-    Raises:
-        SourceError: if the path leads out of the folder.
     """
     name = row.file_name if is_there(row.file_name) else row.file_name.replace("\\", "/")
     sample_id = os.path.normpath(inside_folder(name, folders) or name)
@@ -95,11 +84,7 @@ class _Inside:
         self._seen: dict[str, str] = {}  # real path by folder
 
     def id_of(self, row: TableRow) -> str:
-        """Return the path relative to the table's folder.
-
-        Raises:
-            SourceError: if the path leads out, by a link as well.
-        """
+        """Return the path relative to the table's folder."""
         sample_id = inside_id(row, self._folders, lambda name: "\\" in name and os.path.lexists(self._folder / name))
         if self._follows:
             return sample_id

@@ -50,10 +50,6 @@ def store_lines(
 
     A shard of several windows is read from some row on and around, so the line of that row is read at both ends of its visit:
     in each bucket, and in each group of what belongs to rows. A shard that is repeated is read as often.
-
-    Raises:
-        PlanError: if the plan has no window, or a pass reads a share of a store.
-        UsageError: if the store has no such group.
     """
     if not plan.window or any(bucket.parts for bucket in plan.buckets):
         raise PlanError(
@@ -141,9 +137,6 @@ def make_bill(
 
     `ring_bytes` of a cache are for lines that are not kept, and `kept_bytes` for files that it holds whole. `step_bytes` are
     what a machine may fetch in a step.
-
-    Raises:
-        PlanError: if the machines do not divide the plan's lanes.
     """
     if plan.lanes % machines:
         raise PlanError(f"{machines} machines do not divide {plan.lanes} lanes; expected a divisor, or as many lanes")

@@ -87,7 +87,6 @@ class CacheNeeds:
         return cache_bytes - ring_share(cache_bytes) >= self.whole_bytes
 
     def ring_of(self, cache_bytes: int) -> int:
-        """Return the bytes of a cache's ring."""
         return ring_share(cache_bytes, 0 if self.is_held(cache_bytes) else self.ring_bytes)
 
     def window_for(self, cache_bytes: int) -> int | None:
@@ -164,9 +163,6 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, worl
     """Let the caches of stores in object storage leave as much to lines that pass through as the order needs.
 
     It counts while `builder` exists. Ranks of a machine that share a cache need the same, and count once.
-
-    Raises:
-        UsageError: if a cache is too small, or the order would fetch the store many times; the message has the numbers.
     """
     if (found := refuse_small_caches(store, plan, world_size)) is None:
         return
@@ -180,11 +176,7 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, worl
 
 
 def refuse_small_caches(store: OpenShards, plan: Plan, world_size: int) -> tuple[CacheNeeds, list[RemoteSource], int] | None:
-    """Return the plan's needs, the stores in object storage and the least limit of their caches; None without such stores.
-
-    Raises:
-        UsageError: if a cache is too small, or the order would fetch the store many times; the message has the numbers.
-    """
+    """Return the plan's needs, the stores in object storage and the least limit of their caches; None without such stores."""
     if all(shard.source is None for shard in store.shards):
         return None
     from bucketline.store.remote.cache.remote_source import RemoteSource

@@ -156,11 +156,7 @@ class EpochSteps:
         return Epoch(number, first, end + len(padded), tuple(before), tuple(accumulate(map(sub, after, before))), padded)
 
     def at(self, step: int) -> Epoch:
-        """Return the epoch that has a step: a cached one, the one after a cached one, or the result of a binary search.
-
-        Raises:
-            PlanError: if none has it.
-        """
+        """Return the epoch that has a step: a cached one, the one after a cached one, or the result of a binary search."""
         known = list(self._known.values())
         for epoch in known:
             if epoch.first <= step < epoch.end:
@@ -177,11 +173,7 @@ class EpochSteps:
         return {}
 
     def number_at(self, step: int) -> int:
-        """Return the number of the epoch that has a step, by binary search.
-
-        Raises:
-            PlanError: if none has it.
-        """
+        """Return the number of the epoch that has a step, by binary search."""
         if not self.has_steps or (self.num_steps is not None and step >= self.num_steps):
             raise PlanError(f"there is no step {step}: the plan has {self.num_steps or 0} steps (epochs={self.epochs})")
         past = 1

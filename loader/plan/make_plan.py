@@ -75,11 +75,7 @@ def asked_window(store: OpenShards, plan: Plan) -> int | None:
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
-    """Make the plan of a loader with this configuration. It is the same on every rank and in a service.
-
-    Raises:
-        PlanError: if the plan has no step.
-    """
+    """Make the plan of a loader with this configuration. It is the same on every rank and in a service."""
     plan = make_plan(store, config, world_size=world_size)
     if plan.num_steps == 0 or not plan.has_steps:
         raise PlanError(plan.without_step())
@@ -87,11 +83,7 @@ def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
 
 
 def plan_counts(plan: Plan, epochs: int, split: str) -> dict[str, Any]:
-    """Return the steps and rows of some epochs, and each bucket's batches, as `loader plan --json` prints them.
-
-    Raises:
-        PlanError: if there is no step.
-    """
+    """Return the steps and rows of some epochs, and each bucket's batches, as `loader plan --json` prints them."""
     if (steps := plan.steps_before(epochs)) == 0:
         raise PlanError(plan.without_step())
     counts = [plan.count(bucket, epochs) for bucket in plan.buckets]

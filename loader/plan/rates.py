@@ -32,9 +32,6 @@ class Rates:
 def parse_rates(text: str, option: str) -> Rates:
     """Return the rates of a text such as `bandwidth=10Gbit,step=0.4,requests=0.0004,egress=0.09`, or of either half of it.
 
-    Raises:
-        UsageError: if the text is something else; the message names `option`.
-
     >>> parse_rates("bandwidth=10Gbit,step=0.4", "--bill")
     Rates(step_bytes=500000000.0, prices=None)
     >>> parse_rates("requests=0.0004, egress=0.09", "--bill").prices

@@ -24,11 +24,7 @@ _MAX_PORT = 65535
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Return the host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`, which is one of the loopback interface.
-
-    Raises:
-        UsageError: if it is none of these.
-    """
+    """Return the host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`, which is one of the loopback interface."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or _LOOPBACK
     is_port = port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT)) and int(port) <= _MAX_PORT
@@ -42,11 +38,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def listening_at(text: str) -> tuple[Path | None, str]:
-    """Return the path of a unix socket, or None and the `HOST:PORT` of TCP, at which a service is to listen.
-
-    Raises:
-        UsageError: if it is neither `unix:PATH` (or only the path) nor `tcp://HOST:PORT`.
-    """
+    """Return the path of a unix socket, or None and the `HOST:PORT` of TCP, at which a service is to listen."""
     if text in ("", UNIX, AUTO) or _OTHER.match(text):
         raise UsageError(f"--at is {redacted(text)!r:.200}, expected unix:PATH or tcp://HOST:PORT")
     if text.startswith(_TCP):
@@ -77,11 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def expect_token(address: str, *, has_token: bool) -> None:
-    """Refuse to listen without a token at an address that other machines can reach.
-
-    Raises:
-        UsageError: if they can, or it is not an address.
-    """
+    """Refuse to listen without a token at an address that other machines can reach."""
     if not has_token and not is_loopback(address_of(address)[0]):
         raise UsageError(
             f"--at tcp://{address} can be reached from other machines; give --token-file FILE, which clients must have too"
@@ -104,11 +92,7 @@ class ServiceAddress:
     servers: tuple[tuple[str, int], ...] = field(init=False, default=())  # over TCP
 
     def __post_init__(self) -> None:
-        """Validate the address; nothing is connected to, and no file is read.
-
-        Raises:
-            UsageError: if it is none, or has options that only servers over TCP have.
-        """
+        """Validate the address; nothing is connected to, and no file is read."""
         expected = 'a `loader serve`: "unix:PATH" or "tcp://HOST:PORT", or "auto"'
         expect("service", self.where, str | os.PathLike, expected)
         text = os.fspath(self.where)

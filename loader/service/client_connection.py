@@ -34,11 +34,7 @@ class Client(ABC):
 
     @abstractmethod
     def admit(self) -> None:
-        """Let the connection in, before anything is said.
-
-        Raises:
-            DeliveryError: if it is refused.
-        """
+        """Let the connection in, before anything is said."""
 
     @abstractmethod
     def begin(self, builder: BatchBuilder, wanted: Request) -> dict[str, Any]:
@@ -61,11 +57,7 @@ class Client(ABC):
         """End everything and close the connection."""
 
     def request(self) -> dict[str, Any]:
-        """Greet, and return the client's message once it has proved that it has the token.
-
-        Raises:
-            DeliveryError: if it has not, or sends anything but a message.
-        """
+        """Greet, and return the client's message once it has proved that it has the token."""
         self.admit()
         nonce = new_nonce()
         send(self.sock, {"bucketline": PROTOCOL, "nonce": nonce})

@@ -76,11 +76,7 @@ class FrameClient(Client):
             super().answer(message, fd)
 
     def begin(self, builder: BatchBuilder, wanted: Request) -> dict[str, Any]:
-        """Start the threads and say how large batches are; return who the client is.
-
-        Raises:
-            DeliveryError: if batches would be too large.
-        """
+        """Start the threads and say how large batches are; return who the client is."""
         if builder.buffer_bytes > MAX_BATCH_BYTES:
             raise DeliveryError(
                 f"a batch has up to {builder.buffer_bytes} bytes, the server allows {MAX_BATCH_BYTES}; use smaller batches"

@@ -31,11 +31,7 @@ class FrameStream:
     """An iteration whose batches a server sends; if it is lost, the next one continues at the same batch."""
 
     def __init__(self, servers: Servers, wanted: Request, answer: ServiceAnswer, buffers: OwnBuffers) -> None:
-        """Begin to receive from the server that has answered.
-
-        Raises:
-            DeliveryError: if the answer is invalid.
-        """
+        """Begin to receive from the server that has answered."""
         self._servers, self._wanted = servers, wanted
         buffer_bytes = answer.granted().buffer_bytes
         depth = depth_of(wanted.config, buffer_bytes)
@@ -86,12 +82,7 @@ class FrameStream:
             answer = None
 
     def _receive_all(self, answer: ServiceAnswer) -> None:
-        """Receive from one server until the iteration's end.
-
-        Raises:
-            LostError: if the server is lost, or says that it is stopped; the request is at the next micro-batch.
-            BucketlineError: if every server refuses the request or cannot read the next batch.
-        """
+        """Receive from one server until the iteration's end."""
         self._sock = sock = answer.sock
         with sock:
             if self._over.is_set():

@@ -60,11 +60,7 @@ class FrameReader:
         self._head, self._layout = bytearray(HEAD.size), b""
 
     def next_kind(self) -> FrameKind:
-        """Receive a header, and what follows it but a batch's tensors.
-
-        Raises:
-            LostError: if the server ends, sends anything else, or nothing within the socket's timeout.
-        """
+        """Receive a header, and what follows it but a batch's tensors."""
         self._exactly(memoryview(self._head))
         kind, *self._position, length, self._num_bytes = HEAD.unpack(self._head)
         if length > MAX_LAYOUT_BYTES or kind not in FrameKind.__members__.values() or self._num_bytes > self._buffer_bytes:
@@ -117,11 +113,7 @@ class FrameReader:
 
 @functools.lru_cache(maxsize=1024)
 def _expect_batch(layout: bytes) -> None:
-    """Check that a layout is that of a batch, by making one of it.
-
-    Raises:
-        ValueError, TypeError: if it is not.
-    """
+    """Check that a layout is that of a batch, by making one of it."""
     bucket, num_bytes, fields = decoded(layout)
     if type(bucket) is not str or type(num_bytes) is not int or not 0 <= num_bytes <= MAX_BATCH_BYTES:
         raise ValueError(f"it is of bucket {bucket!r:.100} with {num_bytes!r:.100} bytes")

@@ -60,11 +60,7 @@ def _layout(filled: FilledBuffer) -> bytes:
 
 
 def filled_as_laid_out(buffer: Tensor, position: Sequence[int], layout: bytes) -> FilledBuffer:
-    """Return the description of a buffer from a layout; `position` is the step, micro step and epoch of its head.
-
-    Raises:
-        ValueError, TypeError: if the layout is damaged.
-    """
+    """Return the description of a buffer from a layout; `position` is the step, micro step and epoch of its head."""
     bucket, num_bytes, fields = _known(layout)
     step, micro_step, epoch = position
     return FilledBuffer(
@@ -73,11 +69,7 @@ def filled_as_laid_out(buffer: Tensor, position: Sequence[int], layout: bytes) -
 
 
 def decoded(layout: bytes) -> tuple[str, int, list[Field]]:
-    """Return the bucket, bytes and fields that were encoded.
-
-    Raises:
-        ValueError, TypeError: if the layout is damaged.
-    """
+    """Return the bucket, bytes and fields that were encoded."""
     bucket, num_bytes, fields = json.loads(layout)
     found = [_field(*one) for one in fields]
     if any(one.begin + one.num_bytes > num_bytes for one in found):

@@ -43,20 +43,10 @@ class Link(ABC):
 
     @abstractmethod
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
-        """Connect and send a message.
-
-        Raises:
-            DeliveryError: if no service can be reached.
-            BucketlineError: if it refuses.
-        """
+        """Connect and send a message."""
 
     def told(self, request: AnyRequest) -> ServiceAnswer:
-        """Return the answer to what is not a request for batches; the connection is closed.
-
-        Raises:
-            DeliveryError: if no service can be reached.
-            BucketlineError: if it refuses.
-        """
+        """Return the answer to what is not a request for batches; the connection is closed."""
         answer = self.ask(message_of(request))
         answer.close()
         return answer
@@ -101,12 +91,7 @@ class ChildLink(Link):
         return self._ask(message)
 
     def start(self) -> None:
-        """Start the process, unless this process has one that lives, and wait until it has opened the stores.
-
-        Raises:
-            StoreError: if it cannot open a store.
-            DeliveryError: if it does not start.
-        """
+        """Start the process, unless this process has one that lives, and wait until it has opened the stores."""
         if self._stop is not None and self._stop.alive and self._owner.is_current and self._process.poll() is None:
             return
         self.close()
@@ -175,11 +160,7 @@ class Servers(Link):
     """Servers over TCP, of the same stores: the first that answers is used until it fails."""
 
     def __init__(self, address: ServiceAddress) -> None:
-        """Read the token and the certificates.
-
-        Raises:
-            UsageError: if a file cannot be used.
-        """
+        """Read the token and the certificates."""
         self.addresses, self.deadline_s, self.silence_s = address.servers, address.deadline_s, SILENCE_S
         self.first = 0  # the one that worked last
         self.token = None if address.token is None else read_token(address.token)
@@ -209,12 +190,7 @@ class Search:
         self._num_failures, self._pause_s = 0, min(_FIRST_PAUSE_S, servers.deadline_s / 2)
 
     def ask(self, message: Mapping[str, Any]) -> ServiceAnswer:
-        """Ask the server whose turn it is.
-
-        Raises:
-            OSError, LostError: if it is lost.
-            BucketlineError: if it refuses: the others would as well.
-        """
+        """Ask the server whose turn it is."""
         servers = self._servers
         host, port = servers.addresses[servers.first]
         sock = socket.create_connection((host, port), timeout=min(max(0.1, self.until - time.monotonic()), servers.silence_s))
@@ -238,11 +214,7 @@ class Search:
         return answer
 
     def turn(self, error: Exception) -> None:
-        """Turn to the next server, since the present one has failed; pause once each has.
-
-        Raises:
-            DeliveryError: if none works before the deadline, or nobody waits.
-        """
+        """Turn to the next server, since the present one has failed; pause once each has."""
         servers, names = self._servers, [f"{host}:{port}" for host, port in self._servers.addresses]
         failed, servers.first = names[servers.first], (servers.first + 1) % len(names)
         self._num_failures += 1
@@ -259,11 +231,7 @@ class Search:
 
 
 def link_to(address: ServiceAddress, stores: Sequence[str] = (), remote: RemoteArguments | None = None) -> Link:
-    """Return the way to a service; a private one reads `stores` of this machine.
-
-    Raises:
-        UsageError: if a private one has no store, or a file of the address cannot be used.
-    """
+    """Return the way to a service; a private one reads `stores` of this machine."""
     if address.servers:
         return Servers(address)
     if address.path is not None:

@@ -30,11 +30,7 @@ ANSWER_S = 10.0  # from a connection to its answer
 
 @contextmanager
 def metrics_served(address: str, stats: Callable[[], dict[str, Any]]) -> Iterator[int]:
-    """Answer Prometheus at an address, from what `stats` returns (see `Service.stats`); yield the port.
-
-    Raises:
-        UsageError: if nothing can listen at the address.
-    """
+    """Answer Prometheus at an address, from what `stats` returns (see `Service.stats`); yield the port."""
     host, port = address_of(address)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ServiceCollector(stats))

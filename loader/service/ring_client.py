@@ -177,11 +177,7 @@ class RingClient(Client):
         self._threads: PrefetchThreads | None = None
 
     def admit(self) -> None:
-        """Refuse processes of other users.
-
-        Raises:
-            DeliveryError: if the client belongs to another user than this process.
-        """
+        """Refuse processes of other users."""
         self._pid, uid = peer_of(self.sock)
         if uid != os.geteuid():
             raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start your own")

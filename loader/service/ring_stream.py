@@ -44,11 +44,7 @@ class RingStream:
     """An iteration whose batches a service fills in shared memory."""
 
     def __init__(self, answer: ServiceAnswer, copier: CudaCopier | None) -> None:
-        """Map the control page of the memory that the service has granted.
-
-        Raises:
-            DeliveryError: if the answer is invalid, or the memory cannot be mapped.
-        """
+        """Map the control page of the memory that the service has granted."""
         self._sock, self._name, self._copier = answer.sock, answer.name, copier
         self._owner = OwnerProcess()
         self._granted = answer.granted()
@@ -143,12 +139,7 @@ class RingStream:
         return filled, copier.receive(flat, event)
 
     def _wait(self) -> bool:
-        """Wait for an announcement; return False at the end.
-
-        Raises:
-            BucketlineError: if the service failed.
-            DeliveryError: if the service is gone.
-        """
+        """Wait for an announcement; return False at the end."""
         words, is_gone, begun = self._control.words, False, 0
         words[Word.CLIENT_WAITS] = 1
         try:

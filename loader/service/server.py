@@ -55,12 +55,7 @@ class Service:
     """Reads stores for any number of clients. Pass each connection to `take_in`, or to `take_in_far` if it is over TCP."""
 
     def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None = None) -> None:
-        """Open the stores' newest generations, so that a store that cannot be opened fails early. `remote`: see `Store.open`.
-
-        Raises:
-            UsageError: if two of them are copies of one store.
-            StoreError: if a store cannot be opened.
-        """
+        """Open the stores' newest generations, so that one that cannot be opened fails early. `remote`: see `Store.open`."""
         self._stores = ServedStores(stores, remote)
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._clients: dict[threading.Thread, Client] = {}
@@ -76,11 +71,7 @@ class Service:
 
     @contextmanager
     def listening(self, address: str, security: Security) -> Iterator[socket.socket]:
-        """Listen for clients on other machines until the block ends; what is accepted goes to `take_in_far`.
-
-        Raises:
-            UsageError: if nothing can listen there, or others than this machine could connect without a token.
-        """
+        """Listen for clients on other machines until the block ends; what is accepted goes to `take_in_far`."""
         host, port = address_of(address)
         expect_token(address, has_token=security.token is not None)
         self._security, self._context = security, security.context()

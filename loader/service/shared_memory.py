@@ -36,11 +36,7 @@ def stride_of(buffer_bytes: int) -> int:
 
 
 def map_shared(fd: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Map a part of a file for reading and writing, `[num_bytes]`. Views keep the map. Unlike `mmap`, holds no descriptor.
-
-    Raises:
-        DeliveryError: if the system refuses the map.
-    """
+    """Map a part of a file for reading and writing, `[num_bytes]`. Views keep the map. Unlike `mmap`, holds no descriptor."""
     found = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
         raise DeliveryError(f"{num_bytes} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
@@ -63,11 +59,7 @@ class SharedMemory:
         self.control = map_shared(self.fd, 0, CONTROL_BYTES)
 
     def add(self, number: int) -> NDArray[np.uint8]:
-        """Allocate the memory of a buffer and map it.
-
-        Raises:
-            DeliveryError: if there is not enough memory.
-        """
+        """Allocate the memory of a buffer and map it."""
         offset = CONTROL_BYTES + number * self._stride
         self._grow(offset, self._stride)
         return map_shared(self.fd, offset, self._stride)

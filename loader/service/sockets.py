@@ -29,11 +29,7 @@ MAX_PATH_BYTES = 107  # Linux keeps 108 for a socket's path, and its end
 
 
 def checked_path(path: Path | str) -> Path:
-    """Return the path of a socket, which may be written `unix:PATH`, after checking its length.
-
-    Raises:
-        UsageError: if it is longer than the system allows, or has no name.
-    """
+    """Return the path of a socket, which may be written `unix:PATH`, after checking its length."""
     path = os.fspath(path).removeprefix(UNIX)
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
@@ -48,9 +44,6 @@ def listen(path: Path | str) -> Iterator[socket.socket]:
     """Listen on a socket that only this user may connect to (mode 0600), and remove it at the end.
 
     A socket left by a dead service is replaced.
-
-    Raises:
-        UsageError: if the path is too long, exists and is not a socket, or belongs to a live service.
     """
     path = checked_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,12 +76,7 @@ def _bind(sock: socket.socket, path: Path) -> tuple[int, int]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder in which another user could replace our socket.
-
-    Raises:
-        UsageError: if it cannot be read, belongs to a user other than this one and root, or is writable by everybody
-            without the sticky bit.
-    """
+    """Refuse a folder in which another user could replace our socket."""
     try:
         found = folder.stat()
     except OSError as error:
@@ -108,11 +96,7 @@ def _trusted() -> tuple[int, int]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Acquire a lock on a file that only this user may open; the file is removed afterwards.
-
-    Raises:
-        UsageError: if the file is a link, another user's, or cannot be made.
-    """
+    """Acquire a lock on a file that only this user may open; the file is removed afterwards."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -145,11 +129,7 @@ def _is_at(path: Path, identity: tuple[int, int]) -> bool:
 
 
 def refuse_file(path: Path) -> bool:
-    """Return True if there is a socket at a path, False if there is nothing.
-
-    Raises:
-        UsageError: if something else is there, or its folder cannot be used.
-    """
+    """Return True if there is a socket at a path, False if there is nothing."""
     _check_folder(path.parent)
     try:
         mode = path.lstat().st_mode
@@ -178,12 +158,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def connected(path: Path | str) -> socket.socket:
-    """Connect to the service at a path, after checking whose it is.
-
-    Raises:
-        DeliveryError: if none listens there, or it belongs to a user other than this one and root.
-        UsageError: if the path is too long.
-    """
+    """Connect to the service at a path, after checking whose it is."""
     path = checked_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -217,11 +192,7 @@ class Security:
     key: Path | None = None  # PEM; None: in the certificate's file
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the service's TLS context; None without TLS.
-
-        Raises:
-            UsageError: if the certificate or key cannot be used.
-        """
+        """Return the service's TLS context; None without TLS."""
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -13,11 +13,7 @@ MIN_TOKEN_BYTES = 16
 
 
 def read_token(path: Path | str) -> bytes:
-    """Return the token in a file, without the white space around it.
-
-    Raises:
-        UsageError: if the file cannot be read, others than its owner may read it, or the token is too short.
-    """
+    """Return the token in a file, without the white space around it."""
     path = Path(path)
     try:
         mode, token = path.stat().st_mode, path.read_bytes().strip()

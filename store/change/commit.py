@@ -41,11 +41,7 @@ FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of droppe
 
 @contextmanager
 def newest_base(place: Path | ObjectFolder, work: WorkFolder | None = None) -> Iterator[ChangeBase]:
-    """Yield the newest generation, to be looked at only. `work`: of a store in object storage, by default a temporary one.
-
-    Raises:
-        StoreError: if there is no store, or it cannot be read.
-    """
+    """Yield the newest generation, to be looked at only. `work`: of a store in object storage, by default a temporary one."""
     if isinstance(place, Path):
         yield _local_base(place, existing_manifest(place))
         return
@@ -98,10 +94,6 @@ def commit_change(
     generation first, if `adopting`. Shards that are no longer listed become retired as long as they have files. `finish` is
     called at the end, on a disk under the lock. Of a store in object storage, `work` may have shards that were made for it,
     and is a temporary folder by default. `first` is the empty generation of a store that is not there yet.
-
-    Raises:
-        StoreError: if there is no store, or it cannot be changed; what `change` raises.
-        LockedError: if another process changes the store on this disk.
     """
     if isinstance(place, Path):
         with changing(place, adopting=adopting) as manifest:
@@ -138,9 +130,6 @@ def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set
     """Send the files that a changed manifest lists and commit it; None if another writer has committed first.
 
     The names of the shards that it sends are added to `sent`. Lists of dropped rows have been written.
-
-    Raises:
-        StoreError: if a shard that had been sent is gone; what is left of it here is removed, so that it is made again.
     """
     before = {entry.name: entry for entry in base.manifest.shards}
     new = [entry for entry in after.shards if entry.name not in before or entry.added != before[entry.name].added]

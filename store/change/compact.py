@@ -95,11 +95,6 @@ def compact(
     `on_bytes` is called with the row bytes copied so far and in total. Files of rewritten shards stay until garbage collection.
     An interrupted compaction leaves the store unchanged. In object storage, the shards to rewrite are got first; if another
     writer is faster, the copies serve the next attempt unless it has changed one of these shards.
-
-    Raises:
-        CorruptError: if a row or caption to be copied is damaged, naming it.
-        StoreError: if there is no store, one of its files is missing, or the disk cannot hold the copies.
-        LockedError: if another process changes the store on this disk.
     """
     if shard_bytes < 1:
         raise UsageError(f"the shard size is {shard_bytes} bytes, expected 1 or more")

@@ -41,11 +41,7 @@ class CopiedValues:
         return bytes(self.spec(bucket).column(self._column).row_bytes)
 
     def rows(self, bucket: str) -> Iterator[bytes]:
-        """Yield each row's value.
-
-        Raises:
-            CorruptError: if one is damaged; the message names the sample.
-        """
+        """Yield each row's value."""
         pairs = iter(self._rows[bucket])
         self._block = (-1, 0, {})
         for ordinal, row in zip(pairs, pairs, strict=True):

@@ -36,11 +36,6 @@ def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = 
     """Publish a generation without the given samples; older generations keep them. With `dry_run`, only check.
 
     `match`: a pattern of *, ? and [abc]; the samples whose ids match are dropped, too.
-
-    Raises:
-        UsageError: if neither an id nor a pattern is given.
-        StoreError: if the store lacks one of them, naming the first few, or no id matches; nothing is dropped.
-        LockedError: if another process changes the store on this disk.
     """
     named = tuple(ids)
     if not named and match is None:
@@ -76,11 +71,7 @@ def _matching(base: ChangeBase, match: str | None) -> list[str]:
 
 
 def read_ids(path: Path) -> list[str]:
-    """Return the ids in a file, one per line; empty lines are skipped.
-
-    Raises:
-        UsageError: if it cannot be read.
-    """
+    """Return the ids in a file, one per line; empty lines are skipped."""
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:

@@ -38,12 +38,7 @@ class ExportSize:
 
 
 def open_export(store: Store, request: ExportRequest) -> Exporter:
-    """Return the exporter of a request, without reading samples.
-
-    Raises:
-        UsageError: if the output exists, is in the store, or has no parent folder; or if there is no such format.
-        StoreError: if the format's library is not installed, it cannot hold such a store, or the store has no such bucket.
-    """
+    """Return the exporter of a request, without reading samples."""
     if how := overlap(request.output, store.path):
         where = "is the store itself" if how is Overlap.SAME else f"overlaps with the store {store.path}"
         raise UsageError(f"{request.output} {where}; choose a folder outside the store")
@@ -58,10 +53,6 @@ def plan_export(exporter: Exporter, on_sample: Callable[[], None]) -> ExportSize
     """Let an exporter check each sample, and return about how large the export will be, without reading values.
 
     Captions are counted for each sample, as exports have them: a store has each once. `on_sample` reports progress.
-
-    Raises:
-        StoreError: if the format cannot hold a sample.
-        CorruptError: if an index or a record is damaged.
     """
     captions = 0
     for listed in live_samples(exporter.store, exporter.request.selection):
@@ -109,14 +100,7 @@ def _caption_bytes(shard: ShardEntry) -> float:
 
 
 def export(exporter: Exporter, planned: ExportSize, on_sample: Callable[[], None]) -> ExportSize:
-    """Write the export, verifying every row and caption; `on_sample` reports progress. Return what was written.
-
-    Raises:
-        UsageError: if the output exists, or the request does not suit a sample.
-        StoreError: if the disk is too small, or writing fails; nothing is left behind.
-        CorruptError: if a sample's bytes do not match their checksum, naming the first; nothing is left behind.
-        LockedError: if another process writes the same output.
-    """
+    """Write the export, verifying every row and caption; `on_sample` reports progress. Return what was written."""
     store, request = exporter.store, exporter.request
     what = f"exporting {counted(planned.num_samples, 'sample')} to {request.output}"
     refuse_too_little_disk(request.output.parent, planned.num_bytes, what, "choose another disk, or one bucket at a time")

@@ -45,29 +45,15 @@ class Exporter(ABC):
     most_captions: ClassVar[int] = 1 << 31  # of a sample that are written with their embeddings
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read nothing yet.
-
-        Raises:
-            StoreError: if the format cannot hold such a store, or its library is not installed.
-        """
+        """Read nothing yet."""
         self.store, self.request = store, request
 
     def check(self, record: SampleRecord) -> None:  # noqa: B027 - most formats take every sample
-        """Check a sample before anything is written; called in the order of `write`.
-
-        Raises:
-            StoreError: if the format cannot hold it.
-        """
+        """Check a sample before anything is written; called in the order of `write`."""
 
     @abstractmethod
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write samples to a folder, which is empty and gets its name once this returns.
-
-        Raises:
-            StoreError: if the format cannot hold a sample's values.
-            UsageError: if the request does not suit one.
-            OSError: if a file cannot be written.
-        """
+        """Write samples to a folder, which is empty and gets its name once this returns."""
 
 
 EXPORTERS: Extensions[type[Exporter]] = Extensions(

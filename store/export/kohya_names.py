@@ -49,12 +49,7 @@ class KohyaNames:
         self._paths: set[str] = set()
 
     def name(self, record: SampleRecord, key_end: str) -> KohyaName:
-        """Return a sample's place; `key_end` is what its keys in the file end in.
-
-        Raises:
-            StoreError: if its id is not the path of a file in the folder, another sample has this place, or the image's size is
-                unknown.
-        """
+        """Return a sample's place; `key_end` is what its keys in the file end in."""
         image = self._image(record, key_end)
         stem = self._stem(image, record)
         width, height = self._size(image, stem, record)

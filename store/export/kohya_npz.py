@@ -43,11 +43,7 @@ class KohyaExporter(Exporter):
     most_captions = 1
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read what the samples have in common.
-
-        Raises:
-            StoreError: if the store is not of one of the models, or one of its columns has no place in these files.
-        """
+        """Read what the samples have in common."""
         super().__init__(store, request)
 
         def why_not(bucket: str, role: str) -> str | None:

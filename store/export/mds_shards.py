@@ -46,11 +46,7 @@ class MdsExporter(Exporter):
     most_captions = 1
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read what the samples have in common.
-
-        Raises:
-            StoreError: if they are not images' latents, or a column is neither a mask nor a control image's latent.
-        """
+        """Read what the samples have in common."""
         super().__init__(store, request)
 
         def why_not(bucket: str, role: str) -> str | None:
@@ -94,11 +90,7 @@ class MdsExporter(Exporter):
         return dict(sorted(found.items()))
 
     def sample(self, record: SampleRecord, data: bytes) -> bytes:
-        """Return a sample as its shard has it, from its safetensors file.
-
-        Raises:
-            StoreError: if a latent or an embedding is beyond F16, or its id is not UTF-8.
-        """
+        """Return a sample as its shard has it, from its safetensors file."""
         arrays, shape = self.form.arrays(record, data), self.form.latent_shape(self.store, record)
         height, width = record.original_size
         numbers = {"original_height": height, "original_width": width, "height": record.crop[2], "width": record.crop[3]}

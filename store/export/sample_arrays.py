@@ -72,11 +72,7 @@ class StoreForm:
         return scaled
 
     def arrays(self, record: SampleRecord, data: bytes) -> SampleArrays:
-        """Return the arrays in a sample's file; of moments, the means.
-
-        Raises:
-            StoreError: if it has a mask for the mirrored image that is not the mirror image of its mask.
-        """
+        """Return the arrays in a sample's file; of moments, the means."""
         found = _tensors(data)
         own = [role for role in self.side if PRESENT_PREFIX + role not in found or any(found[PRESENT_PREFIX + role][0])]
         mask = _bytes(*found[MASK]) if MASK in own else None
@@ -103,10 +99,6 @@ def form_of(store: Store, what: str, columns: Sequence[str] | None, *, holds: Ca
 
     `what` names the format. `columns` are the roles to write next to the latents, None for all; `holds` is given a bucket and a
     role, and returns why the format cannot hold it.
-
-    Raises:
-        StoreError: if it does not hold images' latents of a VAE whose scale it records; or if a column of the roles is missing,
-            or the format cannot hold it.
     """
     manifest = store.manifest
     vae, text = (found if isinstance(found := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))

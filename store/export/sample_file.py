@@ -22,12 +22,7 @@ _FIELDS = tuple(field.name for field in fields(SampleRecord))
 
 
 def write_sample(store: Store, sample_id: str, output: Path) -> dict[str, Any]:
-    """Write a sample's file atomically and return its record as JSON.
-
-    Raises:
-        StoreError: if the store has no such sample, or the file cannot be written.
-        CorruptError: if the row or a caption does not match its checksum.
-    """
+    """Write a sample's file atomically and return its record as JSON."""
     shard, record = store.sample(sample_id)
     data = sample_file(store, store.shards.index(shard), record)
     write_or_explain(output, data)
@@ -39,9 +34,6 @@ def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
 
     Ragged entries are `ragged.NAME.COLUMN`, of its captions `caption.N.ragged.NAME.COLUMN`. Quantised tokens are written as
     F16, without scales.
-
-    Raises:
-        CorruptError: if the row or a caption does not match its checksum.
     """
     row = checked_row(store, shard, record) | added_values(store, shard, record)
     tensors = [(column.name, column.dtype, column.shape, row[column.name]) for column in store.bucket(record.bucket).columns]

@@ -86,11 +86,7 @@ class ItemEncoder:
         return Outcome(num_samples=num_samples, sealed=sealed, is_last=is_last)
 
     def _samples(self, task: Task) -> Iterator[object]:
-        """Yield what `encode` makes of an item.
-
-        Raises:
-            SourceError: if it fails.
-        """
+        """Yield what `encode` makes of an item."""
         try:
             made = self.encode(task.item)
             if made is None:
@@ -157,11 +153,7 @@ def _has_message(connection: Connection[Any, Any], parent: int) -> bool:
 
 
 def _arguments(task: Task, sample: object) -> dict[str, Any]:
-    """Return a sample as keyword arguments of `PartWriter.add`.
-
-    Raises:
-        UsageError: if it does not have its form, or has another id than the item may give.
-    """
+    """Return a sample as keyword arguments of `PartWriter.add`."""
     expected = f"dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), or a tuple of them in this order"
     if isinstance(sample, tuple) and len(sample) <= len(ARGUMENTS):
         sample = dict(zip(ARGUMENTS, sample, strict=False))

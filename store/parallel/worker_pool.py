@@ -44,11 +44,7 @@ class WorkerPool:
     """Processes with a part each. Use it in a `with` block; an error in it ends them between two items."""
 
     def __init__(self, parts: Sequence[PartWriter], encode: Callable[[Any], Any], start: StartMethod) -> None:
-        """Start nothing yet.
-
-        Raises:
-            UsageError: if `encode` cannot be sent to another process.
-        """
+        """Start nothing yet."""
         if start == "spawn":
             try:
                 ForkingPickler.dumps(encode)
@@ -81,12 +77,7 @@ class WorkerPool:
             worker.connection.close()
 
     def encode(self, tasks: Iterator[Task], has_room: Callable[[], None]) -> Iterator[Outcome]:
-        """Yield the outcome of each task. `has_room` is called before a task is handed out, and may wait.
-
-        Raises:
-            BucketlineError: what a worker reports, or RankError if one has ended by itself.
-            UsageError: if an item cannot be sent to a worker.
-        """
+        """Yield the outcome of each task. `has_room` is called before a task is handed out, and may wait."""
         is_over = False
         while not is_over or any(worker.tasks for worker in self._workers):
             for worker in self._workers:

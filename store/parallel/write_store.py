@@ -118,11 +118,7 @@ class _Run:
         self._put = set[str]()  # names of the shards that are to be sent
 
     def missing(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks of which the store lacks a sample.
-
-        Raises:
-            UsageError: if two have the same id.
-        """
+        """Yield the tasks of which the store lacks a sample."""
         seen = set[bytes]()
         for task in tasks:
             for digest, sample_id in ((sample_digest(sample_id), sample_id) for sample_id in task.ids):
@@ -207,11 +203,7 @@ def _checked_workers(workers: int | None) -> int:
 
 
 def _identified(items: Iterable[Any] | Mapping[str, Any], ids: Callable[[Any], str | Sequence[str]] | None) -> Iterator[Task]:
-    """Yield the items with their samples' ids.
-
-    Raises:
-        UsageError: if an item has none.
-    """
+    """Yield the items with their samples' ids."""
     given: object = items
     if isinstance(given, str | bytes | PurePath) or not isinstance(given, Iterable):
         raise UsageError(

@@ -84,7 +84,6 @@ def _values(reader: SealedShard, spec: BlockSpec, record: SampleRecord, names: I
 
 
 def caption_rows(record: SampleRecord) -> tuple[int, ...]:
-    """Return a record's caption rows."""
     if any(type(row) is not int or row < 0 for row in record.caption_rows):
         raise CorruptError(f"sample {record.id!r:.200}: the captions of its record are not row numbers; run `store verify`")
     return record.caption_rows

@@ -83,12 +83,7 @@ class Facts:
 
 
 def collect_facts(store: Store, cards_of_each: int) -> Facts:
-    """Read every record of a store once; memory does not depend on the number of samples.
-
-    Raises:
-        StoreError: if a shard's file is missing.
-        CorruptError: if an index or a record is damaged.
-    """
+    """Read every record of a store once; memory does not depend on the number of samples."""
     facts = Facts(buckets={bucket.name: BucketFacts(name=bucket.name) for bucket in store.buckets()})
     for listed in live_samples(store, Selection()):
         record = listed.record

@@ -197,11 +197,7 @@ def grey_image(latent: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def read_factors(path: Path) -> LatentRgb:
-    """Return the factors of a file that `ingest previews` wrote.
-
-    Raises:
-        UsageError: if it cannot be read, or is not such a file.
-    """
+    """Return the factors of a file that `ingest previews` wrote."""
     try:
         with path.open("rb") as file:
             document = json.loads(file.read(MAX_FACTORS_BYTES))

@@ -94,12 +94,7 @@ def drawn_rows(store: Store, bucket: Bucket, count: int) -> NDArray[np.int64]:
 
 
 def check_latents(store: Store, most: int) -> LatentFacts:
-    """Read the latents of at most `most` samples, drawn by hash in proportion to the buckets, and return what they show.
-
-    Raises:
-        StoreError: if a shard's file is missing.
-        CorruptError: if a shard's sidecars are damaged.
-    """
+    """Read the latents of at most `most` samples, drawn by hash in proportion to the buckets, and return what they show."""
     buckets = with_latents(store)
     facts = LatentFacts(live=sum(bucket.num_rows for bucket in buckets))
     places: list[RowPlace] = []

@@ -17,11 +17,7 @@ from bucketline.errors import StoreError
 
 
 def call_elsewhere(function: str, job: dict[str, Any], data: bytes = b"") -> Any:  # noqa: ANN401 - what the function returns
-    """Return the result of a function, `MODULE:NAME`, which takes the job and a stream of the data.
-
-    Raises:
-        StoreError: if it fails; the message is its own.
-    """
+    """Return the result of a function, `MODULE:NAME`, which takes the job and a stream of the data."""
     command = [sys.executable, "-P", "-m", __name__, function]  # -P: ignore the current folder
     done = subprocess.run(command, input=json.dumps(job).encode("ascii") + b"\n" + data, capture_output=True, check=False)
     if done.returncode:

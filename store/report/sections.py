@@ -40,7 +40,6 @@ class Cards:
     sources: Mapping[str, bytes | str]  # by id, from the source, or why there is none
 
     def sample(self, place: RowPlace, *notes: str) -> Card:
-        """Return the card of a sample."""
         record = self.samples[place].record
         return Card(
             images=[self.images[place]] if place in self.images else [],

@@ -99,9 +99,6 @@ class AddressRange:
         `opened` opens a file by its number and yields its descriptor. If `read` is given, files are read into the range
         instead of mapped; the range is then private memory, a single map. `read` takes a file's number, its descriptor and
         the memory to fill.
-
-        Raises:
-            StoreError: if the system refuses a range of this size.
         """
         self._sizes, self._opened, self._fill = num_bytes, opened, read
         # a file that is in the page cache in huge pages is mapped by them where its place begins at a multiple of one
@@ -126,12 +123,7 @@ class AddressRange:
         return len(self.is_mapped) - int(np.count_nonzero(self.is_mapped))
 
     def map(self, ordinals: NDArray[np.int64]) -> None:
-        """Map files into their places (or read them there), unless already done.
-
-        Raises:
-            MapRefusedError: if the system refuses.
-            StoreError: as `opened` and `read`.
-        """
+        """Map files into their places (or read them there), unless already done."""
         if self.is_mapped[ordinals].all():
             return
         for ordinal in np.unique(ordinals[~self.is_mapped[ordinals]]).tolist():

@@ -138,11 +138,7 @@ class SealedShard:
         return table.dropped.file(ordinal).slice("rows", first, first + count)
 
     def is_live(self, group: str) -> NDArray[np.bool_]:
-        """Return for each row of a bucket whether it is live, `[rows]`.
-
-        Raises:
-            CorruptError: if the shard does not have a dropped row.
-        """
+        """Return for each row of a bucket whether it is live, `[rows]`."""
         live = np.ones(self.entry.groups[group].rows, dtype=bool)
         dropped = self.dropped_rows(group)
         if len(dropped) and int(dropped.max()) >= len(live):
@@ -151,11 +147,7 @@ class SealedShard:
         return live
 
     def live_entries(self) -> NDArray[np.bool_]:
-        """Return for each entry of the index whether its row is live, `[samples]`.
-
-        Raises:
-            CorruptError: if an entry names a row that the shard does not have, or `is_live` does.
-        """
+        """Return for each entry of the index whether its row is live, `[samples]`."""
         groups = self.index.metadata["groups"]
         bucket, row = (self.index.slice(name, 0, self.entry.samples).astype(np.int64) for name in ("bucket", "row"))
         sizes = np.array([self.entry.groups[name].rows for name in groups], dtype=np.int64)
@@ -166,11 +158,7 @@ class SealedShard:
         return found
 
     def block_ranges(self, group: str, rows: NDArray[np.int64]) -> BlockRanges:
-        """Return the blocks that contain rows of a group (a bucket, or `text`).
-
-        Raises:
-            CorruptError: if the extents do not cover a row, or point outside the shard's file.
-        """
+        """Return the blocks that contain rows of a group (a bucket, or `text`)."""
         table, ordinal = self._table
         return table.find(group, np.full_like(rows, ordinal), rows)
 
@@ -283,22 +271,13 @@ class SealedShard:
         return record
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return a byte range of the shard's file.
-
-        Raises:
-            CorruptError: if the file ends before the range does.
-        """
+        """Return a byte range of the shard's file."""
         data = bytearray(num_bytes)
         self.read_into([offset], [memoryview(data)])
         return bytes(data)
 
     def read_into(self, offsets: list[int], outs: list[memoryview]) -> None:
-        """Read byte ranges into `outs`, one each, with plain reads: a failing medium raises an error.
-
-        Raises:
-            StoreError: if the file is missing, or the medium fails.
-            CorruptError: if the file ends before a range does.
-        """
+        """Read byte ranges into `outs`, one each, with plain reads: a failing medium raises an error."""
         _ = self.extents  # first: a damaged one is an error at once, and lines of a remote shard are checked by it
         with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
@@ -311,12 +290,7 @@ class SealedShard:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Yield a descriptor of the shard's file. It is not kept open: a store may have more shards than the descriptor limit.
-
-        Raises:
-            StoreError: if the file is missing or cannot be opened.
-            CorruptError: if its length differs from the manifest's, or it belongs to another shard.
-        """
+        """Yield a descriptor of the shard's file. It is not kept open: a store may have more shards than the limit."""
         if self.source is not None:
             self.source.open_shard(self.entry)
         with open_listed(self.paths.lmdb, None if self.takes_any_length else self.entry.lmdb.num_bytes) as fd:

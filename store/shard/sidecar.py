@@ -55,12 +55,7 @@ def encode_paged(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Map
 
 @contextmanager
 def open_listed(path: Path, expected_bytes: int | None) -> Iterator[int]:
-    """Yield the descriptor of a file that the manifest lists, after checking its length, unless that is None.
-
-    Raises:
-        StoreError: if the file is missing or cannot be read.
-        CorruptError: if its length differs from the manifest's.
-    """
+    """Yield the descriptor of a file that the manifest lists, after checking its length, unless that is None."""
     try:
         fd = open_regular(path)
     except FileNotFoundError as error:
@@ -83,12 +78,7 @@ def open_listed(path: Path, expected_bytes: int | None) -> Iterator[int]:
 
 
 def read_exactly(path: Path, fd: int, offset: int, out: memoryview) -> None:
-    """Fill `out` with a file's bytes from `offset`, with plain reads: a failing medium raises an error.
-
-    Raises:
-        StoreError: if the medium fails.
-        CorruptError: if the file ends too early.
-    """
+    """Fill `out` with a file's bytes from `offset`, with plain reads: a failing medium raises an error."""
     done = 0
     try:
         while done < len(out) and (count := os.preadv(fd, [out[done:]], offset + done)):
@@ -105,12 +95,7 @@ class PagedFile:
     """An open sidecar. `take` and `slice` check the pages that they read."""
 
     def __init__(self, path: Path, expected_bytes: int, kind: str, *, plain_reads: bool = False) -> None:
-        """Map the file and check its header; with `plain_reads`, or if no more maps are allowed, read it instead.
-
-        Raises:
-            StoreError: if the file is missing, or cannot be read.
-            CorruptError: if its length differs from the manifest's, or its header is not that of a `kind` file.
-        """
+        """Map the file and check its header; with `plain_reads`, or if no more maps are allowed, read it instead."""
         with open_listed(path, expected_bytes) as fd:
             if expected_bytes == 0:
                 raise CorruptError(f"{path} is empty")
@@ -125,11 +110,7 @@ class PagedFile:
 
     @classmethod
     def over(cls, path: Path | str, data: memoryview, kind: str) -> PagedFile:
-        """Return the sidecar in `data`, a file that is mapped already. `path` is what errors name: it may be a URL.
-
-        Raises:
-            CorruptError: if its header is not that of a `kind` file.
-        """
+        """Return the sidecar in `data`, a file that is mapped already. `path` is what errors name: it may be a URL."""
         file = cls.__new__(cls)
         file._read(path, data, kind)
         return file
@@ -223,11 +204,7 @@ class PagedFile:
         self.check(np.arange(len(self._pages)))
 
     def check(self, pages: NDArray[np.int64]) -> None:
-        """Verify the checksums of pages that have not been checked yet.
-
-        Raises:
-            CorruptError: if one does not match, naming the first.
-        """
+        """Verify the checksums of pages that have not been checked yet."""
         for page in pages[~self._checked[pages]]:
             begin = self._data_at + self._body_at + int(page) * PAGE_BYTES
             if checksum(self._map[begin : begin + PAGE_BYTES]) != int(self._pages[page]):

@@ -62,12 +62,7 @@ class Sidecars:
         self._is_open = np.zeros(len(files), dtype=bool)
 
     def open(self, shard: NDArray[np.int64]) -> None:
-        """Map the files of some shards, `[B]`, and check their headers, unless already done.
-
-        Raises:
-            StoreError: if a file is missing.
-            CorruptError: if a file's length or header is wrong.
-        """
+        """Map the files of some shards, `[B]`, and check their headers, unless already done."""
         if self._is_open[shard].all():
             return
         new = np.unique(shard[~self._is_open[shard]]).tolist()
@@ -99,11 +94,7 @@ class Sidecars:
         return values
 
     def checked(self, name: str, shard: NDArray[np.int64], at: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return values of a tensor, `[B]`, after checking their pages.
-
-        Raises:
-            CorruptError: if a page does not match its checksum, naming it.
-        """
+        """Return values of a tensor, `[B]`, after checking their pages."""
         page = (self._begin[name][shard] + at * dtype.itemsize - self._body[shard]) // PAGE_BYTES
         place = self._first_page[shard] + page
         if not self._is_checked[place].all():

@@ -76,11 +76,7 @@ class PartStore:
     """A folder in `parent` for shards of the store in `objects`, for this process only."""
 
     def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest) -> None:
-        """Make the folder, and remove those of processes that have ended. `manifest` is the generation that the run continues.
-
-        Raises:
-            StoreError: if the folder cannot be made.
-        """
+        """Make the folder, and remove those of ended processes. `manifest` is the generation that the run continues."""
         self._objects, self._manifest = objects, manifest
         with explaining(parent):
             parent.mkdir(parents=True, exist_ok=True)
@@ -139,10 +135,6 @@ def take_sent(store: Path, sent: Iterable[SentShard]) -> None:
     """Take shards that another machine has made and sent into the folder that stands for their store. Call under its lock.
 
     The shard's own file comes last, without content, and makes it a shard that the next run adopts.
-
-    Raises:
-        StoreError: if the folder cannot be written.
-        CorruptError: if a description is damaged.
     """
     for shard in sent:
         paths = shard_paths(store, shard.name)

@@ -24,9 +24,6 @@ def target_at(
     """Return the store at a path or URL, to be written; nothing is requested yet.
 
     `remote` is how to reach a URL, and `work` the folder for it; by default next to the cache. `show`: see `WorkingStore`.
-
-    Raises:
-        UsageError: if it is a URL that cannot be a store's.
     """
     if isinstance(place, str):
         refuse_misspelt(place)

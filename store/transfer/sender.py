@@ -77,11 +77,7 @@ class ShardSender:
         return sum(self._bytes.values()) - self._bytes_done
 
     def wait_for_room(self, check: Callable[[], None]) -> None:
-        """Wait until few enough shards wait; `check` is called meanwhile, and may raise.
-
-        Raises:
-            StoreError: if a shard could not be sent.
-        """
+        """Wait until few enough shards wait; `check` is called meanwhile, and may raise."""
         self._wait_for(lambda: len(self._bytes) - len(self.sent) <= MOST_WAITING, check)
 
     def finish(self, check: Callable[[], None], on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -161,11 +157,7 @@ class PendingNotes:
         self._thread = JoinableThread(self._run_thread, name="bucketline-notes")
 
     def repeat(self) -> None:
-        """Write the notes again.
-
-        Raises:
-            StoreError: if the bucket cannot be read or written.
-        """
+        """Write the notes again."""
         for entry in _notes(self._objects):
             if entry.name.startswith(self._prefix):
                 self._objects.write(entry.name, self._objects.read(entry.name, _MAX_NOTE_BYTES))

@@ -68,8 +68,11 @@ class Made:
         return [*place, *(word for pair in last.items() for word in pair)]
 
 
-def trained(work: Path, forms: Iterable[str] = EVERY_FORM) -> dict[str, Any]:
-    """Return what each run gave, by form and name; of one that failed, how."""
+def trained(work: Path, forms: Iterable[str] = EVERY_FORM, *, only_whole: bool = False) -> dict[str, Any]:
+    """Return what each run gave, by form and name; of one that failed, how.
+
+    `only_whole`: the metrics of whole runs on one rank, without their weights.
+    """
     found: dict[str, Any] = {}
     for form in forms:
         made = Made(root=work / re.sub(r"\W", "-", form), form=form)
@@ -80,23 +83,28 @@ def trained(work: Path, forms: Iterable[str] = EVERY_FORM) -> dict[str, Any]:
         except CallFailedError as error:
             found[form] = _said(error, work)
             continue
-        found[form] = {name: _or_failed(work, made, kind, name) for kind in KINDS for name in _names(form, kind)}
+        names = [(kind, name) for kind in KINDS for name in _names(form, kind, only_whole=only_whole)]
+        found[form] = {name: _or_failed(work, made, kind, name, only_whole=only_whole) for kind, name in names}
         shutil.rmtree(made.root)
     return found
 
 
-def _names(form: str, kind: str) -> list[str]:
+def _names(form: str, kind: str, *, only_whole: bool) -> list[str]:
+    if only_whole:
+        return [f"{kind} on 1"]
     others = (ON_RANKS if kind == "full" else OF_ADAPTERS) if form in FORMS_ON_RANKS else ()
     return [f"{kind} on 1", *(f"{kind} on {ranks}" for ranks in others)]
 
 
-def _or_failed(work: Path, made: Made, kind: str, name: str) -> Any:
+def _or_failed(work: Path, made: Made, kind: str, name: str, *, only_whole: bool) -> Any:
     ranks = name.removeprefix(f"{kind} on ")
     parts, more = ON_RANKS.get(ranks, ((1,), ()))
     try:
         if ranks != "1":
             return _run(made, name, parts, *KINDS[kind], *more)
-        whole = _run(made, f"{kind}-whole", (1,), *KINDS[kind])
+        whole = _run(made, f"{kind}-whole", (1,), *KINDS[kind], is_exported=not only_whole)
+        if only_whole:
+            return whole
         resumed = _run(made, f"{kind}-parts", (1, 1), *KINDS[kind])
     except CallFailedError as error:
         return _said(error, work)
@@ -107,7 +115,7 @@ def _said(error: Exception, work: Path) -> str:
     return f"failed: {error}".replace(str(work), "")
 
 
-def _run(made: Made, name: str, ranks: Sequence[int], *more: object) -> dict[str, Any]:
+def _run(made: Made, name: str, ranks: Sequence[int], *more: object, is_exported: bool = True) -> dict[str, Any]:
     """Run in parts, each on its number of ranks; the weights are exported from the last checkpoint."""
     run = made.root / name
     for part, count in enumerate(ranks):
@@ -120,7 +128,7 @@ def _run(made: Made, name: str, ranks: Sequence[int], *more: object) -> dict[str
             words[at] = int(str(words[at])) * ranks[0] // count
         call = program("bucketline.train.main:main", [*words, *(["--resume"] if part else [])])
         forked(call, made.root / "log", processes=count)
-    weights = _weights(made, run)
+    weights = _weights(made, run) if is_exported else None
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     kept = [{key: line[key] for key in RECORDED if key in line} for line in lines]
     shutil.rmtree(run)
@@ -148,6 +156,8 @@ def _bucketline(words: Sequence[object]) -> int:
 
 
 def _write(made: Made) -> None:
+    import torch
+
     images = made.root / "images"
     images.mkdir()
     height, width = FORMS[made.form].size if made.form in FORMS else (16, 16)
@@ -157,6 +167,7 @@ def _write(made: Made) -> None:
         text = CLASSES[n % 3] if made.form == "dit" else TEXTS[n % len(TEXTS)]
         (images / f"{n}.txt").write_text(text, encoding="utf-8")
     if made.form == "dit":
+        torch.manual_seed(0)
         write_dit(made.model, CLASSES)
     else:
         write_pipeline(made.model, made.form)

@@ -34,7 +34,6 @@ _MAX_NAME = 80
 
 
 def load_caption_encoder(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
-    """Load the caption encoder of a model."""
     encoder = _load(model, device, settings)
     _refuse_bad_empty_caption(model, encoder.encode([""])[0], settings.stored_dtype)
     return encoder

@@ -56,11 +56,7 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
 
 
 def _entries(source: Path, folder: str, model: str) -> Iterator[cache.CacheEntry]:
-    """Yield the values of a folder, in order.
-
-    Raises:
-        SourceError: if its index is damaged, or a shard is missing.
-    """
+    """Yield the values of a folder, in order."""
     path = source / folder / _DB
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:

@@ -83,11 +83,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _shards(source: Path) -> Iterator[_Shard]:
-    """Yield the shards that the index files of a source list, each once.
-
-    Raises:
-        SourceError: if one is missing or compressed in an unknown way, has a column of pickles, or is not described.
-    """
+    """Yield the shards that the index files of a source list, each once."""
     known: dict[str, _Shard] = {}
     for folder, names in cache.files_below(source):
         if _INDEX not in names or not _is_mds(path := source / folder / _INDEX):
@@ -143,11 +139,7 @@ def _shard(source: Path, folder: str, described: Any) -> _Shard:  # noqa: ANN401
 
 
 def _below(folder: str, name: object) -> str:
-    """Return the path of a shard below its index, from the source's folder.
-
-    Raises:
-        TypeError: if it is not one.
-    """
+    """Return the path of a shard below its index, from the source's folder."""
     if not isinstance(name, str) or not name.isprintable() or not name or "\\" in name:
         raise TypeError("a usable basename")
     path = PurePosixPath(name)
@@ -157,11 +149,7 @@ def _below(folder: str, name: object) -> str:
 
 
 def _places(source: Path, shard: _Shard) -> list[tuple[int, int]]:
-    """Return offset and length of each sample of a shard.
-
-    Raises:
-        SourceError: if the shard does not begin as its index says.
-    """
+    """Return offset and length of each sample of a shard."""
     number = shard.samples
     try:
         if 4 * (number + 2) > shard.num_bytes:
@@ -177,11 +165,7 @@ def _places(source: Path, shard: _Shard) -> list[tuple[int, int]]:
 
 
 def _part(source: Path, path: str, packed: tuple[str, int], offset: int, length: int) -> bytes:
-    """Return a part of a shard by its place in the uncompressed one; `packed`: the compression, and the bytes without it.
-
-    Raises:
-        RejectedError: if it cannot be read or unpacked, or ends before the part does.
-    """
+    """Return a part of a shard by its place in the uncompressed one; `packed`: the compression, and the bytes without it."""
     if not packed[0]:
         return read_part(source, path, offset, length)
     with _unpacking:
@@ -242,11 +226,7 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
 
 
 def _refuse_other_numbers(path: Path, latents: str, columns: Columns) -> None:
-    """Check that the columns that are read hold floats.
-
-    Raises:
-        SourceError: if one does not.
-    """
+    """Check that the columns that are read hold floats."""
     for name, (kind, _) in columns.items():
         is_read = name in (latents, latents + FLIPPED_SUFFIX, _TOKENS) or name.startswith("control/")
         if is_read and (why := _why_no_floats(name, kind)):
@@ -268,11 +248,7 @@ def _named(source: Path, path: str, packed: tuple[str, int], place: tuple[int, i
 def _column_places(
     source: Path, path: str, packed: tuple[str, int], place: tuple[int, int], columns: Columns
 ) -> dict[str, tuple[int, int]]:
-    """Return the offset in the shard, and the length, of each column of a sample.
-
-    Raises:
-        RejectedError: if they do not add up to the sample's length.
-    """
+    """Return the offset in the shard, and the length, of each column of a sample."""
     offset, length = place
     free = [name for name, (_, size) in columns.items() if size is None]
     lengths = iter(struct.unpack(f"<{len(free)}I", _part(source, path, packed, offset, 4 * len(free))))
@@ -375,9 +351,6 @@ def _floats(name: str, kind: str, data: bytes, shape: Sequence[int]) -> Tensor:
     """Return the values of a column. `shape` is that of raw bytes, of which F16 and F32 are told apart by their number.
 
     A side of -1 in `shape` is as long as it takes; the values are F16 then.
-
-    Raises:
-        RejectedError: if they are not floats of the shape.
     """
     if kind == "bytes":
         size = math.prod(shape)

@@ -59,11 +59,7 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
 
 
 def _images(source: Path, folder: str) -> list[str] | None:
-    """Return the images of a variation in order; None if it is one of text.
-
-    Raises:
-        SourceError: if the list is damaged, without which nothing says which file is of which image.
-    """
+    """Return the images of a variation in order; None if it is one of text."""
     path = source / folder / _AGGREGATE
     try:
         found: Any = read_torch(source, folder + _AGGREGATE)

@@ -98,12 +98,7 @@ class CaptionFiles:
         return [path for path, _ in self._files.get(name_key(image[: image.rindex(".")]), ())]
 
     def load(self, path: str) -> bytes:
-        """Return a file's content.
-
-        Raises:
-            TooLargeError: if it has more than MAX_CAPTIONS_BYTES.
-            RejectedError: if it cannot be read at present.
-        """
+        """Return a file's content."""
         return read_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES).data
 
     def pass_over(self, image: str) -> None:

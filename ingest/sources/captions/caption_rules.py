@@ -41,11 +41,7 @@ class CaptionRules:
     shuffle_seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the rules.
-
-        Raises:
-            UsageError: if a template lacks {caption} or has another field, or a number is out of range or for nothing.
-        """
+        """Check the rules."""
         if self.trigger_word is not None:
             _refuse_bad_text(self.trigger_word)
             word = self.trigger_word.strip(" \t\n,")
@@ -66,9 +62,6 @@ class CaptionRules:
         ...     trigger_word="ohwx", templates=("a photo of {caption}",), shuffle_tags=4, keep_tokens=1
         ... )
         True
-
-        Raises:
-            UsageError: if a template has another field, two have none, or the tags are not such numbers.
         """
         words = [text for text in templates if not _has_caption(text)]
         if len(words) > 1:
@@ -89,11 +82,7 @@ class CaptionRules:
         )
 
     def refuse_too_many(self, max_captions: int) -> None:
-        """Check that the captions made of one caption can all be stored.
-
-        Raises:
-            UsageError: if they are more than `max_captions`.
-        """
+        """Check that the captions made of one caption can all be stored."""
         if (number := max(1, len(self.templates)) * max(1, self.shuffle_tags)) > max_captions:
             raise UsageError(
                 f"{counted(len(self.templates), 'template')} and --shuffle-tags {self.shuffle_tags} make {number} captions of "
@@ -102,11 +91,7 @@ class CaptionRules:
             )
 
     def refuse_for_classes(self, model: str) -> None:
-        """Refuse rules for a model whose captions are classes.
-
-        Raises:
-            UsageError: if any rule is set.
-        """
+        """Refuse rules for a model whose captions are classes."""
         set_ = {"caption-template": self.trigger_word or self.templates, "shuffle-tags": self.shuffle_tags}
         if option := next((name for name, value in set_.items() if value), None):
             raise UsageError(f"--{option}: {model} takes a class, not text; leave the option out")
@@ -188,11 +173,7 @@ def _order(count: int, key: str) -> list[int]:
 
 
 def _has_caption(template: str) -> bool:
-    """Return True if a template has a place for the source's caption; without one it is text.
-
-    Raises:
-        UsageError: if it has another field, or is not UTF-8.
-    """
+    """Return True if a template has a place for the source's caption; without one it is text."""
     what = f"--caption-template {template!r}"
     _refuse_bad_text(template)
     try:

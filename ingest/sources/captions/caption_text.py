@@ -51,11 +51,7 @@ class CaptionNames:
         return next((name for name in self.columns if name in there), None)
 
     def column_in(self, there: Collection[str], name: str, notes: list[str]) -> str | None:
-        """Return as `column_of`; if there is none, add a note that `name`, a table or a split, has no captions.
-
-        Raises:
-            SourceError: if the user named the column.
-        """
+        """Return as `column_of`; if there is none, add a note that `name`, a table or a split, has no captions."""
         column, others = self.column_of(there), ", ".join(there) or "none"
         if column is None and self.is_asked_for:
             raise SourceError(f"{name} has no column {self.columns[0]} (--captions-from); it has {others}")
@@ -74,11 +70,7 @@ class CaptionNames:
 
 
 def refuse_unmet(options: SourceOptions, captions_from: Collection[str]) -> None:
-    """Refuse a caption option that matched no image.
-
-    Raises:
-        SourceError: if no image has a caption from the named extension or column.
-    """
+    """Refuse a caption option that matched no image."""
     if options.caption_extension is not None and not captions_from:
         raise SourceError(f"--captions-from {options.caption_extension}: no image has a caption in a file of this extension")
     if options.caption_column is not None and all(place.endswith(_TEXTS) for place in captions_from):

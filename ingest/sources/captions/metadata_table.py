@@ -36,11 +36,7 @@ class TableRow:
 
 
 def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> Iterator[TableRow]:
-    """Yield a table's rows. `name` is used in error messages; a note about a table without captions is added to `notes`.
-
-    Raises:
-        SourceError: if it cannot be read, a row is invalid (the message names it), or the requested column is missing.
-    """
+    """Yield a table's rows. `name` is used in error messages; a note about a table without captions is added to `notes`."""
     if not path.is_file():  # a pipe would block, and a device never ends
         raise SourceError(f"{name} does not exist, or is not a file; expected a table")
     columns: dict[str, None] = {}  # of all rows, in order

@@ -35,11 +35,7 @@ class TableRows:
     _tables: dict[str, list[str]] = field(default_factory=dict)  # names in the rows of each table
 
     def add(self, table: str, rows: Iterable[TableRow]) -> None:
-        """Add a table's rows; file names are relative to the table's own folder, or absolute.
-
-        Raises:
-            SourceError: if two rows name the same image.
-        """
+        """Add a table's rows; file names are relative to the table's own folder, or absolute."""
         parent = PurePosixPath(table).parent
         for row in rows:
             image = os.path.normpath(inside_folder(row.file_name, self.folders) or parent / row.file_name)
@@ -65,11 +61,7 @@ class TableRows:
         return self._rows[names[0]] if names else None
 
     def refuse_unmatched(self, images: Sequence[str]) -> None:
-        """Check that each table has a row that matched an image, after `of` has been called for all `images`.
-
-        Raises:
-            SourceError: if a table has rows, and no row matched.
-        """
+        """Check that each table has a row that matched an image, after `of` has been called for all `images`."""
         for table, names in self._tables.items():
             if self._used.isdisjoint(names):
                 beside = table.rpartition("/")[0]

@@ -33,11 +33,7 @@ def is_object_url(text: str) -> bool:
 
 
 def folder_at(url: str, options: SourceOptions) -> ObjectFolder:
-    """Return the folder at a URL; the same object for the same place, since it holds connections.
-
-    Raises:
-        UsageError: if the URL or an option is invalid.
-    """
+    """Return the folder at a URL; the same object for the same place, since it holds connections."""
     return _folder_at(url, options.remote())
 
 
@@ -51,9 +47,6 @@ def split_url(url: str) -> tuple[str, str]:
 
     >>> split_url("s3://bucket/photos/some.csv")
     ('s3://bucket/photos', 'some.csv')
-
-    Raises:
-        UsageError: if it names no object.
     """
     folder, _, name = url.rstrip("/").rpartition("/")
     if not name or not re.search(r"://[^/]", folder):
@@ -75,11 +68,7 @@ def stamp_of(entry: ListedFile) -> Stamp:
 
 @contextmanager
 def of_source(what: str) -> Iterator[None]:
-    """Turn a StoreError of this block into a SourceError: the listing would be incomplete, or the storage is out of reach.
-
-    Raises:
-        SourceError: if the block raises a StoreError.
-    """
+    """Turn a StoreError of this block into a SourceError: the listing would be incomplete, or the storage is out of reach."""
     try:
         yield
     except StoreError as error:
@@ -88,12 +77,7 @@ def of_source(what: str) -> Iterator[None]:
 
 @contextmanager
 def of_one_image() -> Iterator[None]:
-    """Reject one image if its object is missing or denied; another error, such as a network's, ends the run.
-
-    Raises:
-        RejectedError: if the object is missing or denied.
-        SourceError: if the storage cannot be reached.
-    """
+    """Reject one image if its object is missing or denied; another error, such as a network's, ends the run."""
     try:
         yield
     except (MissingObjectError, DeniedError) as error:
@@ -103,11 +87,7 @@ def of_one_image() -> Iterator[None]:
 
 
 def refuse_overlapping_urls(source: str, store: str) -> None:
-    """Check that the URLs of a source and a store are disjoint.
-
-    Raises:
-        UsageError: if they are the same, or one contains the other.
-    """
+    """Check that the URLs of a source and a store are disjoint."""
     one, other = parse_url(source), parse_url(store)
     if (one.kind, one.host) != (other.kind, other.host):
         return

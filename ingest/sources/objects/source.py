@@ -112,11 +112,7 @@ class ObjectFolderSource(ObjectSource):
     """The images of a folder and its subfolders."""
 
     def listing(self) -> Listing:
-        """List the folder in pages, as `list_folder` lists one on a disk.
-
-        Raises:
-            SourceError: if it cannot be listed, has no images, has a training run, or a table is invalid.
-        """
+        """List the folder in pages, as `list_folder` lists one on a disk."""
         with ThreadPoolExecutor(CAPTIONS_AT_ONCE, thread_name_prefix="bucketline-captions") as pool:
             captions = CaptionObjects(folder=Path(), options=self.options, objects=self._objects, pool=pool)
             found = FoundFiles(captions)
@@ -163,11 +159,7 @@ class ObjectTableSource(ObjectSource):
         return split_url(self.url)[0]
 
     def listing(self) -> Listing:
-        """Read the table; see `TableSource.listing`.
-
-        Raises:
-            SourceError: if it cannot be read, a row is invalid or leads out of the folder, or two rows name one image.
-        """
+        """Read the table; see `TableSource.listing`."""
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
             rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)

@@ -67,11 +67,7 @@ class ShardSamples:
     _passed_over: list[str] = field(default_factory=list)
 
     def add_image(self, member: Member, at: tuple[int, ...]) -> None:
-        """Add an image and its position.
-
-        Raises:
-            SourceError: if the shard already has a member of that name.
-        """
+        """Add an image and its position."""
         key, extension = self._split(member)
         images = self._samples.setdefault(key, _Sample()).images
         if extension in images:
@@ -83,7 +79,6 @@ class ShardSamples:
         images[extension] = member, at
 
     def add_captions(self, member: Member, read: Captions) -> None:
-        """Add the captions read from a member."""
         key, extension = self._split(member)
         captions = self._samples.setdefault(key, _Sample()).captions
         if extension.lower() in captions:

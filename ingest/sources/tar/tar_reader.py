@@ -88,11 +88,7 @@ class Forwards:
         return self._at if self._num_bytes is None else min(self._at, self._num_bytes)
 
     def read_member(self, member: Member) -> bytes:
-        """Read the current member.
-
-        Raises:
-            tarfile.ReadError: if it is truncated.
-        """
+        """Read the current member."""
         self.seek(member.offset)
         data = self.read(member.num_bytes)
         if len(data) < member.num_bytes:
@@ -118,11 +114,7 @@ class Tar:
             self._bytes = Forwards(opened or _Rest(head, file), None)
 
     def __iter__(self) -> Iterator[Member]:
-        """Iterate over the members.
-
-        Raises:
-            SourceError: if the tar is damaged, truncated, or continues after its end mark.
-        """
+        """Iterate over the members."""
         number = 0
         try:
             stream: Any = self._bytes
@@ -148,11 +140,7 @@ class Tar:
             raise self._damaged(_CUT_SHORT if is_cut else str(error) or type(error).__name__) from error
 
     def read(self, member: Member) -> bytes:
-        """Read the member that the iteration yielded last.
-
-        Raises:
-            SourceError: if it is truncated or damaged.
-        """
+        """Read the member that the iteration yielded last."""
         try:
             return self._bytes.read_member(member)
         except BucketlineError:

@@ -101,11 +101,7 @@ class TarSource:
         return tuple(shard.path for shard in self.shards if shard.path is not None)
 
     def listing(self) -> Listing:
-        """Read every tar once; only the headers and captions of an uncompressed local tar.
-
-        Raises:
-            SourceError: if a tar is damaged, truncated, lacks its end mark or cannot be opened, or if two ids are equal.
-        """
+        """Read every tar once; only the headers and captions of an uncompressed local tar."""
         listing, seen, splits = Listing(), dict[str, str](), Splits(self.options.dataset_splits)
         names, sides = CaptionNames.of(self.options), list[str]()
         for number, shard in enumerate(self.shards):
@@ -182,11 +178,7 @@ class TarSource:
 
 
 def expand(text: str, options: SourceOptions | None = None) -> TarSource:
-    """Expand a pattern into tars: `{000000..000012}`, `*`, a file, or any URL that webdataset opens.
-
-    Raises:
-        SourceError: if webdataset is not installed, or the pattern is invalid or matches no file.
-    """
+    """Expand a pattern into tars: `{000000..000012}`, `*`, a file, or any URL that webdataset opens."""
     try:
         from webdataset.shardlists import expand_urls
     except ImportError as error:
@@ -328,11 +320,7 @@ def _is_placed(item: SourceItem) -> bool:
 
 
 def _stream(shard: Shard, items: list[SourceItem], options: SourceOptions) -> Iterator[SourceItem]:
-    """Read a stream and yield the wanted items with their bytes.
-
-    Raises:
-        SourceError: if the stream has changed since it was listed, or is damaged.
-    """
+    """Read a stream and yield the wanted items with their bytes."""
     wanted = {item.at[1]: item for item in items}
     with _opened(shard, options) as (tar, mtime_ns):
         for member in tar:

@@ -24,14 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ODD = (
-    "two\nlines.png",
-    "a\ttab.png",
-    "back\\slash.png",
-    "../../etc/passwd",
-    "raw\udcff.png",
-    "l" * 10_000,
-    "é \u202e.png",
-    "",
+    *("two\nlines.png", "a\ttab.png", "back\\slash.png", "../../etc/passwd", "raw\udcff.png", "l" * 10_000, "é \u202e.png", ""),
 )
 
 

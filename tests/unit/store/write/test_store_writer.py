@@ -95,14 +95,6 @@ def test_the_short_form_stores_a_row_of_exactly_its_buckets_size(tmp_path: Path)
     assert store.read_caption(0, 0)["pooled"].tolist() == [0, 1, 2]
 
 
-def test_a_full_shard_gives_way_to_another(tmp_path: Path) -> None:
-    samples = samples_of(ROWS)
-    with store_writer(tmp_path / "s", shard_bytes=3000) as writer:
-        add_samples(writer, samples)
-    check(tmp_path / "s", samples)
-    assert len(writer.manifest.shards) > 5
-
-
 def killed(path: Path, form: Form, samples: list[Sample], shard_bytes: int, moment: str) -> int:
     """Write and be killed; return how many samples had been committed."""
     reader, pipe = os.pipe()
@@ -231,14 +223,6 @@ def test_a_part_that_was_sent_away_is_published_although_the_parents_copy_sealed
         assert theirs[0].id in writer
     assert writer.manifest.generation == 1
     check(path, theirs)
-
-
-def test_leaving_the_block_publishes_what_parts_have_sealed(tmp_path: Path) -> None:
-    theirs = samples_of({BUCKET: 5}, "theirs/")
-    with store_writer(tmp_path / "s") as writer:
-        sent = pickle.dumps(writer.part("r0"))
-        assert apart(lambda: write_part(pickle.loads(sent), theirs, is_killed=False), 60).how is How.DONE
-    check(tmp_path / "s", theirs)
 
 
 def test_a_part_knows_what_its_store_has(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -109,14 +108,6 @@ def test_a_part_is_for_whichever_process_uses_it_first(tmp_path: Path) -> None:
         assert apart(lambda: fill(pickle.loads(pickle.dumps(sent)), SAMPLES[9:12])).how is How.DONE
         own.seal()
     expect(tmp_path / "s", [*SAMPLES[:7], *SAMPLES[9:12]])
-
-
-def test_a_killed_child_leaves_the_writer_alone(tmp_path: Path) -> None:
-    with store_writer(tmp_path / "s") as writer:
-        add_samples(writer, SAMPLES[:9])
-        assert apart(lambda: os.kill(os.getpid(), signal.SIGTERM)).how is How.DIED
-        add_samples(writer, SAMPLES[9:12])
-    expect(tmp_path / "s", SAMPLES[:12])
 
 
 def test_a_refused_row_leaves_nothing_in_its_shard(tmp_path: Path) -> None:
