@@ -27,7 +27,6 @@ COMMANDS: dict[str, list[object]] = {
     "ingest scan": [BIN / "ingest", "scan"],
     "ingest prompts": [BIN / "ingest", "prompts"],
     "ingest peek": [BIN / "ingest", "peek"],
-    "ingest previews": [BIN / "ingest", "previews"],
     "store": [BIN / "store"],
     "store info": [BIN / "store", "info"],
     "store report": [BIN / "store", "report"],

@@ -96,7 +96,6 @@ def test_the_sheet_of_a_run_has_what_its_steps_had(tmp_path: Path) -> None:
     assert f"--window is 0 with --run {state}, which decides it; leave out one of them" in refused.err
     refused = call("loader", "peek", "-o", tmp_path / "step.html", "--run", state, "--step", 3).fails(code=2)
     assert f"--run {state} does not say which stores were read; name all stores of the run" in refused.err
-    assert "there is no option --state; it is --run, " in call(*asked, "--state", state).err
     blocks = json.loads(state.read_bytes())
     state.write_text(json.dumps({**blocks, "settings": {**blocks["settings"], "shuffle": "blocks"}}), encoding="utf-8")
     older = call(*asked, "--step", 9)
