@@ -14,7 +14,7 @@ _USAGE = """usage: bucketline {ingest,store,loader,train,export-model,completion
   ingest        pack images and captions into a store
   store         inspect, verify, export and change a store
   loader        plan and look at batches; serve them; tell what a run has seen
-  train         train a model; train presets, train report, train memory
+  train         train a model; train presets, train report
   export-model  write a run's weights as a file, a folder, or a whole pipeline
   completion    make a shell complete commands and options
 

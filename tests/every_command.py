@@ -6,7 +6,6 @@ from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
 from bucketline.store.cli import COMMANDS as STORE
 from bucketline.train.commands.export_model import ExportModel
-from bucketline.train.commands.memory import TrainMemory
 from bucketline.train.commands.presets import TrainPresets
 from bucketline.train.commands.report import TrainReport
 from bucketline.train.config import TrainConfig
@@ -18,6 +17,5 @@ COMMANDS_OF: dict[str, type] = {
     "bucketline train": TrainConfig,
     "bucketline train presets": TrainPresets,
     "bucketline train report": TrainReport,
-    "bucketline train memory": TrainMemory,
     "bucketline export-model": ExportModel,
 }

@@ -43,7 +43,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "report": ("commands/report.py", "report"),
         "optimizers": ("optimizers",),
         "low bits": ("lowbit",),
-        "memory": ("commands/memory.py", "memory"),
+        "memory": ("memory.py",),
     },
     "bucketline": {"pages": ("pages",)},
     "bench": {},

@@ -207,23 +207,32 @@ def warm_up(
     for number, (batch, is_trained) in enumerate(every, 1):
         if say is not None:
             say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
-        try:
-            with turn():
-                for one in with_lengths(batch) if training.family.has_own_lengths else (batch,):
-                    if not is_trained:
-                        with torch.no_grad(), training.evaluating():
-                            loss_of(training, one)
-                        continue
-                    # FSDP would keep whole gradients if it did not reduce them.
-                    with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
-                        loss_of(training, one).backward()  # type: ignore[no-untyped-call]
-        except BackendCompilerFailed as error:
-            raise TrainError(
-                f"the model's blocks cannot be compiled for {batch.bucket}: {reason_of(error.inner_exception)}; install "
-                "a C++ compiler and Python's headers (python3-dev), or use --compile off"
-            ) from error
+        with turn():
+            forward_backward(training, batch, is_trained=is_trained)
         for parameter in training.trained:
             parameter.grad = None
+
+
+def forward_backward(training: Training, batch: Batch, *, is_trained: bool = True) -> None:
+    """Run both passes of a batch, or only a validation's forward pass; with DDP, ranks exchange nothing.
+
+    Raises:
+        TrainError: if its bucket cannot be compiled.
+    """
+    try:
+        for one in with_lengths(batch) if training.family.has_own_lengths else (batch,):
+            if not is_trained:
+                with torch.no_grad(), training.evaluating():
+                    loss_of(training, one)
+                continue
+            # FSDP would keep whole gradients if it did not reduce them.
+            with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
+                loss_of(training, one).backward()  # type: ignore[no-untyped-call]
+    except BackendCompilerFailed as error:
+        raise TrainError(
+            f"the model's blocks cannot be compiled for {batch.bucket}: {reason_of(error.inner_exception)}; install "
+            "a C++ compiler and Python's headers (python3-dev), or use --compile off"
+        ) from error
 
 
 def with_lengths(batch: Batch) -> Iterator[Batch]:

@@ -164,9 +164,9 @@ class MemoryOptions:
 
     memory: MemoryLimit | None = field(default=None, metadata=RESUME_FREE)
     """Memory of each device that the run may take, such as 24GiB (of 2^30 bytes) or
-    24GB (of 10^9). If it needs more, what costs least is chosen of these, unless
+    24GB (of 10^9). The largest step is tried before the first; if memory ends, what costs least is turned on of these, unless
     it is given: --recompute, the EMA on the cpu, --optimizer adamw-8bit; of a LoRA run --recompute, --base,
-    --offload-blocks. None: all that a GPU has; on a CPU, off. off: choose nothing."""
+    --offload-blocks. None: all that a GPU has; on a CPU, off. off: try nothing."""
     precision: Precision = Precision.AUTO
     """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
     frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
@@ -275,7 +275,7 @@ class TrainConfig(
 
     A preset or a run file gives options, too: `bucketline train sdxl-lora --store …`, `bucketline train run.toml`.
 
-    Other commands: `bucketline train presets`, `bucketline train memory`, `bucketline train report`; each has its own --help.
+    Other commands: `bucketline train presets`, `bucketline train report`; each has its own --help.
     Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
 
     Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch 8 --max-steps 1000

@@ -37,7 +37,6 @@ from bucketline.train.compile import (
 from bucketline.train.config import IN_PROCESS, Base, Compile, Objective, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
-from bucketline.train.memory_choice import with_recorded
 from bucketline.train.models.load import (
     checked,
     facts_of,
@@ -111,6 +110,7 @@ def refuse_model(config: TrainConfig) -> None:
         ModelError, UsageError: if its parts are not of one model, or the store was packed for another; the message names both.
         StoreError: if the store cannot be opened.
     """
+    find_optimizer(config)
     folder, file = locate(config.model, config.model_config)
     store = open_shares([parse_stores(config.store, "--store")[0].path], config.remote())[0].store
     _, _, family = checked(folder, facts_of(store, ()), file)  # its buckets are checked later, once their rows are known
@@ -135,6 +135,8 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions.
     """
     if start.state is not None:
+        from bucketline.train.memory import with_recorded
+
         config = with_recorded(config, start.state.config)
     if config.learning_rate is None:
         config = replace(config, learning_rate=usual_learning_rate(config))

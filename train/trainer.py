@@ -20,7 +20,6 @@ from bucketline.loader.history import StoreId
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import Start, folder_of_step
 from bucketline.train.compile import mark
-from bucketline.train.memory_choice import decided, memory_to_fit
 from bucketline.train.metrics_file import cut_back
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import WindowRecorder
@@ -155,15 +154,12 @@ class Trainer:
             from bucketline.train.images.given_prompts import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
-        recorded = None if start.state is None else start.state.config
-        if (memory := memory_to_fit(config, recorded, self._device)) is None:
-            config = decided(config)
-        else:
-            from bucketline.train.memory.dial import fitted
+        from bucketline.train.memory import built_to_fit
 
-            config = fitted(config, ranks, self.loader, memory, self._progress.say)
-        self.config = config
-        self.training, self._weights = build(config, ranks, start, self.loader)
+        self.training, self._weights = built_to_fit(
+            config, ranks, start, self.loader, lambda one: build(one, ranks, start, self.loader), self._progress.say
+        )
+        self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
             from bucketline.train.images.prompts import load_prompts

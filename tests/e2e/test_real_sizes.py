@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bucketline.bench.fixtures.published_models import PUBLISHED_MODELS
 from bucketline.families.family import StoreFacts
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
-from bucketline.train.memory.published import PUBLISHED_MODELS
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.parallel import TrainRanks, local, repeated_blocks

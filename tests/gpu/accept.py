@@ -11,18 +11,18 @@ import traceback
 
 from bucketline.attention import avoid_cudnn_attention
 from tests.gpu.compiled import dispatch, families, fp8
-from tests.gpu.dial import dial
 from tests.gpu.loading import contexts, copies, draws, env, loader, memory, services
 from tests.gpu.material import ON_GPU, failed, tell
 from tests.gpu.optimizers import optimizers
 from tests.gpu.runs import cli, ema, resume, shared
 from tests.gpu.speed import bench, encoding, kernels, pause, stall
+from tests.gpu.trial import trial
 
 CHECKS = {
     check.__name__: check
     for check in (
         *(env, draws, loader, contexts, copies, services, memory),
-        *(families, fp8, dial, resume, optimizers, ema, cli, shared, encoding, dispatch, stall, pause, bench, kernels),
+        *(families, fp8, trial, resume, optimizers, ema, cli, shared, encoding, dispatch, stall, pause, bench, kernels),
     )
 }
 ALL = (*CHECKS, "cli:sd-lora", "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)

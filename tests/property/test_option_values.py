@@ -23,7 +23,6 @@ from bucketline.loader.mixture import StoreArgument
 from bucketline.option_value import ByteSize, Duration, OptionValue, value_fields
 from bucketline.store.commands.change.compact import Compact
 from bucketline.store.commands.export import Export
-from bucketline.train.commands.memory import TrainMemory
 from bucketline.train.config import TrainConfig
 from bucketline.train.values import (
     Betas,
@@ -145,7 +144,7 @@ def every_kind() -> set[type[OptionValue]]:
 
 def test_every_kind_of_value_is_examined_here() -> None:
     assert {*TYPED} == every_kind()
-    for command in (TrainConfig, PackConfig, Compact, Export, TrainMemory, PlanCommand):
+    for command in (TrainConfig, PackConfig, Compact, Export, PlanCommand):
         assert {*value_fields(command).values()} <= {*TYPED}
 
 

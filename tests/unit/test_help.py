@@ -51,7 +51,6 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline train": [BIN / "bucketline", "train"],
     "bucketline train presets": [BIN / "bucketline", "train", "presets"],
     "bucketline train report": [BIN / "bucketline", "train", "report"],
-    "bucketline train memory": [BIN / "bucketline", "train", "memory"],
     "bucketline export-model": [BIN / "bucketline", "export-model"],
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
@@ -247,7 +246,7 @@ def test_what_only_a_file_sets_is_apart_in_the_help_and_refused_on_the_command_l
 
 def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
     shown = " ".join(spawn([*COMMANDS["python -m bucketline.train"], "--help", "all"]).out.split())
-    for said in ("bucketline train presets", "bucketline train memory", "bucketline train report"):
+    for said in ("bucketline train presets", "bucketline train report"):
         assert f"`{said}`" in shown
     assert "`torchrun --nproc_per_node N -m bucketline.train`" in shown
     assert "Example: bucketline train --store" in shown

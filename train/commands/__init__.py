@@ -6,7 +6,6 @@ DESCRIPTION = "Train a model (its options: --help), or:"
 COMMANDS = commands(
     "train",
     {
-        "memory": "bucketline.train.commands.memory:TrainMemory",
         "presets": "bucketline.train.commands.presets:TrainPresets",
         "report": "bucketline.train.commands.report:TrainReport",
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,7 @@ def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: 
     uploads.finish(stopping.is_set)
     assert "is not uploaded" in caplog.text
     hub.answers_commits.set()
-    uploads._thread.join(30)
+    wait([upload for _, upload in uploads._uploads], 30)
     assert hub.commits["me/slow"] == ["1 step"]
 
 

@@ -1,1 +1,0 @@
-"""The memory that training needs, counted without a device: `bucketline train memory`."""
