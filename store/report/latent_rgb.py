@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 _SOURCE = "ComfyUI, comfy/latent_formats.py (latent_rgb_factors), as of commit 75399d78"
-MAX_FACTORS_BYTES = 1 << 20
 _MANY = 64  # latents that false colours are made from
 _MAX_PIXELS = 1 << 20  # latent positions that a fit or a principal component takes
 
