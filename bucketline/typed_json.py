@@ -90,6 +90,12 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
         if inner == [str, Path]:
             inner = [str]
         return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, _MAX_DEPTH)  # Json: any parsed value
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):  # a NamedTuple: a list of its fields
+        items = _expect(value, list, at)
+        if len(items) != len(hint._fields):
+            raise TypedJsonError(f"{at} is {_short(value)}, expected {len(hint._fields)} values: {', '.join(hint._fields)}")
+        hints = _hints(hint)
+        return hint(*(_decode(hints[name], item, f"{at}.{name}") for name, item in zip(hint._fields, items, strict=True)))
     if origin in (tuple, list):
         items = _expect(value, list, at)
         return origin(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))

@@ -37,10 +37,7 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Schema,
     found = [one for one in differences(before, now, "") if not one[0].startswith(_CAPTIONS)]
     for field, _, value in found:
         if field.startswith("rules.") and not is_given(before, field):
-            raise FingerprintError(
-                f"the store does not record its {field}, this run has {value!s:.200}: it was made by an earlier version of "
-                "bucketline, which packed differently; pack into a new store"
-            )
+            raise FingerprintError(f"the store does not record its {field}, this run has {value!s:.200}; pack into a new store")
     old, new = pack_options(before), pack_options(now)
     changed = {name: old.get(name) for name in {**old, **new} if old.get(name) != new.get(name)}
     others = [one for one in found if not any(one[0] in FIELDS[name] for name in changed)]

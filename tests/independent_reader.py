@@ -101,7 +101,7 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
                 shard_id = bytes.fromhex(entry["shard_id"])
                 meta = msgpack.unpackb(value)
                 assert meta.pop("text_error", None) in (None, entry.get("text_error"))
-                assert meta == {"format_version": 5, "shard": entry["name"], "shard_id": shard_id}
+                assert meta == {"format_version": 1, "shard": entry["name"], "shard_id": shard_id}
             elif group == b"text":
                 own = open_block(value)
                 assert metadata_of(value) == {"format": "bucketline.text/1", "first_row": str(len(shard.captions))}
@@ -137,7 +137,7 @@ def read_added(store: Path, entry: dict[str, Any], manifest: dict[str, Any], sha
         assert xxhash.xxh3_128_hexdigest(data) == own["lmdb"]["digest"]
         with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
             meta = msgpack.unpackb(txn.get(b"meta"))
-            assert meta == {"format_version": 5, "shard": path.stem, "shard_id": bytes.fromhex(own["shard_id"])}
+            assert meta == {"format_version": 1, "shard": path.stem, "shard_id": bytes.fromhex(own["shard_id"])}
         for bucket, (rows, blocks, first_block, dropped) in own["groups"].items():
             form, found = manifest["added"][name]["buckets"][bucket], 0
             assert (rows, dropped) == (len(shard.rows[bucket]), 0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_ASIDE = re.compile(r".+\.([0-9a-f]{8}|[0-9]+)\.tmp", re.DOTALL)  # decimal: the process id, in earlier versions
+_ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE = 0o666  # before umask
 

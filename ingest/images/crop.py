@@ -104,7 +104,7 @@ def crop_limit(share: float | None) -> Fraction | None:
 
 
 def stored_max_crop(rules: Mapping[str, Json]) -> float | None:
-    """Return the limit that a store was made with; None if it has none, as those of earlier versions."""
+    """Return the limit that a store was made with; None if it has none."""
     stored = rules.get("max_crop")
     return float(stored) if isinstance(stored, (int, float)) else None
 

@@ -94,8 +94,7 @@ def with_packed_model(config: _C) -> _C:
         if not any(can_be_reached(store / MANIFEST) or generations(store) for store in stores):
             raise UsageError(f"{needs}, since it is a new store (`ingest pack --help` explains it)")
         raise UsageError(
-            f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here, or packed by "
-            "an earlier version; give it once"
+            f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here; give it once"
         )
     (first, own), *others = found.items()
     if other := next((store for store, noted in others if noted != own), None):

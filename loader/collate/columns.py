@@ -103,7 +103,7 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
 
 
 def _requested_text(text: TextSpec, longest: int, config: LoaderConfig) -> RequestedGroup:
-    shown = text.without_error if TextForm(config.text) is TextForm.STORED else text.delivered
+    shown = text if TextForm(config.text) is TextForm.STORED else text.delivered
     return RequestedGroup(spec=text, shown=shown, number=None, optional=False, longest=longest)
 
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Entry
-    from bucketline.store.format.text_error import TextError
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import IndexEntry
 
@@ -76,34 +75,12 @@ class _Block:
 class _CheckedRow:
     """A row that checks, and the writer that it goes to."""
 
-    writer: ShardWriter | _Unwritten
+    writer: ShardWriter
     values: Columns
     record: SampleRecord
     captions: list[bytes]  # digests
     new: dict[bytes, dict[str, Entry]]  # the captions that the writer does not have yet: their entries, by group
     entries: dict[str, Entry | None]
-
-
-class _Unwritten:
-    """Takes the place of a shard's writer where nothing is to be written, only checked."""
-
-    def __init__(self) -> None:
-        self._captions = set[bytes]()
-
-    def has_caption(self, digest: bytes) -> bool:
-        return digest in self._captions
-
-    def add_caption(self, entries: Mapping[str, Entry]) -> None:
-        self._captions.add(entries[TEXT_GROUP].digest)
-
-    def add(self, **row: object) -> None:
-        """Forget the row."""
-
-    def note_error(self, error: TextError | None) -> None:
-        """Forget the error of quantised captions."""
-
-    def close(self) -> None:
-        """Close nothing."""
 
 
 class RowCopier:
@@ -115,16 +92,14 @@ class RowCopier:
         generation: int,
         on_bytes: Callable[[int], None] = lambda _: None,
         path: Path | None = None,
-        *,
-        writes: bool = True,
     ) -> None:
         """Read and write nothing yet. The shards' names are unique; `on_bytes` takes the row bytes copied.
 
-        `path` is the folder of the new shards, laid out as a store; by default the store's. Without `writes`, only check.
+        `path` is the folder of the new shards, laid out as a store; by default the store's.
         """
-        self._store, self._on_bytes, self._path, self._writes = store, on_bytes, path or store.path, writes
+        self._store, self._on_bytes, self._path = store, on_bytes, path or store.path
         self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
-        self._writer: ShardWriter | _Unwritten | None = None
+        self._writer: ShardWriter | None = None
         self._left_out: LeftOut | None = None
         self._digests: NDArray[np.uint8] = np.empty((0, 16), "u1")  # of the captions of the shard being read
         self._unreadable: dict[int, StoreError] = {}  # captions of it, by row
@@ -306,7 +281,7 @@ class RowCopier:
         if self._filled >= self._max_bytes or self._columns != self._store.shards[ordinal].entry.added.keys():
             self._seal()
 
-    def _room(self, ordinal: int) -> ShardWriter | _Unwritten:
+    def _room(self, ordinal: int) -> ShardWriter:
         """Return the writer of the shard for the next row."""
         self._seal_if_full(ordinal)
         if self._writer is None:
@@ -315,16 +290,14 @@ class RowCopier:
             name = f"{self._prefix}-{self._num_named:04d}"
             self._columns, self._taken, self._sources, self._num_named = columns, {}, set(), self._num_named + 1
             self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
-            self._writer = (
-                ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes) if self._writes else _Unwritten()
-            )
+            self._writer = ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes)
         if ordinal not in self._sources:
             self._sources.add(ordinal)
             self._writer.note_error(self._store.shards[ordinal].entry.text_error)
         return self._writer
 
     def _seal(self) -> None:
-        if isinstance(self._writer, ShardWriter):
+        if self._writer is not None:
             self._writer.seal()
             self._sealed.append(self._writer.name)
             if self._columns:

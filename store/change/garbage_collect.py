@@ -29,7 +29,6 @@ from bucketline.store.remote.generations import (
     newest_generation,
     read_generation,
 )
-from bucketline.store.remote.lines import lines_name
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.transfer.upload import FRESH_S
 from bucketline.store.write.column_shard import ADDING_LOCK
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.objects import ObjectFolder
 
 UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
-_FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|lines|dropped-[0-9]+)")
+_FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|dropped-[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +134,10 @@ def _unlisted(found: Sequence[ListedFile], kept: Sequence[Manifest], gone: Seque
 
 
 def _names(manifests: Sequence[Manifest]) -> set[str]:
-    """Return the names of all files that some generations list, and of the checksums of lines that belong to them."""
+    """Return the names of all files that some generations list."""
     root = Path()
     entries = [entry for manifest in manifests for entry in manifest.shards]
-    names = {path.as_posix() for entry in entries for path, _ in files_of(root, entry)}
-    return names | {lines_name(entry.name) for entry in entries}
+    return {path.as_posix() for entry in entries for path, _ in files_of(root, entry)}
 
 
 @contextmanager

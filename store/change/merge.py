@@ -1,48 +1,43 @@
-"""Merge stores into a new one: shards are copied file by file and verified by digest, never through LMDB.
+"""Merge stores on a disk into a new one: shards are copied file by file and verified by digest, never through LMDB.
 
-The new store is built in a hidden folder next to it and renamed at the end.
+No sample may be in two of the stores. The new store is built in a hidden folder next to it and renamed at the end.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from bucketline.dtype_names import dtype_name
-from bucketline.errors import FingerprintError, UsageError
+from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
-from bucketline.files.atomic_write import move_durably, write_durably
+from bucketline.files.copy_bytes import copy_some
 from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.store.change.commit import work_folder
-from bucketline.store.change.copy_file import copy_file
-from bucketline.store.change.merge_rows import merged_parts
-from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import sealed, write_manifest
-from bucketline.store.format.manifest_entries import DroppedEntry
+from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.remote.generations import newest_generation
-from bucketline.store.transfer.download import Downloader
-from bucketline.store.write.publish import encode_dropped, prepare_store
+from bucketline.store.shard.sidecar import open_listed
+from bucketline.store.write.publish import prepare_store
 from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bucketline.store.change.merge_rows import MergedShard
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.format.schema import AddedColumn, BucketEntry
-    from bucketline.store.remote.cache.remote_source import RemoteSource
-    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json
 
 _TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
 _GENERATION = 1  # of a merged store: 0 is the empty store
+_CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
+_NAMED = 5  # ids that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,51 +46,37 @@ class Merged:
 
     samples: int
     shards: int
-    replaced: int  # samples of earlier stores replaced by a later store's
     num_bytes: int  # of the copied files
 
 
 def merge(
     out: Path,
-    sources: Sequence[Path | ObjectFolder],
+    sources: Sequence[Path],
     *,
-    replace: bool = False,
     dry_run: bool = False,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
 ) -> Merged:
     """Create the store `out` from all live samples of `sources`, each at its newest generation, opened read-only.
 
-    Of a store in object storage, indexes are read where it is, and only shards with live samples are got. With `replace`, a
-    later store's sample replaces an earlier one's with the same id. `on_bytes` is called with the bytes copied so far and in
-    total. If anything fails, `out` does not exist.
+    `on_bytes` is called with the bytes copied so far and in total. If anything fails, `out` does not exist.
 
     Raises:
         UsageError: if `out` exists or is in a source, or there are no sources.
         FingerprintError: if the stores have different provenance, naming the first field that differs.
-        StoreError: if two stores have a sample of the same id, a file is missing, or the disk cannot hold the copies.
+        StoreError: if two stores have a sample of the same id or a shard in common, a file is missing, or the disk cannot hold
+            the copies.
         CorruptError: if a file's digest differs from its manifest's.
         LockedError: if another process merges to the same output.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
     _refuse_places(out, sources)
-    with work_folder() as work:
-        stores = [
-            Store.open(source) if isinstance(source, Path) else Store.at(source, newest_generation(source), work.cache)
-            for source in sources
-        ]
-        for store in stores:
-            store.fetch_indexes()
-        return _merged(out, stores, replace=replace, dry_run=dry_run, on_bytes=on_bytes)
-
-
-def _merged(
-    out: Path, stores: Sequence[Store], *, replace: bool, dry_run: bool, on_bytes: Callable[[int, int], None]
-) -> Merged:
-    buckets, added = _agreed_buckets(stores), added_to(stores)
-    parts, num_replaced = merged_parts(stores, replace=replace)
-    total = sum(file.num_bytes for part in parts for _, file in _files(part))
+    stores = [Store.open(source) for source in sources]
+    buckets, added = _agreed_buckets(stores), _added_to(stores)
+    _refuse_common(stores)
+    parts = [(store.path, entry) for store in stores for entry in store.manifest.shards if entry.live_samples]
+    total = sum(file.num_bytes for path, entry in parts for _, file in files_of(path, entry))
     refuse_too_little_disk(out.parent, total, f"merging into {out}")
-    samples = sum(part.samples for part in parts)
+    samples = sum(entry.live_samples for _, entry in parts)
     done = [0]
 
     def copied(num_bytes: int) -> None:
@@ -105,36 +86,27 @@ def _merged(
     if not dry_run:
         with staged_folder(out) as folder:
             prepare_store(folder)
-            _fetch_sidecars(parts)
-            shards = [_copy(folder, part, name, copied) for part, name in zip(parts, _names(parts), strict=True)]
-            first = stores[0].manifest
-            manifest = dataclasses.replace(
-                first,
-                store_id=uuid.uuid4().hex,
-                generation=_GENERATION,
-                buckets=buckets,
-                shards=tuple(shards),
-                retired=(),
-                added=added,
-            )
-            written = write_manifest(folder, sealed(manifest))
+            names = _names([entry for _, entry in parts])
+            shards = tuple(_copy(folder, path, entry, name, copied) for (path, entry), name in zip(parts, names, strict=True))
+            more = {"buckets": buckets, "shards": shards, "retired": (), "added": added}
+            merged = replace(stores[0].manifest, store_id=uuid.uuid4().hex, generation=_GENERATION, **more)  # type: ignore[arg-type]
+            written = write_manifest(folder, sealed(merged))
             if written.samples != samples:
                 raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")
-    return Merged(samples=samples, shards=len(parts), replaced=num_replaced, num_bytes=total)
+    return Merged(samples=samples, shards=len(parts), num_bytes=total)
 
 
-def _refuse_places(out: Path, sources: Sequence[Path | ObjectFolder]) -> None:
+def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
     if not sources:
         raise UsageError(f"there is nothing to merge into {out}; name one store or more")
     refuse_existing(out, "path")
     above = [Path(os.path.realpath(out.parent)), *Path(os.path.realpath(out.parent)).parents]
-    paths = [source for source in sources if isinstance(source, Path)]
-    for n, source in enumerate(paths):
+    for n, source in enumerate(sources):
         if not source.exists():
             continue  # opening it raises the precise error
         if any(folder.samefile(source) for folder in above):
             raise UsageError(f"{out} is inside the store {source}; choose a place outside of all the stores")
-        if any(source.samefile(other) for other in paths[:n]):
+        if any(source.samefile(other) for other in sources[:n]):
             raise UsageError(f"the store {source} is named twice; name each store once")
 
 
@@ -144,30 +116,30 @@ def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
     Raises:
         FingerprintError: if the stores, or buckets of the same name, have different provenance.
     """
-    buckets: dict[str, tuple[BucketEntry, Path | str]] = {}
+    buckets: dict[str, tuple[BucketEntry, Path]] = {}
     for store in stores:
-        _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].place, store.place)
+        _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].path, store.path)
         for bucket in store.manifest.buckets:
-            stored, path = buckets.setdefault(bucket.name, (bucket, store.place))
-            _compare(f"buckets.{bucket.name}", encode(stored), encode(bucket), path, store.place)
+            stored, path = buckets.setdefault(bucket.name, (bucket, store.path))
+            _compare(f"buckets.{bucket.name}", encode(stored), encode(bucket), path, store.path)
     return tuple(buckets[name][0] for name in sorted(buckets))
 
 
-def added_to(stores: Sequence[Store]) -> dict[str, AddedColumn]:
+def _added_to(stores: Sequence[Store]) -> dict[str, AddedColumn]:
     """Return the added columns of all stores; rows of those that lack one lack it in the merged store.
 
     Raises:
         FingerprintError: if two stores have one in different forms.
     """
     added: dict[str, AddedColumn] = {}
-    holders: dict[tuple[str, str], Path | str] = {}
+    holders: dict[tuple[str, str], Path] = {}
     for store in stores:
         for name, column in store.manifest.added.items():
             before = added.get(name, column).buckets
             for bucket, form in column.buckets.items():
-                path = holders.setdefault((name, bucket), store.place)
-                _compare(f"added.{name}.{bucket}", encode(before.get(bucket, form)), encode(form), path, store.place)
-            added[name] = dataclasses.replace(column, buckets={**column.buckets, **before})
+                path = holders.setdefault((name, bucket), store.path)
+                _compare(f"added.{name}.{bucket}", encode(before.get(bucket, form)), encode(form), path, store.path)
+            added[name] = replace(column, buckets={**column.buckets, **before})
     return added
 
 
@@ -176,7 +148,7 @@ def fingerprint_of(manifest: Manifest) -> Json:
     return {**manifest.settings(), "engine": manifest.engine}
 
 
-def _compare(at: str, one: Json, two: Json, first: Path | str, second: Path | str) -> None:
+def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
         dtypes = ""
@@ -189,55 +161,66 @@ def _compare(at: str, one: Json, two: Json, first: Path | str, second: Path | st
         )
 
 
-def _files(part: MergedShard) -> list[tuple[Path, FileEntry]]:
-    paths, entry = part.shard.paths, part.shard.entry
-    own = [(paths.extents, entry.extents), (paths.index, entry.index), (paths.lmdb, entry.lmdb)]
-    columns = [(column, part.shard.column_shard(column).paths) for column in sorted(entry.added)]
-    own += [(files.extents, entry.added[column].extents) for column, files in columns]
-    return own + [(files.lmdb, entry.added[column].lmdb) for column, files in columns]
+def _refuse_common(stores: Sequence[Store]) -> None:
+    """Check that no sample, and no shard, is in two stores."""
+    holders: dict[str, Path] = {}
+    for store in stores:
+        for entry in store.manifest.shards:
+            if (first := holders.setdefault(entry.shard_id, store.path)) is not store.path:
+                raise StoreError(
+                    f"{first} and {store.path} both have the shard {entry.name}, as copies of one store do; merge only stores "
+                    "without a common past"
+                )
+    own = [(store, shard, shard.keys()[shard.live_entries()]) for store in stores for shard in store.shards]
+    if not own:
+        return
+    keys = np.concatenate([keys for _, _, keys in own])
+    part = np.repeat(np.arange(len(own)), [len(keys) for _, _, keys in own])
+    order = np.argsort(keys, kind="stable")
+    again = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+    if not len(again):
+        return
+    named = []
+    for at in again[:_NAMED].tolist():
+        (first, shard, _), (second, _, _) = own[part[order[at]]], own[part[order[at + 1]]]
+        found = shard.record(shard.index_entry(int(shard.positions(keys[order[at : at + 1]])[0])))
+        named.append(f"{found.id!r} is in {first.path} and in {second.path}")
+    more = f", and {len(again) - _NAMED} more" if len(again) > _NAMED else ""
+    raise StoreError(
+        f"{len(again)} samples are in two stores: {'; '.join(named)}{more}; `store drop` them from one of the stores first"
+    )
 
 
-def _names(parts: Sequence[MergedShard]) -> list[str]:
+def _names(entries: Sequence[ShardEntry]) -> list[str]:
     """Return a unique name per shard: its own, or one with its id appended if that is taken."""
     names: list[str] = []
-    for part in parts:
-        name, shard_id = part.shard.name, part.shard.entry.shard_id
-        candidates = (name, f"{name[:91]}-{shard_id[:8]}", f"{name[:67]}-{shard_id}")
+    for entry in entries:
+        candidates = (entry.name, f"{entry.name[:91]}-{entry.shard_id[:8]}", f"{entry.name[:67]}-{entry.shard_id}")
         names.append(next(candidate for candidate in candidates if candidate not in names))
     return names
 
 
-def _fetch_sidecars(parts: Sequence[MergedShard]) -> None:
-    """Get the sidecars of shards in object storage, many at a time."""
-    for source in {part.shard.source for part in parts if part.shard.source is not None}:
-        own = (file for part in parts if part.shard.source is source for file in _files(part))
-        source.fetch([(path, file) for path, file in own if path.suffix != ".lmdb"])
+def _copy(out: Path, store: Path, entry: ShardEntry, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
+    """Copy a shard's files, and return its entry: the list of its dropped rows becomes one of the first generation."""
+    new = replace(entry, name=name, dropped=entry.dropped and replace(entry.dropped, generation=_GENERATION))
+    targets = (path for path, _ in files_of(out, new))
+    for (source, expected), target in zip(files_of(store, entry), targets, strict=True):
+        _copy_file(source, target, expected, on_bytes)
+    return new
 
 
-def _copy(store: Path, part: MergedShard, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
-    """Copy a shard's files and write its list of dropped rows. Return its entry."""
-    paths = shard_paths(store, name)
-    for source, file in _files(part):
-        target = paths.folder / f"{name}{source.name.removeprefix(part.shard.name)}"
-        if part.shard.source is None or source.suffix != ".lmdb":
-            copy_file(source, target, file, on_bytes)
-        else:
-            here = store / "pending" / source.name
-            Downloader(cast("RemoteSource", part.shard.source).objects, on_bytes=on_bytes).get_one(here, file)
-            move_durably(here, target)
-    entry, data = entry_of(part, _GENERATION)
-    if entry.dropped is not None:
-        write_durably(paths.dropped(entry.dropped.generation), data)
-    return dataclasses.replace(entry, name=name)
+def _copy_file(source: Path, target: Path, expected: FileEntry | DroppedEntry, on_bytes: Callable[[int], None]) -> None:
+    """Copy a file durably; `target` must not exist. Blocks are shared if the file system supports it.
 
-
-def entry_of(part: MergedShard, generation: int) -> tuple[ShardEntry, bytes]:
-    """Return a shard's entry with the part's dropped rows as of a generation, and their list, which is empty without any."""
-    entry, data, dropped = part.shard.entry, b"", None
-    if part.dropped:
-        data = encode_dropped(part.dropped, entry.shard_id)
-        dropped = DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data))
-    groups = {
-        group: dataclasses.replace(place, dropped=len(part.dropped.get(group, ()))) for group, place in entry.groups.items()
-    }
-    return dataclasses.replace(entry, groups=groups, record_bytes=part.record_bytes, dropped=dropped), data
+    Raises:
+        StoreError: if the source is missing.
+        CorruptError: if its length or the copy's digest differs from the manifest's.
+    """
+    with open_listed(source, expected.num_bytes) as reading, target.open("xb", buffering=0) as writing:
+        left = expected.num_bytes
+        while left and (count := copy_some(reading, writing.fileno(), min(left, _CHUNK_BYTES))):
+            left -= count
+            on_bytes(count)
+        os.fsync(writing.fileno())
+    if file_digest(target) != (expected.num_bytes, expected.digest):
+        raise CorruptError(f"{source} is damaged: its digest is not the manifest's; run `store verify`")

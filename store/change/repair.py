@@ -1,79 +1,68 @@
-"""Repair a store: keep every sample that can be read and verified, drop the rest; the next pack encodes those again.
+"""Repair a store: sidecars are made again, and shards that do not check are compacted without the rows that do not.
 
-A sidecar is rebuilt from its shard's file if that is intact. The readable rows of any other damaged shard are copied to a new
-one in its place, as in `compact`. One generation is published at the end. An interrupted repair leaves the store unchanged, and
-the next run removes its copies. Damaged files stay until garbage collection.
+What cannot be read any more is dropped: a row, the rows that use a damaged caption, or a shard of which too much is lost.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-from contextlib import suppress
-from dataclasses import dataclass, field
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.store.change.commit import commit_change
 from bucketline.store.change.compact import OVERHEAD, live_bytes
 from bucketline.store.change.copy_rows import LeftOut, RowCopier, tried
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.columns import EntriesOf
 from bucketline.store.format.hashing import bytes_digest, caption_digest, file_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import generations, read_manifest
-from bucketline.store.format.manifest_entries import FileEntry
+from bucketline.store.format.manifest_entries import FileEntry, ShardEntry
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
-from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT
-from bucketline.store.shard.sidecar import PagedFile
-from bucketline.store.verify.column import ColumnCheck
-from bucketline.store.verify.description import sidecar_differences
-from bucketline.store.verify.shard import ShardCheck
-from bucketline.store.verify.verify import verify
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.transfer.download import Downloader
+from bucketline.store.verify.shard import ColumnCheck, ShardCheck
+from bucketline.store.verify.verify import verify_folder
 from bucketline.store.write.describe import describe_shard
-from bucketline.store.write.publish import (
-    changing,
-    encode_dropped,
-    next_generation,
-    publish_shards,
-    remove_interrupted_copies,
-)
+from bucketline.store.write.publish import remove_interrupted_copies
 from bucketline.store.write.seal import rebuilt_sidecars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry
     from bucketline.store.format.text_block import Entry, RaggedSpec
+    from bucketline.store.write.change_base import ChangeBase
 
 MIN_SHARD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairedShard:
-    """Repair of one damaged shard, done or planned."""
+    """The repair of a damaged shard."""
 
     shard: str
     restored: tuple[str, ...]  # rebuilt sidecars, under shards/
-    written: tuple[str, ...]  # the new shard with its readable rows; empty in a dry run
+    written: tuple[str, ...]  # the new shard with its readable rows
     is_replaced: bool  # whether it leaves the store: readable rows move to `written`, the others are dropped
     kept: int  # number of samples
     dropped: int  # number of samples
     dropped_ids: tuple[str, ...]  # of samples with readable records
-    lost_columns: tuple[str, ...] = ()  # added columns that its rows lack now
+    lost_columns: tuple[str, ...]  # added columns that its rows lack now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """Result of a repair or of its dry run."""
+    """Result of a repair."""
 
     generation: int  # newest generation afterwards
     samples: int  # live samples afterwards
@@ -81,26 +70,12 @@ class Repaired:
     shards: tuple[RepairedShard, ...]  # damaged shards
 
 
-@dataclass(slots=True, kw_only=True)
-class _Damaged:
-    """A damaged shard and its planned repair."""
-
-    ordinal: int
-    entry: ShardEntry  # with entries of the rebuilt sidecars
-    bad: set[Path]  # its damaged files
-    lost_columns: tuple[str, ...]  # added columns with damaged files, which its rows lose
-    rebuilt: dict[Path, bytes] = field(default_factory=dict)
-    left_out: LeftOut | None = None  # None if rebuilding the sidecars is enough
-    written: tuple[ShardEntry, ...] = ()  # the shards that its rows were copied to
-
-
 class DamagedStore(Store):
-    """A store whose damaged shards are read as far as possible."""
+    """A store with a damaged shard, which is read as far as possible."""
 
-    def __init__(self, path: Path, manifest: Manifest, damaged: Iterable[int]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, damaged: int) -> None:
         super().__init__(path, manifest)
-        for ordinal in damaged:
-            self.shards[ordinal].takes_any_length = True
+        self.shards[damaged].takes_any_length = True
 
     def entry(self, spec: RaggedSpec, shard: int, row: int) -> Entry:
         """Return an entry. The empty caption's, which every shard has, come from any shard where they are readable."""
@@ -126,181 +101,126 @@ class DamagedStore(Store):
 
 
 def repair(
-    path: Path,
+    place: Path | ObjectFolder,
     *,
     threads: int | None = None,
-    dry_run: bool = False,
     on_bytes: Callable[[int], None] = lambda done: None,  # noqa: ARG005
 ) -> Repaired:
     """Read all shards and publish a generation of the readable samples, unless all are readable.
 
-    `on_bytes` and `threads` as in `verify`.
+    `on_bytes` and `threads` as in `verify_folder`. Of a store in object storage, the damaged shards are got first.
 
     Raises:
         StoreError: if there is no store, its manifest is damaged, a file cannot be read for a reason unrelated to its bytes
             (missing permission, a link to an absent disk), or the store is not writable.
-        LockedError: if another process changes the store.
+        LockedError: if another process changes the store on this disk.
     """
-    if dry_run:
-        manifest = read_manifest(path)
-        return _report(manifest, _examined(path, manifest, threads, on_bytes, writes=False), manifest)
-    with changing(path, adopting=False) as manifest:
-        remove_interrupted_copies(path, manifest)
-        found, after = _examined(path, manifest, threads, on_bytes, writes=True), manifest
-        shards = [*manifest.shards]
-        for one in reversed(found):
-            shards[one.ordinal : one.ordinal + 1] = [one.entry] if one.left_out is None else one.written
-        if tuple(shards) != manifest.shards:
-            after = publish_shards(path, manifest, shards, next_generation(path, manifest))
-    return _report(manifest, found, after)
+    found: list[RepairedShard] = []
+
+    def repaired(base: ChangeBase) -> Manifest:
+        found.clear()
+        if isinstance(place, Path):
+            remove_interrupted_copies(place, base.manifest)
+        faults = verify_folder(base.folder, on_bytes, threads, base.manifest, shards_only=True).corrupt
+        damaged, shards = {fault.shard for fault in faults}, list[ShardEntry]()
+        with _on_this_disk(base, [entry for entry in base.manifest.shards if entry.name in damaged]) as path:
+            for ordinal, entry in enumerate(base.manifest.shards):
+                own: tuple[ShardEntry, ...] = (entry,)
+                if entry.name in damaged:
+                    own, report = _repaired(base, path, ordinal)
+                    found.append(report)
+                shards += own
+        return base.manifest if tuple(shards) == base.manifest.shards else replace(base.manifest, shards=tuple(shards))
+
+    _, after = commit_change(place, repaired, adopting=False)
+    dropped = sum(shard.dropped for shard in found)
+    return Repaired(generation=after.generation, samples=after.samples, dropped=dropped, shards=tuple(found))
 
 
-def _examined(
-    path: Path, manifest: Manifest, threads: int | None, on_bytes: Callable[[int], None], *, writes: bool
-) -> list[_Damaged]:
-    """Return the repair of each shard that has a fault. With `writes`, write the rebuilt sidecars and the copies of rows."""
-    store = Store(path, manifest)
-    names = {fault.shard for fault in verify(store, on_bytes, threads, shards_only=True).corrupt}
-    found = [_damaged(store, n) for n, entry in enumerate(manifest.shards) if entry.name in names]
-    rebuilt = {file: data for one in found for file, data in one.rebuilt.items()}
-    for one in found:  # uses the indexes of newer shards too
-        _rebuild_dropped(path, manifest, one, rebuilt)
-    to_copy = []
-    for one in found:
-        for file, data in one.rebuilt.items() if writes else ():
-            write_or_explain(file, data)
-        left = one.bad - one.rebuilt.keys()
-        is_doubtful = writes or not one.bad  # unwritten sidecars are taken to be enough
-        if left or (is_doubtful and _has_faults(path, manifest, one)):
-            one.left_out, lmdb = LeftOut(), shard_paths(path, one.entry.name).lmdb
-            if (left if writes else one.bad) <= {lmdb} and lmdb.exists():  # rows are located by the sidecars
-                to_copy.append(one)
-            else:
-                one.left_out = LeftOut(
-                    one.entry.live_samples, DamagedStore(path, manifest, [one.ordinal]).readable_ids(one.ordinal)
-                )
-    if to_copy:
-        _copy(path, manifest, found, to_copy, writes=writes)
-    return found
+@contextmanager
+def _on_this_disk(base: ChangeBase, damaged: Iterable[ShardEntry]) -> Iterator[Path]:
+    """Yield the folder of the store, or one that has what there is of some shards' files."""
+    if not isinstance(base.folder, ObjectFolder):
+        yield base.made
+        return
+    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+        path, downloader = Path(folder), Downloader(base.folder, takes_any_digest=True)
+        (path / "shards").mkdir()
+        for entry in damaged:
+            for file, expected in files_of(path, entry):
+                with suppress(MissingObjectError, CorruptError):
+                    downloader.get_one(file, expected)
+        yield path
 
 
-def _damaged(store: Store, ordinal: int) -> _Damaged:
-    """Return which files of a shard with a fault are damaged, with its sidecars made again if its own file is intact."""
-    entry = store.manifest.shards[ordinal]
-    lost = tuple(column for column in sorted(entry.added) if _is_damaged(store, entry, column))
-    entry = dataclasses.replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
-    bad = {file for file, expected in files_of(store.path, entry) if not _is_as_written(file, expected)}
-    one, paths = _Damaged(ordinal=ordinal, entry=entry, bad=bad, lost_columns=lost), shard_paths(store.path, entry.name)
+def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEntry, ...], RepairedShard]:
+    """Return the shards that take the place of a damaged one, and the report."""
+    entry = base.manifest.shards[ordinal]
+    lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, base.manifest), entry, column))
+    entry = replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
+    bad = {file for file, expected in files_of(path, entry) if not _is_as_written(file, expected)}
+    entry, restored = _with_sidecars(base, path, entry, bad)
+    shards = [*base.manifest.shards]
+    shards[ordinal] = entry
+    manifest, lmdb = replace(base.manifest, shards=tuple(shards)), shard_paths(path, entry.name).lmdb
+    new: tuple[ShardEntry, ...] = (entry,)
+    left_out, is_replaced = LeftOut(), bool(bad) or _has_faults(Store(path, manifest), entry)
+    if is_replaced:
+        restored, store = (), DamagedStore(path, manifest, ordinal)
+        if bad <= {lmdb} and lmdb.exists():  # rows are located by the sidecars
+            size = max(MIN_SHARD_BYTES, int(live_bytes(manifest, entry) * OVERHEAD))
+            refuse_too_little_disk(base.made, 2 * size, f"repairing {base.folder.place('')}")  # twice while it is sealed
+            with RowCopier(store, manifest.generation + 1, path=base.made) as copier:
+                names = copier.copy(range(ordinal, ordinal + 1), (), 2 * size, left_out)
+            new = tuple(describe_shard(base.made, name, manifest)[0] for name in names)
+        else:
+            left_out, new = LeftOut(entry.live_samples, store.readable_ids(ordinal)), ()
+    return new, RepairedShard(
+        shard=entry.name,
+        restored=restored,
+        written=tuple(one.name for one in new) if is_replaced else (),
+        is_replaced=is_replaced,
+        kept=entry.live_samples - left_out.rows,
+        dropped=left_out.rows,
+        dropped_ids=tuple(left_out.ids),
+        lost_columns=lost,
+    )
+
+
+def _with_sidecars(base: ChangeBase, path: Path, entry: ShardEntry, bad: set[Path]) -> tuple[ShardEntry, tuple[str, ...]]:
+    """Make a shard's sidecars again where they are damaged or say otherwise, if its own file is intact.
+
+    Return its entry with them, and their names; what was written is no longer in `bad`.
+    """
+    paths, restored = shard_paths(path, entry.name), list[str]()
     if paths.lmdb not in bad:
         with suppress(CorruptError):
             extents, index = rebuilt_sidecars(paths.lmdb)
-            if paths.extents in bad or not _says_the_same(paths.extents, extents, EXTENTS_FORMAT):
-                one.rebuilt[paths.extents] = extents
-                one.entry = dataclasses.replace(one.entry, extents=_entry_of(extents), line_checksums=True)
-            if paths.index in bad or not _says_the_same(paths.index, index, INDEX_FORMAT):
-                one.rebuilt[paths.index] = index
-                one.entry = dataclasses.replace(one.entry, index=_entry_of(index))
-    one.bad |= one.rebuilt.keys()
-    return one
+            for field, file, data in (("extents", paths.extents, extents), ("index", paths.index, index)):
+                own = FileEntry(num_bytes=len(data), digest=bytes_digest(data))
+                if file in bad or own != getattr(entry, field):
+                    write_or_explain(file, data)
+                    if isinstance(base.folder, ObjectFolder):
+                        base.folder.write(f"shards/{file.name}", data)
+                    entry = replace(entry, **{field: own})  # type: ignore[arg-type]
+                    restored.append(file.name)
+                    bad.discard(file)
+    return entry, tuple(restored)
 
 
-def _says_the_same(path: Path, rebuilt: bytes, kind: str) -> bool:
-    """Return whether an intact sidecar is as one that was made again."""
-    try:
-        found = PagedFile(path, path.stat().st_size, kind)
-        return not any(sidecar_differences(found, PagedFile.over(path, memoryview(rebuilt), kind)))
-    except CorruptError:
-        return False
-
-
-def _rebuild_dropped(path: Path, manifest: Manifest, one: _Damaged, rebuilt: dict[Path, bytes]) -> None:
-    """Rebuild a shard's lost list of dropped rows, unless the result's digest differs from the lost list's.
-
-    The rows are those of an older generation's list and those that newer shards replace. `rebuilt` has sidecars that are not
-    written yet.
-    """
-    dropped = one.entry.dropped
-    if dropped is None or shard_paths(path, one.entry.name).dropped(dropped.generation) not in one.bad:
-        return
-    shard = _with_index(path, one.entry, rebuilt)
-    try:
-        rows = _older_list(path, one.entry)
-        for newer in manifest.shards[one.ordinal + 1 :]:
-            positions = shard.positions(_with_index(path, newer, rebuilt).keys())
-            for found in shard.index_entries(positions[positions >= 0]):
-                rows.setdefault(found.bucket, set()).add(found.row)
-    except StoreError:
-        return
-    arrays = {group: np.array(sorted(own), dtype="<u4") for group, own in rows.items()}
-    for shard_id in (one.entry.shard_id, None) if rows else ():
-        data = encode_dropped(arrays, shard_id)
-        if bytes_digest(data) == dropped.digest:
-            one.rebuilt[shard.paths.dropped(dropped.generation)] = data
-
-
-def _with_index(path: Path, entry: ShardEntry, rebuilt: dict[Path, bytes]) -> SealedShard:
-    """Return a shard whose index may not be written yet."""
-    shard = SealedShard(path, entry)
-    if shard.paths.index in rebuilt:
-        shard.index = PagedFile.over(shard.paths.index, memoryview(rebuilt[shard.paths.index]), INDEX_FORMAT)
-    return shard
-
-
-def _with_entry(manifest: Manifest, one: _Damaged) -> Manifest:
-    shards = [*manifest.shards]
-    shards[one.ordinal] = one.entry
-    return dataclasses.replace(manifest, shards=tuple(shards))
-
-
-def _has_faults(path: Path, manifest: Manifest, one: _Damaged) -> bool:
-    check = ShardCheck(Store(path, _with_entry(manifest, one)), one.entry, lambda _: None)
+def _has_faults(store: Store, entry: ShardEntry) -> bool:
+    check = ShardCheck(store, entry, lambda _: None)
     check.run()
     return bool(check.faults)
-
-
-def _copy(path: Path, manifest: Manifest, found: list[_Damaged], to_copy: list[_Damaged], *, writes: bool) -> None:
-    """Copy the rows of shards that check, or with `writes` false only check them."""
-    for one in found:
-        manifest = _with_entry(manifest, one)
-    sizes = [max(MIN_SHARD_BYTES, int(live_bytes(manifest, one.entry) * OVERHEAD)) for one in to_copy]
-    if writes:  # the largest is stored twice while it is sealed
-        refuse_too_little_disk(path, sum(sizes) + max(sizes), f"repairing {path}")
-    store = DamagedStore(path, manifest, [one.ordinal for one in to_copy])
-    with RowCopier(store, next_generation(path, manifest), writes=writes) as copier:
-        for one, size in zip(to_copy, sizes, strict=True):
-            names = copier.copy(range(one.ordinal, one.ordinal + 1), (), 2 * size, one.left_out)
-            one.written = tuple(describe_shard(path, name, manifest)[0] for name in names)
-
-
-def _older_list(path: Path, entry: ShardEntry) -> dict[str, set[int]]:
-    """Return a shard's dropped rows from the newest generation that has another, readable list of it."""
-    for number in reversed(generations(path)):
-        try:
-            same = [one for one in read_manifest(path, number).shards if one.name == entry.name]
-        except StoreError:
-            continue
-        for older in same:
-            dropped = older.dropped
-            if dropped is None or dropped == entry.dropped:
-                continue
-            if _is_as_written(shard_paths(path, entry.name).dropped(dropped.generation), dropped):
-                shard = SealedShard(path, older)
-                return {group: set(shard.dropped_rows(group).tolist()) for group in older.groups if older.groups[group].dropped}
-    return {}
 
 
 def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
     """Return whether an added column of a shard's rows has a fault."""
-    for file, expected in files_of_column(store.path, entry, column):
-        if not _is_as_written(file, expected):
-            return True
+    if not all(_is_as_written(file, expected) for file, expected in files_of_column(store.path, entry, column)):
+        return True
     check = ColumnCheck(store, entry, column, lambda _: None)
     check.run()
     return bool(check.faults)
-
-
-def _entry_of(data: bytes) -> FileEntry:
-    return FileEntry(num_bytes=len(data), digest=bytes_digest(data))
 
 
 def _is_as_written(path: Path, expected: FileEntry | DroppedEntry) -> bool:
@@ -324,23 +244,3 @@ def _is_as_written(path: Path, expected: FileEntry | DroppedEntry) -> bool:
         raise StoreError(
             f"{path} cannot be read: {reason}; fix this and rerun the command, or remove the file if it is lost"
         ) from error
-
-
-def _report(manifest: Manifest, found: list[_Damaged], after: Manifest) -> Repaired:
-    shards = tuple(_report_shard(one) for one in found)
-    dropped = sum(shard.dropped for shard in shards)
-    return Repaired(generation=after.generation, samples=manifest.samples - dropped, dropped=dropped, shards=shards)
-
-
-def _report_shard(one: _Damaged) -> RepairedShard:
-    left_out = one.left_out or LeftOut()
-    return RepairedShard(
-        shard=one.entry.name,
-        restored=tuple(sorted(file.name for file in one.rebuilt)) if one.left_out is None else (),
-        written=tuple(entry.name for entry in one.written),
-        is_replaced=one.left_out is not None,
-        kept=one.entry.live_samples - left_out.rows,
-        dropped=left_out.rows,
-        dropped_ids=tuple(left_out.ids),
-        lost_columns=one.lost_columns,
-    )

@@ -1,9 +1,8 @@
-"""Make an earlier generation the newest one again."""
+"""Make an earlier generation the newest one again: a commit of its manifest."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
@@ -20,28 +19,10 @@ if TYPE_CHECKING:
     from bucketline.store.write.change_base import ChangeBase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """Result of a restore or of its dry run."""
-
-    restored: int  # the earlier generation
-    generation: int  # newest generation afterwards
-    samples_before: int
-    samples: int  # afterwards
-    is_changed: bool  # False if the newest generation already had exactly the rows of the earlier one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Earlier:
-    """A generation that a store still has."""
-
-    generation: int
-    samples: int
-    published: float  # Unix time
-
-
-def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = False) -> Restored:
+def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = False) -> tuple[Manifest, Manifest]:
     """Publish the rows of an earlier generation as a new, newest one. With `dry_run`, only check.
+
+    Return the generation that was the newest, and the one that has these rows: the same if it has them already.
 
     What an interrupted run left on a disk is published as a generation first: the rows stay reachable there, and the next pack
     does not add them to what was restored. Shards that only later generations list become retired, so that no run adopts them
@@ -52,31 +33,24 @@ def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = Fals
         CorruptError: if the generation's manifest is damaged.
         LockedError: if another process changes the store on this disk.
     """
-    with newest_base(place) as base:  # before anything is adopted
-        earlier = _whole(base, generation)
-        before = base.manifest
-    if dry_run:
-        return _result(earlier, before, before.generation)
 
     def restored(base: ChangeBase) -> Manifest:
-        earlier = _whole(base, generation)
-        if _has_rows_of(base.manifest, earlier):
-            return base.manifest
-        return earlier
+        newest, earlier = base.manifest, _whole(base, generation)
+        return newest if (newest.shards, newest.buckets) == (earlier.shards, earlier.buckets) else earlier
 
-    before, after = commit_change(place, restored)
-    return _result(earlier, before, after.generation)
+    with newest_base(place) as base:  # before anything is adopted
+        before, earlier = base.manifest, restored(base)
+    return (before, earlier) if dry_run else commit_change(place, restored)
 
 
-def earlier_generations(place: Path | ObjectFolder) -> tuple[int, list[Earlier]]:
-    """Return the newest generation's number, and the generations whose manifests can be read, the newest first."""
+def earlier_generations(place: Path | ObjectFolder) -> list[tuple[Manifest, float]]:
+    """Return the generations whose manifests can be read, the newest first, each with its time of publication (Unix)."""
+    found = []
     with newest_base(place) as base:
-        newest, found = base.manifest, []
         for number, file in listed_generations(base.folder).items():
             with suppress(StoreError):
-                samples = read_generation(base.folder, number, newest).samples
-                found.append(Earlier(generation=number, samples=samples, published=file.modified_s))
-    return newest.generation, found[::-1]
+                found.append((read_generation(base.folder, number, base.manifest), file.modified_s))
+    return found[::-1]
 
 
 def _whole(base: ChangeBase, generation: int) -> Manifest:
@@ -97,17 +71,3 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
             "or choose another generation"
         )
     return earlier
-
-
-def _has_rows_of(newest: Manifest, earlier: Manifest) -> bool:
-    return (newest.shards, newest.buckets) == (earlier.shards, earlier.buckets)
-
-
-def _result(earlier: Manifest, before: Manifest, generation: int) -> Restored:
-    return Restored(
-        restored=earlier.generation,
-        generation=generation,
-        samples_before=before.samples,
-        samples=earlier.samples,
-        is_changed=not _has_rows_of(before, earlier),
-    )

@@ -79,7 +79,7 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
         samples = counted(sum(shard.samples for shard in lost), "sample")
         advice = f"`store repair {store}` keeps the samples that can still be read and drops the others"
         if is_url(store):
-            advice = f"push the store again from a copy that has them, or `store drop {store} --shard NAME`"
+            advice = f"push the store again from a copy that has them, or {advice}"
         print(
             f"error: files of {counted(len(lost), 'shard')} with {samples} are lost; {advice}; the same `ingest pack` then "
             "packs these again",

@@ -55,18 +55,19 @@ def _place(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path | st
     )
 
 
-LocalStore = Annotated[
-    Path,
-    tyro.constructors.PrimitiveConstructorSpec(
+def _local(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path]:
+    return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="STORE",
+        metavar=metavar,
         instance_from_str=lambda args: local_place(args[0]),
         is_instance=lambda value: isinstance(value, Path),
         str_from_instance=lambda value: [str(value)],
-    ),
-]
+    )
+
+
+LocalStore = Annotated[Path, _local("STORE")]
+NewStore = Annotated[Path, _local("OUT")]
 StorePlace = Annotated[Path | str, _place("STORE")]
-OutPlace = Annotated[Path | str, _place("OUT")]
 StoreUrl = Annotated[Path | str, _place("URL")]
 USUAL_SHARD = ByteSize(num_bytes=2 << 30)
 

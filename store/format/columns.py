@@ -9,7 +9,6 @@ LATENT = "latent"  # of an image, [C, h, w]
 FLIPPED = "latent_flipped"  # of the horizontally mirrored image
 TOKENS = "tokens"  # of a caption, [T, D]
 TOKENS_SCALE = "tokens_scale"  # of a caption with quantised tokens, [T, S]; see `text_codec`
-TOKENS_ERROR = "tokens_error"  # what quantising a caption's tokens cost, [3]; only in stores of an earlier version
 POOLED = "pooled"  # the pooled embedding of a caption, [D]
 CLASS_LABELS = "class_labels"  # the token column of a class-conditional store: one token per caption, its class
 

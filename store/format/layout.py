@@ -10,7 +10,7 @@ from bucketline.store.format.text_block import TEXT_GROUP
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT_VERSION = 5  # that is written; what was before, `upgrade` reads
+FORMAT_VERSION = 1
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
 TEXT_ERROR = "text_error"  # in the value of META_KEY: what quantising the shard's captions cost

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
@@ -19,14 +19,12 @@ from bucketline.store.format.columns import (
     RAGGED_PREFIX,
     EntriesOf,
 )
-from bucketline.store.format.compact_groups import compacted, expanded
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import FORMAT_VERSION
 from bucketline.store.format.manifest_entries import SHARD_NAME, ColumnShardEntry, ShardEntry
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.upgrade import layout_of, upgraded
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 _MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
-_BYTES = "bytes as read"  # in the `vars` of a manifest of an older version
 EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 
 
@@ -43,7 +40,7 @@ EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 class Manifest(Schema):
     """One generation of a store."""
 
-    format_version: int  # of the document that it was read from; what is written has `FORMAT_VERSION`
+    format_version: int
     store_id: str  # random, created once with the store
     generation: int
     engine: str  # the LMDB data format of the shards
@@ -162,22 +159,18 @@ class Manifest(Schema):
 
 
 def sealed(manifest: Manifest) -> Manifest:
-    """Return the manifest as it is written: with its digest, and in the present version. One that was read stays as it is."""
-    if _BYTES in vars(manifest):
-        return manifest
-    blank = dataclasses.replace(manifest, format_version=FORMAT_VERSION, digest="")
+    """Return the manifest as it is written: with its digest."""
+    blank = dataclasses.replace(manifest, digest="")
     return dataclasses.replace(blank, digest=bytes_digest(dump_manifest(blank)))
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's serialised bytes: of one that was read in an older version, those of that version."""
-    own: bytes | None = vars(manifest).get(_BYTES)
-    return _serialised(compacted(encode(manifest))) if own is None else own  # type: ignore[arg-type]
+    """Return the manifest's serialised bytes."""
+    return _serialised(encode(manifest))
 
 
-def _serialised(document: dict[str, Any]) -> bytes:
-    text = json.dumps(document, sort_keys=True, ensure_ascii=True, **layout_of(document["format_version"]))
-    return text.encode("ascii") + b"\n"
+def _serialised(document: Json) -> bytes:
+    return json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def generation_path(store: Path, generation: int) -> Path:
@@ -194,7 +187,7 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
     """Return a store's checked manifest: the newest, or that of a generation.
 
     Raises:
-        StoreError: if the path is not a store, the generation is gone, or the format is newer than this reader.
+        StoreError: if the path is not a store, the generation is gone, or the store has another format version.
         CorruptError: if the document is damaged or was edited by hand.
     """
     path = store / MANIFEST if generation is None else generation_path(store, generation)
@@ -239,12 +232,11 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
     try:
         document = json.loads(data)
         version = document["format_version"]
-        if type(version) is not int or version < 1:
+        if type(version) is not int:
             raise TypedJsonError(f"format_version is {version!r:.40}")
-        if version > FORMAT_VERSION:
-            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {FORMAT_VERSION}; update it")
-        is_old = version < FORMAT_VERSION
-        manifest = decode(Manifest, upgraded(document) if is_old else expanded(document))
+        if version != FORMAT_VERSION:
+            raise StoreError(f"{item} has format version {version!s:.40}, expected {FORMAT_VERSION}; pack the store again")
+        manifest = decode(Manifest, document)
         digest = manifest.digest
         if not _is_as_written(data, digest):
             data, digest = _serialised(document), bytes_digest(_serialised({**document, "digest": ""}))
@@ -254,19 +246,13 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         raise CorruptError(
             f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, its content gives {digest!r}"
         )
-    if is_old:  # what it is compared with, and copied from; a changed one is written in the present version
-        vars(manifest)[_BYTES] = data
     return manifest
 
 
 def _is_as_written(data: bytes, digest: str) -> bool:
     """Return True if these are exactly the bytes of a writer. Serialising the manifest again would take most of an open."""
     own = digest.encode("ascii", "replace")
-    if data.startswith(b"{\n"):
-        blank = data.replace(b'\n "digest": "%b"' % own, b'\n "digest": ""', 1)  # nested digests are indented further
-    else:
-        blank = data.replace(b'"digest":"%b"' % own, b'"digest":""', 1)
-    return bytes_digest(blank) == digest
+    return bytes_digest(data.replace(b'"digest":"%b"' % own, b'"digest":""', 1)) == digest
 
 
 def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
@@ -298,7 +284,6 @@ def check_fingerprint(stored: Schema, present: Schema) -> None:
     refuse_difference({name: before[name] for name in provenance}, {name: now[name] for name in provenance})
     if present.columns and not stored.columns:  # images' latents only, which are not listed
         refuse_difference({"columns": {LATENT: encode(present.columns.get(LATENT))}}, {"columns": now["columns"]})
-    before["text"], now["text"] = (encode(one.text.without_error) for one in (stored, present))
     refuse_difference(before, now)
 
 
@@ -313,8 +298,7 @@ def refuse_difference(stored: Json, present: Json) -> None:
             )
         if not is_given(stored, field):
             raise FingerprintError(
-                f"the store does not record its {field}, this run has {present_value!s:.200}: it was made by an earlier "
-                "version of bucketline, which packed differently; pack into a new store"
+                f"the store does not record its {field}, this run has {present_value!s:.200}; pack into a new store"
             )
         raise FingerprintError(
             f"the store was made with {field} = {stored_value!s:.200}, this run has {present_value!s:.200}; "

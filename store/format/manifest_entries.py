@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.store.format.text_block import is_bucket
 from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.typed_json import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
@@ -30,9 +35,11 @@ class DroppedEntry:
     digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEntry:
-    """A shard's share of one bucket (or of the captions): rows, and the position of its blocks in the extents."""
+class GroupEntry(NamedTuple):
+    """A shard's share of one bucket (or of the captions): rows, and the position of its blocks in the extents.
+
+    A manifest has it as four numbers, about 30 bytes: 2,900 shards of 1,026 buckets take 87 MiB, by name 311 MiB.
+    """
 
     rows: int
     blocks: int
@@ -43,6 +50,15 @@ class GroupEntry:
     def live(self) -> int:
         """Rows that are not dropped."""
         return self.rows - self.dropped
+
+
+def group_entry(place: Mapping[str, object]) -> GroupEntry:
+    """Return the entry of a group without dropped rows, as the metadata of a shard's extents has it.
+
+    Raises:
+        ValueError: if a number is missing or is not one.
+    """
+    return decode(GroupEntry, [place.get(name) for name in GroupEntry._fields[:3]] + [0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +101,6 @@ class ShardEntry:
     text_error: TextError | None = None  # of its captions that were quantised for it; None if not known
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
-    line_checksums: bool = True  # whether its extents have the checksums of its file's lines
 
     def __post_init__(self) -> None:
         if not (COLUMN_SHARD_NAME if self.is_of_column else SHARD_NAME).fullmatch(self.name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack
@@ -74,7 +74,7 @@ def encode_record(record: SampleRecord, **changes: int | tuple[int, ...]) -> byt
 
 
 def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
-    """Return the decoded record. An mtime after 2262, from earlier writers, is clamped to the index's maximum."""
+    """Return the decoded record."""
     try:
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"{len(data)} bytes are too many")
@@ -85,7 +85,7 @@ def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
         _check_types(record)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"{item}: its sample record is damaged ({error!r:.200})") from error
-    return record if record.source_mtime_ns <= MAX_MTIME_NS else replace(record, source_mtime_ns=MAX_MTIME_NS)
+    return record
 
 
 def _check_types(record: SampleRecord) -> None:
@@ -96,6 +96,8 @@ def _check_types(record: SampleRecord) -> None:
         raise TypeError("a field has the wrong type")
     if [*map(len, sizes), *map(len, boxes)] != [2, 2, 4, 4] or type(record.content) is not bytes:
         raise TypeError("a size, a box or the content's digest has the wrong form")
+    if not 0 <= record.source_mtime_ns <= MAX_MTIME_NS:
+        raise ValueError(f"source_mtime_ns is {record.source_mtime_ns}")
 
 
 def captions_checksum(captions: tuple[str, ...]) -> int:

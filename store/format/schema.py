@@ -114,11 +114,6 @@ class TextEntry:
     def spec(self) -> TextSpec:
         return TextSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed))
 
-    @property
-    def without_error(self) -> TextEntry:
-        """Return the columns that a writer of the store must have: all but the one that only an earlier version has."""
-        return text_entry(self.spec().without_error)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:

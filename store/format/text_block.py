@@ -16,7 +16,7 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import CHECKSUM, MAX_ROWS, Column, as_row
-from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE, EntriesOf
+from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_SCALE, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
 from bucketline.store.format.text_codec import DELIVERED, dequantise, quantise, quantised_columns
@@ -91,14 +91,7 @@ class RaggedSpec:
         if not self.is_quantised:
             return self
         tokens = Column(name=TOKENS, dtype=DELIVERED, shape=self.tokens[0].shape)
-        return RaggedSpec(tokens=(tokens,), fixed=self.without_error.fixed)
-
-    @cached_property
-    def without_error(self) -> RaggedSpec:
-        """Return the columns without `tokens_error`, which only captions in stores of an earlier version have."""
-        is_text = self.group == TEXT_GROUP
-        fixed = tuple(column for column in self.fixed if not is_text or column.name != TOKENS_ERROR)
-        return replace(self, fixed=fixed)
+        return RaggedSpec(tokens=(tokens,), fixed=self.fixed)
 
     @cached_property
     def header_bytes(self) -> int:
@@ -180,14 +173,7 @@ def quantised_caption(spec: TextSpec, digest: bytes, tokens: NDArray[np.float32]
     """Return a caption with its tokens, `[T, D]`, quantised, and the error that this makes."""
     columns = quantise(tokens, spec.tokens[0].dtype)
     error = measured_error(tokens, dequantise(columns))
-    return replace(make_caption(spec, digest, columns, {**fixed, TOKENS_ERROR: error}), error=error)
-
-
-def with_error(spec: TextSpec, caption: Caption) -> Caption:
-    """Return a caption that was just quantised with the columns of a store; those of an earlier version have the error."""
-    if spec == spec.without_error or caption.error is None:
-        return caption
-    return replace(caption, fixed={**caption.fixed, TOKENS_ERROR: caption.error.tobytes()})
+    return replace(make_caption(spec, digest, columns, fixed), error=error)
 
 
 def content_digest(num_tokens: int, *columns: bytes) -> bytes:
@@ -218,7 +204,7 @@ def delivered(spec: TextSpec, caption: Caption) -> Caption:
         digest=caption.digest,
         num_tokens=caption.num_tokens,
         tokens={TOKENS: dequantise(stored).tobytes()},
-        fixed={name: value for name, value in caption.fixed.items() if name != TOKENS_ERROR},
+        fixed=caption.fixed,
     )
 
 

@@ -130,8 +130,7 @@ class BlockTable:
                 f"{file.path} is not the file that the manifest lists: its digest is {file.digest()}; "
                 "restore the file that belongs there, or run `store verify`"
             )
-        if "shard_id" in file.metadata:  # absent from lists of earlier versions
-            check_shard_id(entry, file)
+        check_shard_id(entry, file)
         places = dropped_places(entry)
         listed = {name: {"first": first, "count": count} for name, (first, count) in places.items()}
         rows = file.column("rows")

@@ -83,7 +83,6 @@ class WorkingStore:
         with explaining(self.path):
             if self._newest is not None:
                 self._let_go(self._newest)
-            forget_sent(self.path, [path.stem for path in shards.glob("*.remote")])  # stand-ins of earlier versions
             sent = sent_shards(self.path).values()
             forget_sent(self.path, [lost.shard for lost in lost_shards(self.folder, sent)])  # garbage collection took them
             made = {path.stem for path in shards.glob("*.lmdb")}

@@ -86,7 +86,7 @@ class Downloader:
                         return False
                     raise CorruptError(
                         f"{self._folder.place(name)} is damaged: its digest is not the manifest's; push the store again from "
-                        "a copy that is whole, or drop the shard with `store drop --shard`"
+                        "a copy that is whole, or `store repair` the store there"
                     )
                 aside.replace(path)
         except OSError as error:

@@ -18,10 +18,9 @@ import xxhash
 from bucketline.errors import CorruptError, StoppedError, StoreError
 from bucketline.files.regular_file import read_regular
 from bucketline.store.folder import ExistsError, MissingObjectError, folder_time
-from bucketline.store.format.hashing import LineSums, bytes_digest
+from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.remote.lines import encode_lines, lines_name
 from bucketline.store.remote.objects import PART_BYTES
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
@@ -58,7 +57,6 @@ class _File:
     expected: FileEntry | DroppedEntry
     is_list: bool  # of dropped rows: another writer may use the same name
     is_index: bool
-    needs_lines: bool
 
     def is_same_in(self, listed: ShardEntry | None) -> bool:
         """Return whether the bucket's newest generation, if it lists the shard, lists these bytes: sidecars may be rebuilt."""
@@ -116,9 +114,8 @@ class Uploader:
         """
         lacking = []
         for file in _files(store, shards):
-            for name in (file.name, *([lines_name(file.entry.name)] if file.needs_lines else [])):
-                if name not in self._seen and (num_bytes := self._folder.size(name)) is not None:
-                    self._seen[name] = self._there[name] = num_bytes
+            if file.name not in self._seen and (num_bytes := self._folder.size(file.name)) is not None:
+                self._seen[file.name] = self._there[file.name] = num_bytes
             if not self._is_there(file):
                 lacking.append(file.name)
         return lacking
@@ -158,8 +155,6 @@ class Uploader:
         )
 
     def _is_there(self, file: _File) -> bool:
-        if file.needs_lines and lines_name(file.entry.name) not in self._there:
-            return False
         is_same = file.name in self._sent or file.is_same_in(self._listed.get(file.entry.name))
         return is_same and self._there.get(file.name) == file.expected.num_bytes
 
@@ -199,21 +194,11 @@ class Uploader:
         if file.is_list or (file.is_index and file.name not in self._seen):
             self._create(file)
         else:
-            sums = LineSums() if file.needs_lines else None
-            parts = self._parts(file, sums)
-            if sums is not None and self._there.get(file.name) == file.expected.num_bytes:  # only its lines are missing
-                for _ in parts:
-                    pass
-            else:
-                self._folder.write(file.name, parts, file.expected.num_bytes)
-            if sums is not None:
-                name, data = lines_name(file.entry.name), encode_lines(file.entry, sums.finish())
-                self._folder.write(name, data)
-                self._seen[name] = self._there[name] = len(data)
+            self._folder.write(file.name, self._parts(file), file.expected.num_bytes)
         self._seen[file.name] = self._there[file.name] = file.expected.num_bytes
         self._sent.add(file.name)
 
-    def _parts(self, file: _File, sums: LineSums | None) -> Iterator[bytes]:
+    def _parts(self, file: _File) -> Iterator[bytes]:
         """Yield a file's bytes; the last ones only if the digest of all is the manifest's."""
         state, left, offset = xxhash.xxh3_128(), file.expected.num_bytes, 0
         with open_listed(file.path, file.expected.num_bytes) as fd:
@@ -224,8 +209,6 @@ class Uploader:
                 part = bytearray(min(left, PART_BYTES))
                 read_exactly(file.path, fd, offset, memoryview(part))
                 state.update(part)
-                if sums is not None:
-                    sums.update(memoryview(part))
                 left, offset = left - len(part), offset + len(part)
                 if not left and state.hexdigest() != file.expected.digest:
                     raise CorruptError(
@@ -237,7 +220,7 @@ class Uploader:
 
     def _create(self, file: _File) -> None:
         """Send a file whose name another writer may be using: an index, or a list of dropped rows by a generation's number."""
-        data = b"".join(self._parts(file, None))
+        data = b"".join(self._parts(file))
         try:
             self._folder.create(file.name, data)
         except ExistsError:
@@ -267,7 +250,6 @@ def _files(store: Path, shards: Iterable[ShardEntry]) -> Iterator[_File]:
                 expected=expected,
                 is_list=".dropped-" in path.name,
                 is_index=path == index[0],
-                needs_lines=path == own[0] and not entry.line_checksums,
             )
 
 

@@ -1,4 +1,4 @@
-"""Check one shard: its file in one pass, digest and values from the same buffer; then describe it again and compare.
+"""Check one shard: its file in one pass, digest and values from the same buffer; then make its sidecars again and compare.
 
 The file is read in order, in segments (a block, or a piece of what is between blocks). Only an intact one is also opened
 through LMDB, which follows pointers in the file.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,29 +17,31 @@ import xxhash
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import open_regular
 from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
-from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
-from bucketline.store.format.hashing import LINE_BYTES, LineSums, file_digest
+from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, TOKENS, TOKENS_SCALE, EntriesOf
+from bucketline.store.format.hashing import LINE_BYTES, LineSums, bytes_digest, file_digest
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket, read_text_block
+from bucketline.store.format.text_codec import is_storable
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
-from bucketline.store.verify.caption_users import CaptionUsers
-from bucketline.store.verify.description import compare_sidecar
-from bucketline.store.verify.extents import BlockPlace, block_places, segments
-from bucketline.store.verify.faults import Fault, Faults, mismatch
-from bucketline.store.verify.values import strange_captions, strange_rows
+from bucketline.store.verify.faults import BlockPlace, CaptionUsers, Fault, Faults, mismatch
+from bucketline.store.write.column_shard import COLUMN_FIELDS, ids_by_row
 from bucketline.store.write.describe import entry_of_extents
 from bucketline.store.write.shard_contents import ShardContents, read_contents
+from bucketline.typed_json import differences, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.text_block import TextBlock
     from bucketline.store.read.store import Store
 
+MAX_BLOCK_BYTES = 64 << 20  # maximum that verify holds in memory; a block is about 1 MiB, or one row
+SEGMENT_BYTES = 1 << 20  # read size outside of blocks
 _TELL_BYTES = 4 << 20  # progress is reported in steps of this size
 _BAD_ENTRY = "the entry's bytes do not match their checksum"
 _BAD_CAPTION = "the caption's bytes do not match their checksum"
@@ -54,7 +57,7 @@ class ShardCheck:
     def __init__(self, store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> None:
         """Open nothing yet. `on_bytes` reports progress and is called with 0 in between; if it raises, the check ends."""
         self._store, self._on_bytes = store, on_bytes
-        self._specs, self._has_lines = store.manifest.specs, entry.line_checksums
+        self._specs = store.manifest.specs
         self._shard = SealedShard(store.path, entry)  # a separate reader, so that its maps are freed with it
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
@@ -118,7 +121,7 @@ class ShardCheck:
             os.close(fd)
         whole = digest if file_bytes == expected.num_bytes else None
         is_named = self._faults.has_any_inside or self._users.has_any  # more exactly than by lines
-        if self._has_lines and file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
+        if file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
             with self._faults.guard():
                 self._compare_lines(lines)
         return lines if self._is_intact(path, file_bytes, whole, expected) else None
@@ -128,8 +131,7 @@ class ShardCheck:
         state, lines = xxhash.xxh3_128(), LineSums()
         for place, segment in segments(fd, num_bytes, block_places(self._shard, num_bytes, self._faults)):
             state.update(segment)
-            if self._has_lines:
-                lines.update(segment)
+            lines.update(segment)
             if place is not None:
                 self._block(place, segment)
             self._read_bytes += len(segment)
@@ -229,49 +231,158 @@ class ShardCheck:
         return self._shard.names_of(place.group, [place.first_row + k for k in rows])
 
     def _describe(self, damaged: set[Path], lines: list[int]) -> None:
-        """Describe the intact file again, and compare the sidecars that are not damaged, and the manifest's entry."""
-        entry, paths = self._shard.entry, self._shard.paths
+        """Make the sidecars and the manifest's entry again from the intact file, and compare them."""
+        paths, entry = self._shard.paths, self._shard.entry
         contents = ShardContents(name=entry.name, report=self._faults.add)
         read_contents(paths.lmdb, contents, lines, lambda: self._on_bytes(0))
-        extents = PagedFile.over(paths.extents, memoryview(contents.extents(lines)), EXTENTS_FORMAT)
-        if paths.extents not in damaged:
-            compare_sidecar(self._shard, entry.extents, extents, self._faults)
-        found = {group: {**place, "dropped": 0} for group, place in extents.metadata["groups"].items()}
-        for group in sorted(found.keys() | entry.groups.keys()):
-            listed = entry.groups.get(group)
-            for name in ("rows", "blocks", "first_block"):
-                own, said = found.get(group, {}).get(name, 0), 0 if listed is None else getattr(listed, name)
-                self._expect(name, own, said, group)
-        self._expect("shard_id", contents.shard_id.hex(), entry.shard_id)
-        self._compare_rows(contents, extents, damaged)
-
-    def _expect(self, name: str, found: object, listed: object, group: str | None = None) -> None:
-        if found != listed:
-            self._faults.add(f"{name} is {found}, the manifest says {listed}", group)
-
-    def _compare_rows(self, contents: ShardContents, extents: PagedFile, damaged: set[Path]) -> None:
-        """Compare what belongs to rows and their captions: the index, the totals, the list of dropped rows."""
-        entry, paths = self._shard.entry, self._shard.paths
-        index = PagedFile.over(paths.index, memoryview(contents.index()), INDEX_FORMAT)
-        if paths.index not in damaged:
-            compare_sidecar(self._shard, entry.index, index, self._faults)
+        extents, index = contents.extents(lines), contents.index()
+        for path, listed, data in ((paths.extents, entry.extents, extents), (paths.index, entry.index, index)):
+            if path not in damaged:
+                self._compare_sidecar(path, listed, data)
         texts = contents.digests(TEXT_GROUP)
         for group in (spec.group for spec in self._store.groups.values() if spec.of is EntriesOf.CAPTIONS):
             own = contents.digests(group)
-            self._expect("rows", len(own), len(texts), group)
             for n in np.flatnonzero((own[: len(texts)] != texts[: len(own)]).any(axis=1)).tolist():
                 self._faults.add(_OTHER_CAPTION, group, row=n)
-        again = entry_of_extents(entry.name, [entry.lmdb, entry.extents, entry.index], extents, self._store.manifest)
-        for field in ("samples", "caption_bytes", "max_tokens", "text_error"):
-            if field != "text_error" or again.text_error is not None:  # an earlier version has it in a column
-                self._expect(field, getattr(again, field), getattr(entry, field))
-        for name, totals in again.ragged.items():
-            self._expect("tokens", totals, entry.ragged.get(name), RAGGED_PREFIX + name)
-        if entry.dropped is None or paths.dropped(entry.dropped.generation) not in damaged:
-            self._shard.index = index  # whose rows are the file's
-            live = index.column("record_bytes")[self._shard.live_entries()]
-            self._expect("record_bytes", int(live.sum(dtype=np.int64)), entry.record_bytes)
+        files = [entry.lmdb, entry.extents, entry.index]
+        again = entry_of_extents(
+            entry.name, files, PagedFile.over(paths.extents, memoryview(extents), EXTENTS_FORMAT), self._store.manifest
+        )
+        self._shard.index = PagedFile.over(paths.index, memoryview(index), INDEX_FORMAT)  # whose rows are the file's
+        self._compare_entry(again, is_list_intact=not any(".dropped-" in path.name for path in damaged))
+
+    def _compare_sidecar(self, path: Path, listed: FileEntry, again: bytes) -> None:
+        if bytes_digest(again) != listed.digest:
+            self._faults.of_file(f"{path.name} is not what the shard's file gives; `store repair` makes it again")
+
+    def _compare_entry(self, again: ShardEntry, *, is_list_intact: bool) -> None:
+        """Compare the manifest's entry with what the shard's file gives, and the list of dropped rows."""
+        entry, record_bytes = self._shard.entry, self._shard.entry.record_bytes
+        if is_list_intact:
+            live = self._shard.index.column("record_bytes")[self._shard.live_entries()]
+            record_bytes = int(live.sum(dtype=np.int64))
             for group, listed in entry.groups.items():
                 rows = self._shard.dropped_rows(group)
                 if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= listed.rows):
                     self._faults.add("the list of its dropped rows is not in order, or names rows that do not exist", group)
+        dropped = {name: group.dropped for name, group in entry.groups.items()}
+        groups = {name: group._replace(dropped=dropped.get(name, 0)) for name, group in again.groups.items()}
+        again = replace(again, groups=groups, record_bytes=record_bytes, dropped=entry.dropped, added=entry.added)
+        for field, own, listed_value in differences(encode(again), encode(entry), ""):
+            self._faults.add(f"{field} is {own}, the manifest says {listed_value}")
+
+
+class ColumnCheck(ShardCheck):
+    """Checks the values of an added column of one shard's rows."""
+
+    def __init__(self, store: Store, entry: ShardEntry, column: str, on_bytes: Callable[[int], None]) -> None:
+        """Open nothing yet; `on_bytes` as in `ShardCheck`."""
+        super().__init__(store, entry.column_shard(column), on_bytes)
+        self._specs = store.manifest.added_specs[column]
+        self._column, self._owner = column, SealedShard(store.path, entry)
+        self._faults = Faults(entry.name)
+        self.bad_row = f"the bytes of the row's {column} do not match their checksum"
+
+    def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
+        return self._owner.names_of(place.group, [place.first_row + k for k in rows])
+
+    def _describe(self, damaged: set[Path], lines: list[int]) -> None:
+        """Make the extents again from the intact file, and compare the rows' ids with the shard's."""
+        paths, entry = self._shard.paths, self._shard.entry
+        contents = ShardContents(name=entry.name, report=self._faults.add)
+        read_contents(paths.lmdb, contents, lines, lambda: self._on_bytes(0))
+        if paths.extents not in damaged:
+            metadata = self._shard.extents.metadata
+            about = {name: metadata[name] for name in COLUMN_FIELDS if name in metadata}
+            self._compare_sidecar(paths.extents, entry.extents, contents.extents(lines, about))
+        for bucket in entry.groups:
+            with self._faults.guard(bucket):
+                wrong = (contents.digests(bucket, ID) != ids_by_row(self._owner, bucket)).any(axis=1)
+                for row in np.flatnonzero(wrong).tolist():
+                    self._faults.add(f"the {self._column} in the row's place is another sample's", bucket, row=row)
+
+
+def block_places(shard: SealedShard, file_bytes: int, faults: Faults) -> Iterator[BlockPlace]:
+    """Yield the blocks that can be read, in file order; `file_bytes` is the length of the shard's file."""
+    groups, tables = sorted(shard.entry.groups), []
+    for number, group in enumerate(groups):
+        with faults.guard(group):
+            own = shard.entry.groups[group]
+            places = [
+                shard.extents.slice(name, own.first_block, own.first_block + own.blocks)
+                for name in ("offset", "length", "first_row", "rows")
+            ]
+            tables.append(np.stack([np.full_like(places[0], number), np.arange(own.blocks, dtype="<u8"), *places], axis=1))
+    end = 0
+    table = np.concatenate(tables) if tables else np.empty((0, 6), dtype=np.uint64)
+    for numbers in table[np.argsort(table[:, 2], kind="stable")]:
+        at, block, offset, length, first_row, rows = numbers.tolist()
+        if end <= offset < offset + length <= file_bytes and (length <= MAX_BLOCK_BYTES or rows == 1):
+            yield BlockPlace(groups[at], block, offset, length, first_row, rows)
+            end = offset + length
+        else:
+            error = (
+                f"the extents place the block at bytes {offset} to {offset + length}, which is beyond the file, inside another "
+                f"block, or an impossible length for {rows} rows"
+            )
+            faults.add(error, groups[at], block)
+
+
+def segments(fd: int, num_bytes: int, places: Iterable[BlockPlace]) -> Iterator[tuple[BlockPlace | None, memoryview]]:
+    """Read a file in order and yield its segments: complete blocks, and the bytes between them in pieces.
+
+    A segment's bytes are valid only until the next one.
+    """
+    buffer = memoryview(bytearray(SEGMENT_BYTES))
+    at = 0
+    if num_bytes:  # a pipe has length 0 and does not support fadvise
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def between(end: int) -> Iterator[tuple[BlockPlace | None, memoryview]]:
+        nonlocal at
+        while at < end:
+            yield None, _fill(fd, at, buffer[: min(SEGMENT_BYTES, end - at)])
+            at += min(SEGMENT_BYTES, end - at)
+
+    for place in places:
+        yield from between(place.offset)
+        if place.length > len(buffer):
+            buffer = memoryview(bytearray(place.length))
+        yield place, _fill(fd, at, buffer[: place.length])
+        at += place.length
+    yield from between(num_bytes)
+
+
+def _fill(fd: int, offset: int, out: memoryview) -> memoryview:
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done:]], offset + done)
+        if count == 0:
+            raise CorruptError(f"the file ended at byte {offset + done} while it was read")
+        done += count
+    return out
+
+
+def strange_rows(columns: Mapping[str, NDArray[Any]]) -> Iterator[tuple[int, str]]:
+    """Yield rows of a block, `[K, …]` per column, that do not go with what they say is there, and what is wrong with each."""
+    for name, present in columns.items():
+        if not name.startswith(PRESENT_PREFIX):
+            continue
+        base = name.removeprefix(PRESENT_PREFIX)
+        for k in np.flatnonzero(present > 1).tolist():
+            yield k, f"the row's {name} is {int(present[k])}, expected 0 or 1"
+        for k in np.flatnonzero(present == 0).tolist():
+            if columns[base][k].tobytes().strip(b"\0"):
+                yield k, f"the row's {name} is 0, and its {base} is not all zeros"
+        if (mirror := columns.get(name + FLIPPED_SUFFIX)) is not None:
+            for k in np.flatnonzero(present != mirror).tolist():
+                yield k, f"the row's {name} is {int(present[k])}, and its {name}{FLIPPED_SUFFIX} {int(mirror[k])}"
+
+
+def strange_captions(block: TextBlock) -> list[int]:
+    """Return the captions of a block with quantised tokens whose tokens or scales are beyond what can be stored."""
+    tokens = block.spec.tokens
+    stored = {c.name: np.frombuffer(block.columns[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in tokens}
+    wrong = np.flatnonzero(~is_storable(stored[TOKENS], stored[TOKENS_SCALE]))
+    found: list[int] = np.unique(np.searchsorted(block.starts, wrong, side="right") - 1).tolist()
+    return found

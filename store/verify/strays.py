@@ -14,7 +14,6 @@ from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manif
 from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import generation_name, listed_generations
-from bucketline.store.remote.lines import lines_name
 from bucketline.store.remote.retries import asked_again
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
 
-_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "pushed.json", "packed_model.json")  # see FORMAT.md
+_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json")  # see FORMAT.md
 _COLUMN = "values of a column that is being added, or that a killed call left"
 _PART_BYTES = 8 << 20  # of a file that is read in parts
 _NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
@@ -70,8 +69,6 @@ class FolderCheck:
             known |= own.keys()
             for (name, expected), num_bytes in zip(own.items(), self._folder.sizes(list(own)), strict=True):
                 self._compare(name, num_bytes, expected, manifest.generation)
-            known |= {lines_name(entry.name) for entry in manifest.shards}
-        known |= {lines_name(entry.name) for entry in self._newest.shards}
         if not self._folder.is_read_only:
             self._look_for_strays(known)
 

@@ -14,20 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.errors import CorruptError, StoppedError, StoreError
+from bucketline.errors import CorruptError, StoppedError
 from bucketline.store.folder import MissingObjectError
-from bucketline.store.format.hashing import line_sums
-from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.remote.lines import decode_lines, lines_bytes, lines_name
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.transfer.download import Downloader
-from bucketline.store.verify.column import ColumnCheck
 from bucketline.store.verify.faults import Fault
-from bucketline.store.verify.shard import ShardCheck
+from bucketline.store.verify.shard import ColumnCheck, ShardCheck
 from bucketline.store.verify.strays import FolderCheck, Stray
 
 if TYPE_CHECKING:
@@ -125,24 +121,6 @@ def _check_there(folder: ObjectFolder, manifest: Manifest, entry: ShardEntry, on
         (path / "shards").mkdir()
         try:
             Downloader(folder, takes_any_digest=True).get(files_of(path, entry))
-            faults = _faults_of_lines(folder, entry, path)
         except (CorruptError, MissingObjectError) as error:
             return Verified(blocks=0, rows=0, corrupt=(Fault(shard=entry.name, error=str(error)),))
-        found = _check_shard(Store(path, sealed(replace(manifest, shards=(entry,), retired=()))), entry, on_bytes)
-    return replace(found, corrupt=(*faults, *found.corrupt))
-
-
-def _faults_of_lines(folder: ObjectFolder, entry: ShardEntry, path: Path) -> tuple[Fault, ...]:
-    """Compare the checksums of the lines, which readers rely on, with the shard's file."""
-    if entry.line_checksums:
-        return ()  # they are in the extents, and compared with them
-    name = lines_name(entry.name)
-    try:
-        stored = decode_lines(folder.read(name, lines_bytes(entry)), entry, folder.place(name))
-    except StoreError as error:
-        return (Fault(shard=entry.name, error=f"{error}; `store push` writes it again"),)
-    if stored.tolist() == line_sums(shard_paths(path, entry.name).lmdb).finish():
-        return ()
-    return (
-        Fault(shard=entry.name, error=f"{folder.place(name)}: checksums of lines differ from the shard's; remove it and push"),
-    )
+        return _check_shard(Store(path, sealed(replace(manifest, shards=(entry,), retired=()))), entry, on_bytes)

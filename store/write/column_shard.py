@@ -22,7 +22,7 @@ from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.format.block import ID, encode_block
 from bucketline.store.format.hashing import file_digest, line_sums
 from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, shard_paths
-from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME, ColumnShardEntry, FileEntry, GroupEntry
+from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME, ColumnShardEntry, FileEntry, group_entry
 from bucketline.store.format.schema import ColumnEntry, column_entries
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import SealedShard
 
 MAKING = ".column"  # the suffix of what is being made in `pending/`
+COLUMN_FIELDS = ("column", "rows_of", "filled", "forms", "dropped")  # in the metadata of its extents, in this order
 ADDING_LOCK = "column.lock"  # in `pending/`, held by the one process that adds a column
 
 
@@ -176,7 +177,7 @@ def describe_column_shard(store: Path, name: str) -> FoundColumn:
     if not extents.has(LINE_CHECKSUM) or extents.slice(LINE_CHECKSUM, 0, len(sums)).tolist() != sums:
         raise CorruptError(f"{paths.lmdb} does not match the checksums in {paths.extents}")
     try:
-        groups = {bucket: decode(GroupEntry, {**place, "dropped": 0}) for bucket, place in dict(about["groups"]).items()}
+        groups = {bucket: group_entry(place) for bucket, place in dict(about["groups"]).items()}
         entry = ColumnShardEntry(shard_id=str(about["shard_id"]), lmdb=files[0], extents=files[1], groups=groups)
         forms = decode(dict[str, ColumnEntry], about["forms"])
         column, rows_of, filled = str(about["column"]), str(about["rows_of"]), int(about["filled"])

@@ -18,13 +18,13 @@ from bucketline.files.regular_file import read_regular
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.format.manifest_entries import FileEntry, GroupEntry, RaggedTotals, ShardEntry
+from bucketline.store.format.manifest_entries import FileEntry, RaggedTotals, ShardEntry, group_entry
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.schema import BucketEntry, bucket_entry
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
 from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.write.column_shard import found_columns
 from bucketline.typed_json import decode, encode
@@ -69,13 +69,7 @@ def noted_description(store: Path, name: str) -> Described | None:
     """Return the description that is noted next to a shard; None if there is none."""
     path = sent_note(store, name)
     try:
-        note = json.loads(read_regular(path, _MAX_NOTE_BYTES))
-        entry = {"added": {}, **note["entry"]}  # an earlier version notes none, nor whether there are checksums of lines
-        if "line_checksums" not in entry:
-            entry["line_checksums"] = PagedFile(
-                shard_paths(store, name).extents, entry["extents"]["num_bytes"], EXTENTS_FORMAT
-            ).has(LINE_CHECKSUM)
-        found = decode(Described, {**note, "entry": entry})
+        found = decode(Described, json.loads(read_regular(path, _MAX_NOTE_BYTES)))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -122,9 +116,7 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
     """Return a shard's manifest entry as its extents describe it, with no dropped row, and 0 for `record_bytes`."""
     spec = manifest.text.spec()
     try:
-        groups = {
-            group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
-        }
+        groups = {group: group_entry(place) for group, place in dict(extents.metadata["groups"]).items()}
         text = decode(_TextTotals, {"error": None, **dict(extents.metadata["text"])})
         return ShardEntry(
             name=name,
@@ -140,7 +132,6 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
             max_tokens=text.max_tokens,
             text_error=text.error,
             ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
-            line_checksums=extents.has(LINE_CHECKSUM),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{extents.path} does not describe a shard ({error!r:.200})") from error

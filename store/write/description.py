@@ -83,13 +83,13 @@ def roles_of(columns: Sequence[RowColumn], encoders: Collection[str]) -> dict[st
                     f"column {column.role!r} has no counterpart that is like itself, but for the mirror image; add the column "
                     f"{column.role.removesuffix(FLIPPED_SUFFIX)!r} with its dtype and shape"
                 )
-    if all(_is_of_version_1(column, encoders) for column in columns) and TARGET in by_role:
+    if all(_is_plain_latent(column, encoders) for column in columns) and TARGET in by_role:
         return {}
     return {column.name: ColumnRole(role=column.role, encoder=column.encoder, optional=column.optional) for column in columns}
 
 
-def _is_of_version_1(column: RowColumn, encoders: Collection[str]) -> bool:
-    """Return whether a column is one that every reader knows: an image's latent, or its mirror image's."""
+def _is_plain_latent(column: RowColumn, encoders: Collection[str]) -> bool:
+    """Return whether a column is an image's latent, or its mirror image's, which `columns` does not list."""
     dimensions = column.dimensions
     names = tuple(axis.name if isinstance(axis, Axis) else "" for axis in dimensions)
     return (

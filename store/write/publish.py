@@ -315,7 +315,7 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
     data = encode_dropped({group: values for group, values in merged.items() if len(values)}, entry.shard_id)
     base.write_list(shard, data)
     groups: Mapping[str, GroupEntry] = {
-        name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
+        name: group._replace(dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }
     return dataclasses.replace(
         entry,
@@ -325,15 +325,11 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
     )
 
 
-def encode_dropped(rows: dict[str, NDArray[np.uint32]], shard_id: str | None) -> bytes:
-    """Return the file content that lists a shard's dropped rows by bucket, sorted; a listed bucket has at least one.
-
-    `shard_id`: None for a list of an earlier version, which belongs to no particular shard.
-    """
+def encode_dropped(rows: dict[str, NDArray[np.uint32]], shard_id: str) -> bytes:
+    """Return the file content that lists a shard's dropped rows by bucket, sorted; a listed bucket has at least one."""
     groups, at = {}, 0
     for group, values in sorted(rows.items()):
         groups[group] = {"first": at, "count": len(values)}
         at += len(values)
     joined = np.concatenate([values for _, values in sorted(rows.items())])
-    bound = {} if shard_id is None else {"shard_id": shard_id}
-    return encode_paged([("rows", "U32", joined)], {"format": DROPPED_FORMAT, "groups": groups, **bound})
+    return encode_paged([("rows", "U32", joined)], {"format": DROPPED_FORMAT, "groups": groups, "shard_id": shard_id})

@@ -22,7 +22,7 @@ from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_path
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.format.schema import Schema, bucket_entry, text_entry
-from bucketline.store.format.text_block import TextSpec, with_error
+from bucketline.store.format.text_block import TextSpec
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.description import check_description, description_as_json, roles_of
 from bucketline.store.write.one_at_a_time import OneAtATime
@@ -148,12 +148,6 @@ class StoreWriter(PartWriter):
                 refuse_difference({"buckets": {bucket.name: {"axes": axes[0]}}}, {"buckets": {bucket.name: {"axes": axes[1]}}})
                 stored, own = (encode(entry.columns) for entry in (bucket, bucket_entry(self._spec(bucket.name))))
                 refuse_difference({"buckets": {bucket.name: stored}}, {"buckets": {bucket.name: own}})
-            schema = replace(self._schema, text=manifest.text)  # of a store of an earlier version, with a column more
-            self._form = replace(
-                self._form,
-                schema=schema,
-                empty={group: with_error(schema.groups[group], entry) for group, entry in self._form.empty.items()},
-            )
             self._take_over(manifest)
             self._forget_added()
             self._turn = OneAtATime(self.path)

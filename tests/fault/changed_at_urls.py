@@ -24,6 +24,7 @@ from bucketline.store import Store
 from bucketline.store.change.add_column import add_column
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
+from bucketline.store.change.garbage_collect import collect
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
@@ -77,7 +78,7 @@ class _Place:
         collect(_client(self.url)[0], older_than_s)
 
     def change(self) -> None:
-        """Add rows to the store on the disk, and a column to these, drop some, or rewrite it and collect what is outdated."""
+        """Add rows to the store on the disk, and a column to these, drop some, or rewrite it."""
         self.number += 1
         with store_writer(self.own) as writer:
             add_samples(writer, samples_of({BUCKET: self.draw.randint(1, 4)}, f"{self.number}/"))
@@ -86,7 +87,7 @@ class _Place:
         if self.draw.random() < 0.5:
             drop(self.own, [self.draw.choice(ids_of(self.own))])
         if self.draw.random() < 0.7:
-            compact(self.own, shard_bytes=1 << 24, gc_older_than_s=0)
+            compact(self.own, shard_bytes=1 << 24)
 
     def found(self) -> Store:
         """Open what a reader at the URL finds: the last of the generations that follow that of `manifest.json`."""
@@ -142,9 +143,10 @@ def names_used_again(asked: Asked) -> Iterator[Record]:
             outcomes.append(apart(place.pull, WORK_S))
         with store_writer(place.own) as writer:
             add_samples(writer, samples_of({BUCKET: 2}, "more/"))
-        compact(place.own, shard_bytes=1 << 24, gc_older_than_s=0)
-        if draw.random() < 0.5:
+        compact(place.own, shard_bytes=1 << 24)
+        if draw.random() < 0.8:
             outcomes.append(apart(place.push, WORK_S))
+        collect(place.own, 0)
         again = [make_sample(one.id, BUCKET, one.captions, version=1) for one in first]
         with store_writer(place.own, shard_names="g{}") as writer:
             add_samples(writer, again if draw.random() < 0.5 else again[:4])
@@ -156,14 +158,14 @@ def names_used_again(asked: Asked) -> Iterator[Record]:
 
 
 def killed_pushes(asked: Asked) -> Iterator[Record]:
-    """Kill pushes before and after their notes and commits, change and collect the store, and push it again."""
-    record = Record(fault="at a URL, a push killed between its note and its commit, or after it", kind=Kind.KILL)
+    """Kill pushes before and after their commits, change the store, push it again, and collect what is outdated then."""
+    record = Record(fault="at a URL, a push killed before its commit, or after it", kind=Kind.KILL)
     draw = random.Random(asked.seed)
     place = _Place(asked.folder / "notes", draw)
     record.add(*_judged(apart(place.push, WORK_S), place, is_pushed=True))
     for _ in range(asked.of(4, 80)):
         place.change()
-        at = draw.randint(0, 5)
+        at = draw.randint(0, 3)
         killed = apart(partial(_push_and_die, place, at), WORK_S)
         if killed.how is How.DIED and killed.signal == signal.SIGKILL:
             place.change()
@@ -177,12 +179,13 @@ def killed_pushes(asked: Asked) -> Iterator[Record]:
         else:
             record.add(*_judged(killed, place, is_pushed=True))
         if draw.random() < 0.5:
+            collect(place.own, 0)
             record.add(*_judged(apart(partial(place.collect, 0), WORK_S), place))
     yield record
 
 
 def _push_and_die(place: _Place, at: int) -> None:
-    """Push, and be killed at the n-th of the moments before and after each note and commit."""
+    """Push, and be killed at the n-th of the moments after it has sent the lists, and after each commit."""
     module = importlib.import_module("bucketline.store.sync.push")
     moments = [0]
 
@@ -196,7 +199,7 @@ def _push_and_die(place: _Place, at: int) -> None:
 
         return run
 
-    for name in ("note_pushed", "commit", "send_lists"):
+    for name in ("send_lists", "commit"):
         setattr(module, name, dying(getattr(module, name)))
     place.push()
 

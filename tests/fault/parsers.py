@@ -54,8 +54,7 @@ def manifest(data: bytes, _folder: Path) -> None:
 
 
 def _dumped(document: dict[str, Any]) -> bytes:
-    layout: dict[str, Any] = {"indent": 1} if document.get("format_version") == 1 else {"separators": (",", ":")}
-    return json.dumps(document, sort_keys=True, **layout).encode("ascii") + b"\n"
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 class NotOursError(Exception):

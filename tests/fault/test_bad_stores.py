@@ -59,7 +59,7 @@ def folder(path: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "newer": (
         lambda s: edit_json(s / "manifest.json", format_version=6),
-        "has format version 6, this bucketline reads up to 5",
+        "has format version 6, expected 1",
     ),
     "edited": (lambda s: edit_json(s / "manifest.json", max_captions=9), "manifest.json is damaged"),
     "edited digest": (lambda s: edit_json(s / "manifest.json", rules={}), "damaged or was edited by hand: its digest is"),

@@ -345,18 +345,18 @@ class StoreMachine(RuleBasedStateMachine):
                 collect(self.path, 0)
 
     @precondition(lambda self: self.packing is None and self.number < 40)
-    @rule(drawn=new_samples, replace=st.booleans(), comes_last=st.booleans())
-    def merge_with_another(self, drawn: Drawn, replace: bool, comes_last: bool) -> None:  # noqa: FBT001
+    @rule(drawn=new_samples, comes_last=st.booleans())
+    def merge_with_another(self, drawn: Drawn, comes_last: bool) -> None:  # noqa: FBT001
         others = {sample.id: sample for sample in self._made(drawn)}
         other, out = self.folder / f"other{self.number}", self.folder / f"merged{self.number}"
         self.form.make_store(other, list(others.values()))
         stores = [self.path, other] if comes_last else [other, self.path]
-        if others.keys() & self.live.keys() and not replace:
+        if others.keys() & self.live.keys():
             with pytest.raises(StoreError, match="in two stores"):
                 merge(out, stores)
             assert not out.exists()
             return
-        merge(out, stores, replace=replace)
+        merge(out, stores)
         self.path, self.left = out, {}
         self.live = self.newest = self.live | others if comes_last else others | self.live
 

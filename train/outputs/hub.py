@@ -51,10 +51,10 @@ class HubUploads:
 
     def finish(self, is_stopped: Callable[[], bool]) -> None:
         """Wait for the uploads, until `is_stopped`: those that have not begun are left. Then report what is not uploaded."""
-        every = [upload for _, upload in self._uploads]
-        if not all(one.done() for one in every) and not is_stopped():
+        pending = [upload for _, upload in self._uploads if not upload.done()]
+        if pending and not is_stopped():
             self._say(f"uploading to {self._repo}; Ctrl-C leaves what has not begun, the run is complete")
-        while not is_stopped() and wait(every, _POLL_S).not_done:
+        while not is_stopped() and wait(pending, _POLL_S).not_done:
             pass
         for folder, upload in self._uploads:
             upload.cancel()

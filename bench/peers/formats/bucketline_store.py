@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.bench.fixtures.pushed_store import make_pushed
 from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.registry import Opened, Remote
 from bucketline.bench.peers.samples import sample
@@ -96,10 +95,6 @@ class OursRemote(Ours):
     """A store as `store push` leaves it, of few shards: lines of all that are read at a time must find room in the cache."""
 
     num_shards = 2
-
-    def write(self, shape: SetShape, folder: Path) -> None:
-        super().write(shape, folder)
-        make_pushed(folder / _NAME)
 
 
 def sample_id(number: int) -> str:

@@ -98,7 +98,7 @@ class Encoders:
             text=manifest.text if self._columns is None else text_entry(self._columns),
         )
         refuse_other_options(self._config, manifest, contents, with_captions=False)  # each source has its own
-        refuse_difference({"text": encode(manifest.text.without_error)}, {"text": encode(contents.text.without_error)})
+        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
 
     def _device(self) -> torch.device:
         device = chosen_device(self._config.device, self._local_rank)

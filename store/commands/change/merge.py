@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json
-from bucketline.store.commands.place import ChangingArguments, OutPlace, StorePlace, shown
+from bucketline.store.commands.place import LocalStore, NewStore, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge(ChangingArguments):
-    """Create a new store from several. They must share the same encoders and rules.
+class Merge:
+    """Create a new store from several. They must share the same encoders and rules, and no sample's id.
 
-    Stores given by URL are read there; a new one at a URL is made in a temporary folder and pushed.
+    Stores at a URL are pulled first, and the new one is pushed.
 
     Example: store merge all.store photos.store more.store
     """
 
-    out: tyro.conf.Positional[OutPlace]
-    """Path or URL of the new store; must not exist yet."""
-    stores: Annotated[tyro.conf.Positional[tuple[StorePlace, ...]], tyro.conf.arg(metavar="STORE [STORE …]")]
-    """Paths or URLs of the input stores, opened read-only."""
-    replace: bool = False
-    """If two stores have the same sample id, keep the later store's sample instead of failing."""
+    out: tyro.conf.Positional[NewStore]
+    """Path of the new store; must not exist yet."""
+    stores: Annotated[tyro.conf.Positional[tuple[LocalStore, ...]], tyro.conf.arg(metavar="STORE [STORE …]")]
+    """Paths of the input stores, opened read-only."""
     dry_run: bool = False
     """Check and report without writing."""
     json: bool = False
@@ -37,19 +34,11 @@ class Merge(ChangingArguments):
         from bucketline.store.commands.progress import byte_progress
 
         with byte_progress("merge") as on_bytes:
-            out, *sources = map(self.path_or_objects, (self.out, *self.stores))
-            if isinstance(out, Path):
-                done = merge(out, sources, replace=self.replace, dry_run=self.dry_run, on_bytes=on_bytes)
-            else:
-                from bucketline.store.sync.merge import merge_to_url
-
-                done = merge_to_url(out, sources, replace=self.replace, dry_run=self.dry_run, on_bytes=on_bytes)
+            done = merge(self.out, self.stores, dry_run=self.dry_run, on_bytes=on_bytes)
         if self.json:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0
         verb = "would get" if self.dry_run else "has"
         what = f"{counted(done.samples, 'sample')} in {counted(done.shards, 'shard')}"
         print(f"{shown(self.out)} {verb} {what}, {human_bytes(done.num_bytes)} copied")
-        if done.replaced:
-            print(f"  {counted(done.replaced, 'sample')} of earlier stores replaced by those with the same id in later stores")
         return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json, printable, refuse_below
-from bucketline.errors import UsageError
-from bucketline.store.commands.place import StorePlace, shown
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.repair import Repaired, RepairedShard
@@ -18,23 +18,20 @@ _NAMED = 10  # number of dropped ids printed per shard; --json prints all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair:
-    """Repair a damaged store: read it once, keep readable samples and drop the rest.
+class Repair(ChangingArguments):
+    """Repair a damaged store: read it once, keep readable samples and drop the rest. `store verify` names these before.
 
     Running the same `ingest pack` again restores dropped samples whose images the source still has. Missing or damaged
     sidecars are rebuilt. Damaged files stay until `store compact --gc`, because older generations may still read parts of
-    them. In a store at a URL, drop the damaged shards instead: `store verify URL` names them, `store drop URL --shard NAME`
-    drops them, and the same `ingest pack` packs their samples again.
+    them. Of a store at a URL, the damaged shards are got to a temporary folder.
 
-    Example: store repair photos.store --dry-run
+    Example: store repair photos.store
     """
 
     store: tyro.conf.Positional[StorePlace]
-    """Path to the store."""
+    """Path or URL of the store."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
-    dry_run: bool = False
-    """Read the store and report without changing it."""
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -42,15 +39,15 @@ class Repair:
         from bucketline.store.change.repair import repair
         from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.format.manifest import read_manifest
+        from bucketline.store.remote.generations import newest_generation
 
-        if isinstance(self.store, str):
-            raise UsageError(_instead(shown(self.store)))
         refuse_below(1, threads=self.threads)
-        total = sum(shard.data_bytes for shard in read_manifest(self.store).shards)
-        with bar_of_bytes("repair", total) as on_bytes:
-            done = repair(self.store, threads=self.threads, dry_run=self.dry_run, on_bytes=on_bytes)
+        place = self.path_or_objects(self.store)
+        manifest = read_manifest(place) if isinstance(place, Path) else newest_generation(place)
+        with bar_of_bytes("repair", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
+            done = repair(place, threads=self.threads, on_bytes=on_bytes)
         if self.json:
-            print_json({**asdict(done), "dry_run": self.dry_run})
+            print_json(asdict(done))
         else:
             self._print(done)
         return 0
@@ -67,18 +64,14 @@ class Repair:
                 unnamed = shard.dropped - len(shard.dropped_ids)
                 of_them = f", {unnamed} of them without a readable name" if unnamed else "; --json names all"
                 print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")
-        would = "would be dropped" if self.dry_run else "dropped"
-        stay = "would stay" if self.dry_run else "stay"
-        dropped = f"{counted(done.dropped, 'sample')} {would}"
-        print(f"{shown(self.store)}: {dropped}, {done.samples} {stay}; generation {done.generation}")
-        if self.dry_run:
-            return
+        dropped = counted(done.dropped, "sample")
+        print(f"{shown(self.store)}: {dropped} dropped, {done.samples} stay; generation {done.generation}")
         if done.dropped:
             print("  run the same `ingest pack` again: it packs the dropped samples whose images the source still has")
         if any(shard.is_replaced for shard in done.shards):
             print(
-                f"  the damaged files stay until `store compact {self.store} --gc --older-than 0s`, and `store verify` reports "
-                "them until then"
+                f"  the damaged files stay until `store compact {shown(self.store)} --gc --older-than 0s`, and `store verify` "
+                "reports them until then"
             )
 
     def _what(self, shard: RepairedShard) -> str:
@@ -88,15 +81,7 @@ class Repair:
             else ""
         )
         if not shard.is_replaced:
-            rebuilt = f"{', '.join(shard.restored)} {'would be rebuilt' if self.dry_run else 'rebuilt'}, nothing lost"
+            rebuilt = f"{', '.join(shard.restored)} rebuilt, nothing lost"
             return f"{rebuilt if shard.restored else 'all of its samples can be read'}{lost}"
         where = f" in {', '.join(shard.written)}" if shard.written else ""
         return f"{shard.kept} of {counted(shard.kept + shard.dropped, 'sample')} can be read{where}{lost}"
-
-
-def _instead(url: str) -> str:
-    return (
-        f"{url} is a URL, and a repair needs the store on a disk. `store verify {url}` names the damaged shards, "
-        f"`store drop {url} --shard NAME` drops them, and the same `ingest pack` packs their samples again. If there is an "
-        f"intact copy, remove the damaged objects instead: `store push COPY {url}` sends what is missing"
-    )

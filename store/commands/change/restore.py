@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
@@ -36,30 +36,31 @@ class Restore(ChangingArguments):
             return self._list()
         from bucketline.store.change.restore import restore
 
-        done = restore(self.path_or_objects(self.store), self.generation, dry_run=self.dry_run)
+        before, after = restore(self.path_or_objects(self.store), self.generation, dry_run=self.dry_run)
+        is_changed, own = after is not before, self.generation
         if self.json:
-            print_json({**asdict(done), "dry_run": self.dry_run})
+            report = {"restored": own, "generation": (before if self.dry_run else after).generation, "is_changed": is_changed}
+            print_json({**report, "samples_before": before.samples, "samples": after.samples, "dry_run": self.dry_run})
             return 0
-        samples = (
-            f"{counted(done.samples, 'sample')} (there {'was' if done.samples_before == 1 else 'were'} {done.samples_before})"
-        )
-        if not done.is_changed:
-            print(f"{shown(self.store)}: nothing to restore, generation {done.generation} already has what {done.restored} had")
+        samples = f"{counted(after.samples, 'sample')} (there {'was' if before.samples == 1 else 'were'} {before.samples})"
+        if not is_changed:
+            print(f"{shown(self.store)}: nothing to restore, generation {before.generation} already has what {own} had")
         elif self.dry_run:
-            print(f"{shown(self.store)}: would restore generation {done.restored}, {samples}")
+            print(f"{shown(self.store)}: would restore generation {own}, {samples}")
         else:
-            print(f"{shown(self.store)}: generation {done.restored} restored, {samples}; generation {done.generation}")
+            print(f"{shown(self.store)}: generation {own} restored, {samples}; generation {after.generation}")
         return 0
 
     def _list(self) -> int:
         from bucketline.store.change.restore import earlier_generations
 
-        newest, found = earlier_generations(self.path_or_objects(self.store))
+        found = earlier_generations(self.path_or_objects(self.store))
         if self.json:
-            print_json({"generation": newest, "generations": [asdict(earlier) for earlier in found]})
+            listed = [{"generation": one.generation, "samples": one.samples, "published": at} for one, at in found]
+            print_json({"generations": listed})
             return 0
-        for earlier in found:
-            when = dt.datetime.fromtimestamp(earlier.published).astimezone().isoformat(" ", "minutes")
-            mark = ", the newest" if earlier.generation == newest else ""
-            print(f"generation {earlier.generation}: {counted(earlier.samples, 'sample')}, published {when}{mark}")
+        for n, (one, published) in enumerate(found):
+            when = dt.datetime.fromtimestamp(published).astimezone().isoformat(" ", "minutes")
+            mark = "" if n else ", the newest"
+            print(f"generation {one.generation}: {counted(one.samples, 'sample')}, published {when}{mark}")
         return 0

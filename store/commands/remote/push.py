@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl, shown
+from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,8 @@ class Push(ChangingArguments):
         if self.json:
             print_json(asdict(done))
             return 0
-        if done.is_ahead:
-            print(
-                f"{shown(folder.url)}: nothing sent, it has generation {done.generation}, which is newer; `store pull` gets it"
-            )
-            return 0
         there = f", {human_bytes(done.sent.bytes_there)} were there" if done.sent.files_there else ""
-        committed = "" if done.committed else ", which was there"
+        committed = "" if done.is_committed else ", which was there"
         print(
             f"{folder.url}: {counted(done.sent.files, 'file')} with {human_bytes(done.sent.num_bytes)} sent{there}; generation "
             f"{done.generation} with {counted(done.samples, 'sample')}{committed}"

@@ -35,7 +35,7 @@ def test_info_prints_one_object_with_buckets_and_columns(packed: tuple[Path, Pat
     report = call("store", "info", packed[1], "--json").json
     wanted = {"format_version", "generation", "samples", "payload_bytes", "disk_bytes", "shards", "encoders", "buckets"}
     assert wanted <= set(report)
-    assert (report["format_version"], report["generation"], report["samples"], report["shards"]) == (5, 1, 14, 1)
+    assert (report["format_version"], report["generation"], report["samples"], report["shards"]) == (1, 1, 14, 1)
     assert set(report["encoders"]) == {"vae", "text_encoder"}
     assert sum(bucket["rows"] for bucket in report["buckets"]) == 14
     for bucket in report["buckets"]:

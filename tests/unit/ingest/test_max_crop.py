@@ -11,7 +11,6 @@ import pytest
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from tests.commands import call
-from tests.kit import rewrite_manifest
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -85,13 +84,3 @@ def test_stores_with_and_without_a_limit_are_read_together(photos: Path, tmp_pat
     stores = [WeightedStore(store=Store.open(tmp_path / name)) for name in "ab"]
     with Loader(stores, LoaderConfig(batch_size=1)) as loader:
         assert [batch.epoch for batch, _ in zip(loader.forever(), range(6), strict=False)] == [0] * 5 + [1]
-
-
-def test_a_store_without_a_limit_merges_with_one_of_an_earlier_version(photos: Path, tmp_path: Path, model: Path) -> None:
-    pack(photos, tmp_path / "a", model, "--max-crop", "1")
-    (photos / "fits.png").rename(photos / "other.png")
-    pack(photos, tmp_path / "b", model, "--max-crop", "1")
-    rules = Store.open(tmp_path / "b").manifest.rules
-    rewrite_manifest(tmp_path / "b", rules={name: rule for name, rule in rules.items() if name != "max_crop"})
-    assert call("store", "merge", tmp_path / "c", tmp_path / "a", tmp_path / "b", "--replace").code == 0
-    assert ids(tmp_path / "c") == ["fits.png", "other.png", "strip.png", "wide.png"]

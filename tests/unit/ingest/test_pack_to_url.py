@@ -295,10 +295,10 @@ def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
 ) -> None:
     work, parts = tmp_path / "work", upload.Uploader._parts
 
-    def failing(uploader: upload.Uploader, file: upload._File, sums: object) -> object:
+    def failing(uploader: upload.Uploader, file: upload._File) -> object:
         if file.path.suffix == ".lmdb" and len(sent(in_memory)) == 3:
             raise StoreError("the network is gone")
-        return parts(uploader, file, sums)  # type: ignore[arg-type]
+        return parts(uploader, file)
 
     with monkeypatch.context() as patched:
         patched.setattr(upload.Uploader, "_parts", failing)

@@ -17,7 +17,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from bucketline.store.write import publish, shard_writer
-from tests.kit import Sample, add_samples, make_sample, make_store, samples_of, store_writer
+from tests.kit import Sample, add_samples, make_sample, make_store, store_writer
 from tests.unit.loader.test_remote import bits
 from tests.unit.store.remote.cache.lines import NUM_BYTES, open_shard
 
@@ -145,21 +145,3 @@ def test_the_lines_of_unchanged_shards_serve_the_next_generation(tmp_path: Path)
     pushed(store, "a")
     assert requests_of(url, cache, batches_of(store, cache)) == 1  # the new shard's line
     assert requests_of(f"{url}/", cache, batches_of(store, cache)) == 0  # a slash at the end is the same place
-
-
-def test_what_an_earlier_version_kept_in_the_cache_is_not_used_and_goes(tmp_path: Path) -> None:
-    store, cache = make_store(tmp_path / "a.store", samples_of(ROWS, "a/")), tmp_path / "cache"
-    url = pushed(store.path, "a")
-    first = opened_at(url, cache)
-    assert first.source is not None
-    before = cache / store.manifest.store_id  # as earlier versions called the folder
-    (before / "shards").mkdir(parents=True)
-    (before / "locks").touch()
-    for suffix in (".lmdb", ".extents", ".index"):
-        (before / "shards" / f"g0{suffix}").write_bytes(b"\xff" * 1000)
-    assert requests_of(url, cache, batches_of(store.path, cache)) == 1
-    folder = first.source._cache
-    assert {one.url for one in folder.stores()} == {url, "?"}
-    assert folder.remove_oldest()
-    assert not before.exists()
-    assert first.path.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 import time
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from bucketline.store.remote.objects import NoRangesError, ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.commands import call
-from tests.contract.kit import unpacked
 from tests.kit import flip_bit, make_store, samples_of
 from tests.object_storage import CREDENTIALS
 
@@ -50,15 +48,6 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "served"
 
 
-@pytest.fixture
-def old(folder: Path, tmp_path: Path) -> Path:
-    """The same folder, with a store of version 1 as `a`: `store push` has written the checksums of its lines."""
-    shutil.rmtree(folder / "a")
-    (folder / "a").mkdir()
-    push(unpacked("images", tmp_path), ObjectFolder.open(f"file://{folder / 'a'}"))
-    return folder
-
-
 def read_all(url: str, tmp_path: Path, deadline_s: float = 60.0) -> tuple[BucketlineError, float]:
     """Return the error that reading a store ends with, and how long that took; leave no thread behind."""
     begun = time.monotonic()
@@ -69,13 +58,11 @@ def read_all(url: str, tmp_path: Path, deadline_s: float = 60.0) -> tuple[Bucket
     return raised.value, time.monotonic() - begun
 
 
-@pytest.mark.parametrize(("suffix", "form"), [("extents", "folder"), ("extents", "old"), ("lines", "old")])
 @pytest.mark.parametrize("change", ["flipped", "longer", "missing"])
 def test_a_damaged_sidecar_is_the_first_batchs_error_and_is_not_asked_for_again(
-    suffix: str, form: str, change: str, request: pytest.FixtureRequest, tmp_path: Path
+    change: str, folder: Path, tmp_path: Path
 ) -> None:
-    folder: Path = request.getfixturevalue(form)
-    path = max((folder / "a" / "shards").glob(f"*.{suffix}"))
+    path = max((folder / "a" / "shards").glob("*.extents"))
     if change == "flipped":
         flip_bit(path, 4 * path.stat().st_size)
     elif change == "longer":
@@ -86,7 +73,7 @@ def test_a_damaged_sidecar_is_the_first_batchs_error_and_is_not_asked_for_again(
         error, seconds = read_all(f"{server.url}/a", tmp_path)
         sent = server.reset()
     assert seconds < SOON_S
-    assert f"{server.url}/a/shards/{path.name}" in str(error) or (suffix, change) == ("lines", "missing")
+    assert f"{server.url}/a/shards/{path.name}" in str(error)
     assert isinstance(error, MissingObjectError if change == "missing" else CorruptError)
     assert sent.gets[f"/a/shards/{path.name}"] + sent.refused <= 8
 
@@ -122,13 +109,6 @@ def test_a_folder_is_read_that_was_copied_to_the_server_and_not_pushed(made: Pat
         assert sum(len(batch.ids) for batch in loader) == 120
 
 
-def test_a_folder_of_version_1_that_was_never_pushed_is_called_so_at_once(tmp_path: Path) -> None:
-    with RangeServer(unpacked("images", tmp_path)) as server:
-        error, seconds = read_all(server.url, tmp_path)
-    assert seconds < SOON_S
-    assert re.search(r"was not written by `store push`: shards/g\S+\.lines is missing", str(error))
-
-
 def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path: Path) -> None:
     with RangeServer(folder) as server:
         server.outage = Fault.WHOLE
@@ -139,9 +119,8 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["manifest.json", ".extents", ".lines"])
-def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, old: Path, tmp_path: Path) -> None:
-    folder = old
+@pytest.mark.parametrize("name", ["manifest.json", ".extents"])
+def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, folder: Path, tmp_path: Path) -> None:
     lies = Schedule([Fault.HUGE_LENGTH] * 100, concerns=lambda path: path.endswith(name))
     with RangeServer(folder, schedule=lies) as server:
         error, seconds = read_all(f"{server.url}/a", tmp_path)

@@ -41,7 +41,6 @@ WITH_LINES = (
         f"store.remote.cache.{name}"
         for name in ("cached_shard", "batch_lines", "remote_source", "evictor", "remote_files", "folder")
     ),
-    "store.remote.lines",
     "loader.plan.cache_needs",
 )
 for _name in (*WITH_LINES, "store.remote.cache.fetch_threads"):  # or what a test imports first would keep its short lines

@@ -99,8 +99,8 @@ def test_files_of_a_person_that_only_end_in_tmp_stay(store: Path) -> None:
 
 
 def test_a_manifest_is_not_written_through_a_link(store: Path, outside: Path) -> None:
-    (store / f"manifest.json.{os.getpid()}.tmp").symlink_to(outside / "precious")
-    (store / "generations" / f"2.json.{os.getpid()}.tmp").symlink_to(outside / "precious")
+    (store / "manifest.json.0123abcd.tmp").symlink_to(outside / "precious")
+    (store / "generations" / "2.json.0123abcd.tmp").symlink_to(outside / "precious")
     shutil.copy(store / "manifest.json", outside)
     (store / "manifest.json").unlink()
     (store / "manifest.json").symlink_to(outside / "manifest.json")
@@ -113,8 +113,8 @@ def test_a_manifest_is_not_written_through_a_link(store: Path, outside: Path) ->
 
 def test_a_manifest_that_was_lost_is_not_written_through_a_link(store: Path, outside: Path) -> None:
     """It is written before anything is swept away."""
-    (store / f"manifest.json.{os.getpid()}.tmp").symlink_to(outside / "precious")
-    (store / f"generations/1.json.{os.getpid()}.tmp").symlink_to(outside / "precious")
+    (store / "manifest.json.0123abcd.tmp").symlink_to(outside / "precious")
+    (store / "generations/1.json.0123abcd.tmp").symlink_to(outside / "precious")
     (store / "manifest.json").unlink()
     before = tree(outside)
     drop(store, [ID])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from contextlib import suppress
@@ -14,7 +13,7 @@ from safetensors.numpy import load_file
 
 from bucketline.dtype_names import dtype_name
 from bucketline.errors import CorruptError, FingerprintError, UsageError
-from bucketline.store import Column, Store, read_manifest
+from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
@@ -141,23 +140,6 @@ def test_a_shard_that_a_killed_writer_left_is_adopted_with_its_error(tmp_path: P
     adopted = Store.open(tmp_path / "killed")
     assert info(adopted)["text_error"] == info(whole)["text_error"]
     assert info(whole)["text_error"] is not None
-
-
-def test_a_store_whose_captions_have_a_column_of_errors_is_read_and_continued(tmp_path: Path) -> None:
-    """Such are those of an earlier version."""
-    new = I8.text
-    assert new is not None
-    old = dataclasses.replace(new, fixed=(*new.fixed, Column(name="tokens_error", dtype="F32", shape=(3,))))
-    for text, samples in ((old, SAMPLES[:20]), (new, SAMPLES[20:])):
-        dataclasses.replace(I8, text=text).make_store(tmp_path, samples)
-    store = Store.open(tmp_path)
-    assert store.text == old
-    assert_captions(store)
-    assert not faults_of(store)
-    error = np.frombuffer(store.caption(1, 0).fixed["tokens_error"], dtype="<f4")
-    assert np.array_equal(error, measured_error(tokens_of(""), delivered("I8", "")))
-    num_captions = sum(shard.groups["text"].rows for shard in store.manifest.shards)
-    assert info(store)["text_error"]["captions"] == num_captions
 
 
 def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def assert_modes(store: Path, umask: int) -> None:
 
 
 def test_a_lock_that_a_colleague_made_for_himself_alone_is_taken_all_the_same(tmp_path: Path) -> None:
-    """Locks of earlier versions could be written only by their maker."""
     path = tmp_path / "a.lock"
     path.touch()
     path.chmod(0o444)

@@ -294,14 +294,14 @@ def test_extents_of_a_column_that_are_intact_but_wrong_are_named(path: Path) -> 
     mask = replace(first.added["mask"], extents=replace(first.added["mask"].extents, digest=bytes_digest(data)))
     rewrite_manifest(path, shards=(replace(first, added={"mask": mask}), *rest))
     errors = [fault.error for fault in verify(Store.open(path), lambda _: None).corrupt]
-    assert "the extents give the block's first_row as 1, expected 0" in errors
+    assert any(".extents is not what the shard's file gives" in error for error in errors)
 
 
 def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:
     add_column(path, "mask", mask_of)
     damage(path)
-    assert repair(path, dry_run=True).shards[0].lost_columns == ("mask",)
     done = repair(path)
+    assert done.shards[0].lost_columns == ("mask",)
     assert (done.samples, done.dropped, done.shards[0].is_replaced) == (len(IDS), 0, False)
     assert add_column(path, "mask", mask_of).rows == len(IDS) // 2
     expect_masks(path, len(IDS))

@@ -55,7 +55,7 @@ def test_drop_compact_and_continue(form: tuple[Form, dict[str, int]], tmp_path: 
     compacted = compact(tmp_path / "s", shard_bytes=1 << 30, gc_older_than_s=0)
     assert (compacted.rows, compacted.dropped) == (len(kept), 2)
     check(Store.open(tmp_path / "s"), kept, made)
-    assert Store.open(tmp_path / "s").manifest.format_version == 5
+    assert Store.open(tmp_path / "s").manifest.format_version == 1
     newer = made.sample(items[1].id, items[1].bucket, captions=("another",))
     with made.writer(tmp_path / "s") as writer:
         made.add(writer, [newer])
@@ -131,7 +131,7 @@ def test_commands_show_and_export_every_column(form: tuple[Form, dict[str, int]]
     columns, items = made.columns, made.samples(rows)
     made.make_store(tmp_path / "s", items)
     report = call("store", "info", tmp_path / "s", "--json").json
-    assert report["format_version"] == 5
+    assert report["format_version"] == 1
     for bucket in report["buckets"]:
         assert bucket["name"] == f"{bucket['split']}/{'x'.join(str(bucket[axis]) for axis in bucket['axes'])}"
         shown = {column["role"]: column for column in bucket["columns"].values() if "role" in column}

@@ -152,15 +152,6 @@ def test_a_collection_leaves_no_manifest_behind_that_names_a_removed_generation(
     assert everything(Store.open(tmp_path)) == held
 
 
-def test_the_checksums_of_lines_of_a_shard_that_is_gone_go_with_it(tmp_path: Path) -> None:
-    """A store of version 1 that was pushed to a folder has them, and the folder is a store on a disk too."""
-    newest = changed_store(tmp_path)
-    for name in ("g0", newest.shards[0].name):
-        (tmp_path / "shards" / f"{name}.lines").write_bytes(bytes(32))
-    assert "g0.lines" in collect(tmp_path, 0).files
-    assert [path.stem for path in (tmp_path / "shards").glob("*.lines")] == [newest.shards[0].name]
-
-
 def test_a_damaged_generation_that_is_to_stay_stops_the_collection(tmp_path: Path) -> None:
     changed_store(tmp_path)
     flip_bit(tmp_path / "generations" / "4.json", 999)

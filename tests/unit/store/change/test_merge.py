@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
-from bucketline.store.format.manifest_entries import FileEntry
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.commands import call, spawn
@@ -73,7 +71,7 @@ def test_a_merged_store_holds_the_samples_of_all_and_its_sources_are_as_they_wer
     before = tree(tmp_path)
     seen: list[tuple[int, int]] = []
     done = merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"], on_bytes=lambda *at: seen.append(at))
-    assert (done.samples, done.shards, done.replaced) == (len(first) + len(second), 3, 0)
+    assert (done.samples, done.shards) == (len(first) + len(second), 3)
     assert seen[-1] == (done.num_bytes, done.num_bytes)
     expect(tmp_path / "out", [*first, *second])
     assert {name: data for name, data in tree(tmp_path).items() if not name.startswith("out/")} == before
@@ -112,64 +110,27 @@ def test_one_store_alone_is_copied_without_its_past(tmp_path: Path, first: list[
 def test_equal_ids_in_two_stores_are_refused_by_name(tmp_path: Path, first: list[Sample]) -> None:
     make_store(tmp_path / "b", [make_sample(sample.id, BUCKET, version=1) for sample in first[:7]])
     before = tree(tmp_path)
-    expected = r"7 samples are in two stores: '.*' is in .*/a and in .*/b; .*, and 2 more; drop them .* or use --replace"
+    expected = (
+        r"7 samples are in two stores: '.*' is in .*/a and in .*/b; .*, and 2 more; `store drop` them from one of the stores"
+    )
     with pytest.raises(StoreError, match=expected):
         merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-def test_with_replace_the_later_stores_sample_wins(order: tuple[str, str], tmp_path: Path, first: list[Sample]) -> None:
-    changed = [make_sample(first[0].id, BUCKET, ("new",), version=1), make_sample(first[8].id, "train/96x64", version=1)]
-    own = samples_of({BUCKET: 2}, "b/")
-    make_store(tmp_path / "b", [*changed, *own])
-    done = merge(tmp_path / "out", [tmp_path / name for name in order], replace=True)
-    assert done.replaced == 2
-    unchanged = [sample for n, sample in enumerate(first) if n not in (0, 8)]
-    winners = changed if order[1] == "b" else [first[0], first[8]]
-    expect(tmp_path / "out", [*unchanged, *winners, *own])
-
-
-def test_a_shard_whose_rows_all_give_way_is_left_out(tmp_path: Path) -> None:
-    samples = samples_of({BUCKET: 3})
-    newer = [make_sample(sample.id, BUCKET, version=1) for sample in samples]
-    make_store(tmp_path / "a", samples)
-    make_store(tmp_path / "b", newer)
-    assert merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"], replace=True).shards == 1
-    expect(tmp_path / "out", newer)
-
-
-def test_stores_that_were_copied_from_one_another_have_their_shards_in_common(tmp_path: Path, first: list[Sample]) -> None:
+def test_stores_that_were_copied_from_one_another_are_refused_whatever_is_live(tmp_path: Path, first: list[Sample]) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    drop(tmp_path / "b", [first[0].id])
-    drop(tmp_path / "a", [first[1].id])
-    done = merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
-    assert (done.shards, done.samples) == (2, len(first))
-    expect(tmp_path / "out", first)  # live in either is live
-
-
-@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-def test_a_sample_that_a_copy_has_packed_anew_is_there_in_one_version(
-    order: tuple[str, str], tmp_path: Path, first: list[Sample]
-) -> None:
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    changed = make_sample(first[0].id, BUCKET, version=1)
-    write_shard(tmp_path / "b", "new", [changed])
-    with lock_store(tmp_path / "b"):
-        publish(tmp_path / "b", read_manifest(tmp_path / "b"), ["new"], [])
-    with pytest.raises(StoreError, match="1 samples are in two stores"):
-        merge(tmp_path / "out", [tmp_path / name for name in order])
-    merge(tmp_path / "out", [tmp_path / name for name in order], replace=True)
-    expect(tmp_path / "out", [changed if order[1] == "b" else first[0], *first[1:]])
-
-
-def test_one_shard_id_with_two_contents_is_refused(tmp_path: Path, first: list[Sample]) -> None:
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shards = read_manifest(tmp_path / "b").shards
-    other = dataclasses.replace(shards[0], lmdb=FileEntry(num_bytes=shards[0].lmdb.num_bytes, digest="0" * 32))
-    rewrite_manifest(tmp_path / "b", shards=(other, *shards[1:]))
-    with pytest.raises(CorruptError, match=r"a/shards/g0.lmdb and .*b/shards/g0.lmdb have the same shard id"):
+    drop(tmp_path / "b", [sample.id for sample in first])
+    with pytest.raises(StoreError, match=r"/a and .*/b both have the shard g0, as copies of one store do"):
         merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
+
+
+def test_a_shard_without_live_rows_is_left_out(tmp_path: Path) -> None:
+    samples, more = samples_of({BUCKET: 3}), samples_of({BUCKET: 2}, "more/")
+    make_store(tmp_path / "a", samples, more)
+    drop(tmp_path / "a", [sample.id for sample in samples])
+    assert merge(tmp_path / "out", [tmp_path / "a"]).shards == 1
+    expect(tmp_path / "out", more)
 
 
 def other_encoder(path: Path) -> None:
@@ -268,13 +229,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from bucketline.store.change import merge
-call, left = merge.copy_file, [4]
+call, left = merge._copy_file, [4]
 def killed(*args):
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     call(*args)
-merge.copy_file = killed
+merge._copy_file = killed
 merge.merge(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])
 """
 
@@ -321,7 +282,7 @@ def test_the_command_reports_what_it_merged(tmp_path: Path, first: list[Sample],
     asked = ("merge", tmp_path / "out", tmp_path / "a", tmp_path / "b")
     assert f"would get {len(first) + len(second)} samples in 3 shards" in call("store", *asked, "--dry-run").out
     ran = call("store", *asked, "--json").done()
-    assert (ran.json["samples"], ran.json["shards"], ran.json["replaced"]) == (len(first) + len(second), 3, 0)
+    assert (ran.json["samples"], ran.json["shards"]) == (len(first) + len(second), 3)
     again = call("store", *asked)
     assert (again.code, again.out) == (2, "")
     assert "out exists" in again.err

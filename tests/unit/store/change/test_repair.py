@@ -18,11 +18,13 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.repair import Repaired, repair
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.commands import call
-from tests.contract.kit import unpacked
 from tests.kit import IMAGES, Sample, by_id, flip_bit, make_store, rewrite_manifest, samples_of, tree, write_shard
+from tests.object_storage import in_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,15 +59,10 @@ def expect(path: Path, every: dict[str, Sample], lost: set[str]) -> None:
 
 
 def repaired(path: Path) -> Repaired:
-    """Repair, after a dry run that must foretell it and change nothing."""
-    before, generation = files(path), read_manifest(path).generation
-    foretold = repair(path, dry_run=True)
-    assert files(path) == before
+    """Repair, and expect at most one generation more."""
+    generation = read_manifest(path).generation
     done = repair(path)
     assert done.generation in (generation, generation + 1)
-    told = [(shard.shard, shard.kept, shard.dropped, shard.dropped_ids, shard.restored) for shard in foretold.shards]
-    assert told == [(shard.shard, shard.kept, shard.dropped, shard.dropped_ids, shard.restored) for shard in done.shards]
-    assert (foretold.dropped, foretold.samples) == (done.dropped, done.samples)
     return done
 
 
@@ -192,21 +189,9 @@ def test_extents_that_are_intact_but_wrong_are_made_again_if_the_shards_file_is_
         copy, shards=(replace(first, extents=replace(first.extents, digest=bytes_digest(data), num_bytes=len(data))), *rest)
     )
     assert {fault.shard for fault in verify(Store.open(copy), lambda _: None).corrupt} == {"g0"}
-    assert repair(copy, dry_run=True).dropped == 0
     assert repaired(copy).dropped == 0
     expect(copy, every, set())
     assert files(copy)["shards/g0.extents"] == before
-
-
-def test_a_dry_run_says_what_a_repair_drops_where_an_old_stores_file_was_written_wrong(tmp_path: Path) -> None:
-    """Sidecars of older versions lack the checksums of lines, and are not wrong for that."""
-    path = unpacked("images", tmp_path)
-    flip_row(path, Store.open(path).buckets()[0].name, [0])
-    first, *rest = read_manifest(path).shards
-    _, digest = file_digest(path / "shards" / f"{first.name}.lmdb")
-    rewrite_manifest(path, shards=(replace(first, lmdb=replace(first.lmdb, digest=digest)), *rest))
-    assert repair(path, dry_run=True).dropped == 1
-    assert repaired(path).dropped == 1
 
 
 @pytest.mark.parametrize("suffix", ["extents", "index"])
@@ -322,35 +307,38 @@ def test_dropped_and_replaced_rows_do_not_come_back(tmp_path: Path) -> None:
     expect(tmp_path, {s.id: s for s in samples}, {samples[7].id, samples[8].id})
 
 
-def test_a_list_of_replaced_rows_is_made_again(tmp_path: Path) -> None:
-    samples = samples_of({BUCKET: 12})
-    store = make_store(tmp_path, samples, samples[2:5], samples[4:9])
-    before = files(tmp_path)
-    entry = store.manifest.shards[0].dropped
-    assert entry is not None
-    store.shards[0].paths.dropped(entry.generation).unlink()
-    (shard,) = repaired(tmp_path).shards
-    assert shard.restored == (f"g0.dropped-{entry.generation}",)
-    assert files(tmp_path) == before
-    expect(tmp_path, {s.id: s for s in samples}, set())
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_shard_that_has_lost_its_list_of_dropped_rows_is_dropped_whole(tmp_path: Path, damage: str) -> None:
+    """Else a sample that someone dropped could be back."""
+    samples, own = samples_of({BUCKET: 12}), tmp_path / "s"
+    make_store(own, samples)
+    drop(own, [samples[1].id])
+    path = own / "shards" / "g0.dropped-2"
+    path.unlink() if damage == "missing" else os.truncate(path, 10)
+    (shard,) = repaired(own).shards
+    assert (shard.kept, shard.dropped) == (0, 11)
+    expect(own, {s.id: s for s in samples}, ids_of(samples))
 
 
-def test_a_list_with_rows_that_someone_dropped_is_made_again_from_an_older_one_or_its_shard_is_dropped(tmp_path: Path) -> None:
-    samples = samples_of({BUCKET: 12})
-    make_store(tmp_path / "a", samples)
-    drop(tmp_path / "a", [samples[1].id])
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    (tmp_path / "b" / "shards" / "g0.dropped-2").unlink()
-    (shard,) = repaired(tmp_path / "b").shards
-    assert (shard.kept, shard.dropped) == (0, 11)  # else the sample that someone dropped could be back
-    expect(tmp_path / "b", {s.id: s for s in samples}, ids_of(samples))
-    write_shard(tmp_path / "a", "more", samples[4:6])
-    with lock_store(tmp_path / "a"):
-        publish(tmp_path / "a", read_manifest(tmp_path / "a"), ["more"], ())
-    os.truncate(tmp_path / "a" / "shards" / "g0.dropped-3", 10)
-    (shard,) = repaired(tmp_path / "a").shards
-    assert shard.restored == ("g0.dropped-3",)
-    expect(tmp_path / "a", {s.id: s for s in samples}, {samples[1].id})
+def test_a_store_at_a_url_is_repaired_where_it_is(copy: Path, every: dict[str, Sample], tmp_path: Path) -> None:
+    folder = in_memory()
+    push(copy, folder)
+    (gone,) = flip_row(copy, BUCKET, [3])
+    folder.write("shards/g0.lmdb", (copy / "shards" / "g0.lmdb").read_bytes())
+    index = folder.read("shards/g1.index")
+    folder.remove(["shards/g1.index"])
+    done = repair(folder)
+    assert (done.generation, done.samples, done.dropped) == (3, 52, 1)
+    assert [(shard.shard, shard.kept, shard.dropped_ids, shard.restored) for shard in done.shards] == [
+        ("g0", 38, (gone,), ()),
+        ("g1", 14, (), ("g1.index",)),
+    ]
+    assert folder.read("shards/g1.index") == index
+    pull(folder, tmp_path / "pulled")
+    expect(tmp_path / "pulled", every, {gone})
+    folder.remove([file.name for file in folder.names("shards") if file.name.startswith("shards/g1.")])
+    assert repair(folder).dropped == 14
+    assert repair(folder).shards == ()
 
 
 def test_a_damaged_shard_is_retired_and_never_adopted_not_even_when_its_file_is_put_back(
@@ -397,7 +385,7 @@ def test_a_repair_that_ends_in_the_middle_leaves_the_store_as_it_was_and_the_nex
             whole, calls = RowCopier.copy, iter(range(2))
             patched.setattr(RowCopier, "copy", lambda *given: whole(*given) if next(calls) == 0 else die())
         else:
-            patched.setattr("bucketline.store.change.repair.publish_shards", die)
+            patched.setattr("bucketline.store.change.commit.publish_shards", die)
         with pytest.raises(KilledError):
             repair(copy)
     assert (copy / "manifest.json").read_bytes() == manifest
@@ -423,8 +411,6 @@ def test_files_that_lie_on_a_disk_that_is_not_there_are_not_given_up(copy: Path,
     before = (copy / "manifest.json").read_bytes()
     with pytest.raises(StoreError, match=r"is a dangling link|a store is changed only where its folders are its own"):
         repair(copy)
-    with pytest.raises(StoreError, match="is a dangling link"):
-        repair(copy, dry_run=True)
     assert (copy / "manifest.json").read_bytes() == before
 
 
@@ -443,14 +429,15 @@ def test_what_an_interrupted_pack_left_stays_for_the_next_one(copy: Path, every:
 def test_the_command_says_what_it_kept_and_what_it_dropped(copy: Path) -> None:
     flipped = flip_row(copy, BUCKET, [3])
     os.truncate(copy / "shards" / "g1.index", 100)
-    ran = call("store", "repair", copy, "--dry-run").done()
-    assert "shard g0: 38 of 39 samples can be read" in ran.out
+    shutil.copytree(copy, copy.with_name("other"))
+    ran = call("store", "repair", copy.with_name("other")).done()
+    assert "shard g0: 38 of 39 samples can be read in copy-" in ran.out
     assert f"dropped: {flipped[0]}" in ran.out
-    assert "shard g1: g1.index would be rebuilt, nothing lost" in ran.out
-    assert f"{copy}: 1 sample would be dropped, 52 would stay; generation 2" in ran.out
+    assert "shard g1: g1.index rebuilt, nothing lost" in ran.out
+    assert f"{copy.with_name('other')}: 1 sample dropped, 52 stay; generation 3" in ran.out
     ran = call("store", "repair", copy, "--json").done()
     report = ran.json
-    assert (report["generation"], report["samples"], report["dropped"], report["dry_run"]) == (3, 52, 1, False)
+    assert (report["generation"], report["samples"], report["dropped"]) == (3, 52, 1)
     assert [shard["dropped_ids"] for shard in report["shards"]] == [flipped, []]
     assert "nothing to repair, all of 52 samples can be read" in call("store", "repair", copy).out
     assert call("store", "repair", copy, "--threads", 0).code == 2

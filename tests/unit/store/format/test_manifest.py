@@ -45,13 +45,14 @@ def test_a_manifest_edited_by_hand_is_refused(copy: Path) -> None:
         read_manifest(copy)
 
 
-def test_a_newer_format_is_refused_with_both_versions(copy: Path) -> None:
-    edit_json(copy / "manifest.json", format_version=6)
-    with pytest.raises(StoreError, match=r"has format version 6, this bucketline reads up to 5"):
+@pytest.mark.parametrize("version", [0, 2, 7])
+def test_another_format_is_refused_with_both_versions(version: int, copy: Path) -> None:
+    edit_json(copy / "manifest.json", format_version=version)
+    with pytest.raises(StoreError, match=rf"has format version {version}, expected 1"):
         read_manifest(copy)
 
 
-def test_a_newer_format_is_refused_as_such_though_its_fields_are_others(copy: Path) -> None:
+def test_another_format_is_refused_as_such_though_its_fields_are_others(copy: Path) -> None:
     (copy / "manifest.json").write_text('{"format_version": 7, "pages": []}', encoding="ascii")
     with pytest.raises(StoreError, match=r"format version 7"):
         read_manifest(copy)
@@ -72,9 +73,8 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a negative number": (lambda d: d.update(generation=-1), "generation is -1, expected 0"),
     "a version as text": (lambda d: d.update(format_version="1"), "format_version is '1'"),
     "no version": (lambda d: d.pop("format_version"), "format_version"),
-    "version 0": (lambda d: d.update(format_version=0), "format_version is 0"),
     "a list as an object": (lambda d: d.update(buckets={}), "buckets is {}, expected list"),
-    "no list of shards": (lambda d: d.update(shards=5), "not iterable"),
+    "no list of shards": (lambda d: d.update(shards=5), "shards is 5, expected list"),
     "a bucket under another name": (bucket_edit(name="train/8x8"), "'train/8x8' is not the name of a bucket"),
     "a bucket of another size": (
         bucket_edit(axes=[{"name": "height_px", "size": 8}]),
@@ -168,7 +168,7 @@ def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tm
     other: dict[str, Any] = {**present.encoders, "vae": {"scaling_factor": 0.13}}
     with pytest.raises(FingerprintError, match=r"encoders.vae.scaling_factor = 0.18215, this run has 0.13"):
         check_fingerprint(stored, replace(present, encoders=other))
-    with pytest.raises(FingerprintError, match=r"does not record its rules.crop, this run has center: .* an earlier version"):
+    with pytest.raises(FingerprintError, match=r"does not record its rules.crop, this run has center"):
         check_fingerprint(stored, replace(present, rules={**present.rules, "crop": "center"}))
     with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
         check_fingerprint(stored, replace(present, max_captions=8))

@@ -18,7 +18,7 @@ from bucketline.store.change.merge import merge
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
-from bucketline.store.shard.sidecar import PagedFile, encode_paged
+from bucketline.store.shard.sidecar import PagedFile
 from tests.kit import make_store, rewrite_manifest, samples_of
 
 if TYPE_CHECKING:
@@ -77,17 +77,6 @@ def test_a_list_names_its_shard_and_another_shards_is_refused_whatever_the_manif
     put(one, list_of(other).read_bytes())
     with pytest.raises(CorruptError, match="belongs to another shard"):
         ids_of(one)
-
-
-def test_a_list_of_an_earlier_version_names_no_shard_and_is_read(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", samples_of({BUCKET: 6})).path
-    drop(store, [IDS[1]])
-    metadata = metadata_of(store)
-    del metadata["shard_id"]
-    put(store, encode_paged([("rows", "U32", np.array([1]))], metadata))
-    assert ids_of(store) == [IDS[0], *IDS[2:]]
-    drop(store, [IDS[5]])
-    assert ids_of(store) == [IDS[0], *IDS[2:5]]
 
 
 def test_a_merged_stores_list_names_its_shard(tmp_path: Path) -> None:

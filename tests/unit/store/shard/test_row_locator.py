@@ -39,9 +39,10 @@ def with_dropped(store: Store, generation: int, rows: list[int]) -> ShardEntry:
     """Return the first shard's entry as it would be without some rows, their list written next to it."""
     entry = store.shards[0].entry
     listed = {BUCKET: {"first": 0, "count": len(rows)}}
-    data = encode_paged([("rows", "U32", np.array(rows, "<u4"))], {"format": DROPPED_FORMAT, "groups": listed})
+    about = {"format": DROPPED_FORMAT, "groups": listed, "shard_id": entry.shard_id}
+    data = encode_paged([("rows", "U32", np.array(rows, "<u4"))], about)
     shard_paths(store.path, entry.name).dropped(generation).write_bytes(data)
-    groups = {**entry.groups, BUCKET: replace(entry.groups[BUCKET], dropped=len(rows))}
+    groups = {**entry.groups, BUCKET: entry.groups[BUCKET]._replace(dropped=len(rows))}
     dropped = DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data))
     return replace(entry, groups=groups, dropped=dropped)
 

@@ -18,7 +18,6 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.sync.selection import PullSelection
 from bucketline.store.verify.verify import verify_folder
 from tests.added_columns import expect_clean, expect_masks, mask_of
 from tests.kit import make_store, samples_of
@@ -84,18 +83,6 @@ def test_a_push_and_a_pull_send_only_the_new_files(own: Path, objects: ObjectFol
     assert (pulled.is_update, pulled.num_bytes) == (True, sent.num_bytes)
     expect_masks(tmp_path / "pulled", NUM)
     expect_clean(tmp_path / "pulled")
-
-
-def test_a_selection_is_pulled_with_it(own: Path, objects: ObjectFolder, tmp_path: Path) -> None:
-    add_column(own, "mask", mask_of)
-    push(own, objects)
-    found = pull(objects, tmp_path / "some", PullSelection(ids=("a/*/?.png", "b/*/1.png"), buckets=("train/64x64",)))
-    assert found.samples == 10
-    expect_masks(tmp_path / "some", 10)
-    expect_clean(tmp_path / "some")
-    found = pull(objects, tmp_path / "one", PullSelection(ids=("a/*",)))  # a whole shard
-    assert (found.samples, found.copied) == (NUM // 2, 0)
-    expect_masks(tmp_path / "one", NUM // 2)
 
 
 def test_a_drop_a_compaction_and_gc_at_the_url_keep_it(objects: ObjectFolder, remote: RemoteOptions, with_masks: int) -> None:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.change.drop_shards import drop_shards
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
-from bucketline.store.change.merge import merge
+from bucketline.store.change.repair import repair
 from bucketline.store.change.restore import restore
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
@@ -121,50 +120,19 @@ def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, 
     assert not verify_folder(folder, lambda _: None, 1).corrupt
 
 
-def test_a_merge_gets_only_shards_with_live_samples_and_a_dry_run_none(
-    objects: ObjectFolder, own: Path, tmp_path: Path
-) -> None:
-    whole = objects.read("shards/g0.lmdb")
-    drop(objects, [sample_id for sample_id in ids_in(Store.open(own)) if sample_id.startswith("second/")])
-    objects.remove(["shards/g1.lmdb", "shards/g0.lmdb"])
-    out = tmp_path / "merged.store"
-    assert (merge(out, [objects], dry_run=True).samples, out.exists()) == (39, False)
-    objects.write("shards/g0.lmdb", whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(CorruptError, match=r"a\.store/shards/g0\.lmdb is damaged: its digest is not the manifest's"):
-        merge(out, [objects])
-    assert not out.exists()
-    objects.write("shards/g0.lmdb", whole)
-    assert merge(out, [objects]).shards == 1
-    assert not verify(Store.open(out), lambda _: None, 1).corrupt
-    assert ids_in(Store.open(out)) == {sample_id for sample_id in ids_in(Store.open(own)) if sample_id.startswith("first/")}
-
-
-def test_a_sample_in_two_stores_is_named_with_their_urls(objects: ObjectFolder, tmp_path: Path) -> None:
-    make_store(tmp_path / "more.store", samples_of({"train/64x64": 4}, "first/"))
-    with pytest.raises(StoreError, match=rf"'first/train/64x64/\d\.png' is in {objects.url} and in .*more\.store"):
-        merge(tmp_path / "merged.store", [objects, tmp_path / "more.store"])
-
-
 def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
     drop(objects, DROPPED)
     compact(objects, shard_bytes=1 << 24)
-    assert restore(objects, 2, dry_run=True).is_changed
-    done = restore(objects, 2)
-    assert (done.restored, done.generation, done.samples_before, done.samples) == (2, 5, 51, 53)
+    assert restore(objects, 2, dry_run=True)[1].generation == 2
+    before, done = restore(objects, 2)
+    assert (done.generation, before.samples, done.samples) == (5, 51, 53)
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
-    assert not restore(objects, 2).is_changed
+    assert restore(objects, 2)[1] == done
     restore(objects, 3)  # with its lists of dropped rows
     assert ids_in(pulled(objects, tmp_path / "third.store")) == ids_in(Store.open(own)) - set(DROPPED)
     collect(objects, 0)
     with pytest.raises(StoreError, match=r"a\.store has no generation 2: it was removed by"):
         restore(objects, 2)
-
-
-def test_a_shard_is_dropped_whatever_has_become_of_it(objects: ObjectFolder, tmp_path: Path) -> None:
-    objects.remove(["shards/g0.lmdb", "shards/g0.index"])
-    done = drop_shards(objects, ["g0"])
-    assert (done.generation, done.dropped, done.samples) == (3, 39, 14)
-    assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 14
 
 
 def test_of_two_changes_at_once_both_are_made(
@@ -317,8 +285,7 @@ def test_what_a_running_pack_has_sent_is_not_collected(objects: ObjectFolder, mo
     assert "pending/run" not in names(objects)
 
 
-def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
-    """The two ways that `store repair URL` names."""
+def test_damaged_objects_are_pushed_again_or_repaired(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
     data = bytearray(objects.read("shards/g1.lmdb"))
     data[len(data) // 2] ^= 1
     objects.write("shards/g1.lmdb", bytes(data))
@@ -327,10 +294,12 @@ def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: O
     objects.remove(["shards/g1.lmdb"])
     push(own, objects)
     assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
-    objects.write("shards/g1.index", b"nothing")
-    assert drop_shards(objects, ["g1"]).generation == 3
+    data = bytearray(objects.read("shards/g1.lmdb"))
+    data[data.index(b'"latent"') + 4096] ^= 1
+    objects.write("shards/g1.lmdb", bytes(data))
+    assert repair(objects).generation == 3
     (fault,) = verify_folder(objects, lambda _: None, 1).corrupt
-    assert "g1.index has 7 bytes, generation 2 says" in fault.error  # as on a disk: a run may be planned on that generation
+    assert "g1.lmdb has the digest" in fault.error  # as on a disk: a run may be planned on that generation
     collect(objects, 0)
     assert not verify_folder(objects, lambda _: None, 1).corrupt
 
@@ -396,7 +365,7 @@ def test_verify_names_what_is_damaged(objects: ObjectFolder) -> None:
     errors = [fault.error for fault in verify_folder(objects, lambda _: None, 1).corrupt]
     assert any("g0.index is missing" in error for error in errors)
     assert any("the manifest says that it is longer" in error for error in errors)
-    drop_shards(objects, ["g0"])
+    repair(objects)
     objects.write("generations/2.json", b"{}")
     assert any("generations/2.json is damaged" in f.error for f in verify_folder(objects, lambda _: None, 1).corrupt)
 

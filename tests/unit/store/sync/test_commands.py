@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ import pytest
 
 from bucketline.store import Store
 from tests.commands import call
-from tests.kit import make_store, samples_of
 from tests.object_storage import SECRET
 
 if TYPE_CHECKING:
@@ -71,28 +69,17 @@ def test_a_store_is_changed_by_its_url(url: str, tmp_path: Path) -> None:
         4,
         5,
     ]
-    unknown = call("store", "drop", url, "--shard", "nowhere")
-    assert (unknown.code, f"{url} has no shard 'nowhere'" in unknown.err) == (1, True)
-
-
-def test_stores_are_merged_by_their_urls(url: str, s3: S3Bucket, tmp_path: Path) -> None:
-    make_store(tmp_path / "more.store", samples_of({"val/64x64": 2}, "more/"))
-    out = s3.url("all.store")
-    done = call("store", "merge", out, url, tmp_path / "more.store")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"{out} has 55 samples in 3 shards")
-    assert call("store", "info", out, "--json").json["samples"] == 55
-    call("store", "merge", out, url).fails("holds a store; choose another URL", code=2)
 
 
 def test_what_is_lost_or_damaged_shows(url: str, s3: S3Bucket) -> None:
     objects = s3.folder("photos.store")
     objects.write("shards/g1.lmdb", objects.read("shards/g1.lmdb")[:-1])
-    call("store", "info", url).fails("lost: shard g1 (14 samples): g1.lmdb has ", f"`store drop {url} --shard NAME`")
+    call("store", "info", url).fails("lost: shard g1 (14 samples): g1.lmdb has ", f"`store repair {url}`")
     faults = call("store", "verify", url, "--json")
     assert faults.code == 1
     assert [fault["shard"] for fault in faults.json["corrupt"]] == ["g1"]
-    assert call("store", "drop", url, "--shard", "g1").code == 0
+    repaired = call("store", "repair", url).done()
+    assert f"{url}: 14 samples dropped, 39 stay; generation 3" in repaired.out
     assert call("store", "verify", url).code == 1  # the older generation still lists it
     assert call("store", "compact", url, "--gc", "--older-than", "0s").code == 0
     assert call("store", "verify", url).code == 0
@@ -103,7 +90,6 @@ def test_what_is_lost_or_damaged_shows(url: str, s3: S3Bucket) -> None:
     [
         (["info", "s3:/bucket/a.store"], "one slash after the scheme; write s3://bucket/a.store"),
         (["ls", "gcs://bucket/a.store"], "did you mean gs://?"),
-        (["repair", "s3://bucket/a.store"], "`store drop s3://bucket/a.store --shard NAME` drops them"),
         (["drop", "https://me:hidden@host/a.store?key=hidden", "a"], "has a query"),
         (["info", "s3://bucket/a.store", "--store-option", "aws_secret_access_key=hidden"], "is a secret"),
         (["info", "s3://bucket/a.store", "--endpoint", "localhost"], "is not a URL such as"),
@@ -129,7 +115,6 @@ def test_nothing_that_a_command_writes_has_a_secret(url: str, tmp_path: Path) ->
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes()
-    assert json.loads((tmp_path / "own.store" / "pushed.json").read_text()).keys() == {url}
 
 
 def test_a_store_on_a_web_server_is_read(store: Store, tmp_path: Path) -> None:
@@ -145,6 +130,6 @@ def test_a_store_on_a_web_server_is_read(store: Store, tmp_path: Path) -> None:
         assert call("store", "verify", url).code == 0
         done = call("store", "pull", url.replace("://", "://me:hidden@"), tmp_path / "pulled.store")
         assert (done.code, done.err) == (0, "")
-        assert "hidden" not in (tmp_path / "pulled.store" / "pushed.json").read_text() + done.out
+        assert "hidden" not in done.out
         (tmp_path / "www" / "a.store" / "shards" / "g1.index").unlink()
         assert "g1.index is missing" in call("store", "info", url, "--cache", tmp_path / "cache").err

@@ -8,25 +8,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import line_sums
 from bucketline.store.remote import objects as objects_module
-from bucketline.store.remote.generations import newest_generation
-from bucketline.store.remote.lines import decode_lines, encode_lines
+from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import PUSHED, push
-from bucketline.store.sync.selection import PullSelection
+from bucketline.store.sync.push import push
 from bucketline.store.transfer import download, upload
-from bucketline.store.verify.verify import verify, verify_folder
+from bucketline.store.verify.verify import verify
 from tests.commands import call
-from tests.contract.kit import unpacked
 from tests.kit import (
     ANY,
     IMAGES,
@@ -35,7 +30,6 @@ from tests.kit import (
     add_samples,
     everything,
     flip_bit,
-    make_sample,
     make_store,
     samples_of,
     store_writer,
@@ -91,17 +85,16 @@ def add_more(path: Path, prefix: str) -> list[Sample]:
 def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
     (own / "rejects.jsonl").write_text('{"id": "a"}\n')
     done = push(own, folder)
-    assert (done.generation, done.samples, done.committed) == (2, 53, (2,))
-    assert not done.is_ahead
+    assert (done.generation, done.samples, done.is_committed) == (2, 53, True)
     assert not done.sent.files_there
     pulled = pull(folder, tmp_path / "pulled.store")
-    assert (pulled.generation, pulled.samples, pulled.shards, pulled.copied, pulled.is_update) == (2, 53, 2, 0, False)
+    assert (pulled.generation, pulled.samples, pulled.shards, pulled.is_update) == (2, 53, 2, False)
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
     assert (tmp_path / "pulled.store" / "manifest.json").read_bytes() == (own / "manifest.json").read_bytes()
     assert (tmp_path / "pulled.store" / "rejects.jsonl").read_text() == '{"id": "a"}\n'
     expect_whole(tmp_path / "pulled.store")
     again = push(own, folder)
-    assert (again.committed, again.sent.files, again.generation) == ((), 0, 2)
+    assert (again.is_committed, again.sent.files, again.generation) == (False, 0, 2)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -118,31 +111,12 @@ def test_files_of_many_parts_are_put_together_in_order(
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
 
 
-def test_lines_that_the_extents_have_no_checksums_of_have_an_object_of_them(tmp_path: Path) -> None:
-    folder, own = in_memory(), unpacked("images", tmp_path)
-    push(own, folder)
-    assert not verify_folder(folder, lambda _: None, 1).corrupt
-    for entry in Store.open(own).manifest.shards:
-        lines = decode_lines(folder.read(f"shards/{entry.name}.lines"), entry, own)
-        assert lines.tolist() == line_sums(own / "shards" / f"{entry.name}.lmdb").finish()
-        other = dataclasses.replace(entry, shard_id="0" * 32)
-        with pytest.raises(CorruptError, match="of another shard's file"):
-            decode_lines(folder.read(f"shards/{entry.name}.lines"), other, own)
-        folder.write(f"shards/{entry.name}.lines", encode_lines(entry, (lines + np.uint64(1)).tolist()))
-    faults = verify_folder(folder, lambda _: None, 1).corrupt
-    assert ["checksums of lines differ" in fault.error for fault in faults] == [True, True]
-
-
 def test_columns_of_any_kind_go_there_and_back(tmp_path: Path) -> None:
     made = ANY.make_store(tmp_path / "free.store", ANY.samples({"train/64x64": 5, "val/64x64": 2}))
     folder = in_memory()
     push(made.path, folder)
-    assert not [file.name for file in folder.names() if file.name.endswith(".lines")]
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
-    part = pull(folder, tmp_path / "val.store", PullSelection(split="val"))
-    assert (part.samples, part.copied) == (2, 1)
-    expect_whole(tmp_path / "val.store")
 
 
 def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
@@ -152,8 +126,6 @@ def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
     push(made.path, folder)
     pull(folder, tmp_path / "pulled.store")
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
-    pull(folder, tmp_path / "val.store", PullSelection(split="val"))
-    FORM.expect(expect_whole(tmp_path / "val.store"), [item for item in items if item.bucket.startswith("val/")])
     drop(folder, [items[0].id])
     compact(folder, shard_bytes=1 << 24)
     pull(folder, tmp_path / "compact.store")
@@ -166,7 +138,6 @@ def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tm
     add_more(own, "third/")
     drop(own, ["first/train/64x64/3.png"])
     done = push(own, folder)
-    assert done.committed == (3, 4)
     assert (done.sent.files, done.sent.files_there) == (4, 6)
     assert done.generation == newest_generation(folder).generation == 4
     update = pull(folder, tmp_path / "pulled.store")
@@ -174,26 +145,31 @@ def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tm
     assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(own))
     assert pull(folder, tmp_path / "pulled.store").num_bytes == 0
     add_more(tmp_path / "pulled.store", "fourth/")  # the pulled store is a store like any other
-    assert push(tmp_path / "pulled.store", folder).committed == (5,)
-    behind = push(own, folder)
-    assert behind.is_ahead
-    assert behind.generation == 5
+    assert push(tmp_path / "pulled.store", folder).generation == 5
+    with pytest.raises(StoreError, match=r"has generation 5 with .* is not a generation of .*was changed there"):
+        push(own, folder)
 
 
-def test_generations_that_the_store_has_removed_are_stood_for(own: Path, tmp_path: Path) -> None:
+def test_generations_between_two_pushes_are_stood_for_by_the_newest(own: Path, tmp_path: Path) -> None:
     folder = in_memory()
     push(own, folder)
     add_more(own, "third/")
     drop(own, ["first/train/64x64/3.png"])
+    assert push(own, folder).generation == 4
+    held = everything(Store.open(own))
+    for number in (3, 4):
+        document = read_generation(folder, number, newest_generation(folder))
+        assert everything(Store.at(folder, document, tmp_path / "cache")) == held
+
+
+def test_a_push_is_refused_if_the_store_no_longer_has_the_generation_that_is_there(own: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    add_more(own, "third/")
     compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
-    done = push(own, folder)
-    assert done.committed == (3, 4, 5)
-    for number in (3, 4, 5):
-        pull(folder, tmp_path / f"{number}.store", generation=number)
-        assert everything(expect_whole(tmp_path / f"{number}.store")) == everything(Store.open(own))
-    add_more(own, "sixth/")
-    compact(own, shard_bytes=1, gc_older_than_s=0)
-    assert push(own, folder).committed == (6,)
+    with pytest.raises(StoreError, match=r"has generation 2 with 53 samples, .*`store compact --gc` has removed it here"):
+        push(own, folder)
+    assert newest_generation(folder).generation == 2
 
 
 def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
@@ -211,10 +187,10 @@ def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
     pull(folder, tmp_path / "before.store")
     assert expect_whole(tmp_path / "before.store").manifest.samples == 53
     done = push(own, folder)
-    assert (done.committed, done.sent.files) == ((3, 4), 0)
+    assert (done.generation, done.sent.files) == (4, 0)
     # between the commits of two generations
     add_more(own, "fifth/")
-    compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+    compact(own, shard_bytes=1 << 24)
     from bucketline.store.remote.generations import commit
 
     with monkeypatch.context() as patched:
@@ -225,7 +201,7 @@ def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
         with pytest.raises(ZeroDivisionError):
             push(own, folder)
     assert newest_generation(folder).generation == 5
-    assert push(own, folder).committed == (6,)
+    assert push(own, folder).generation == 6
 
 
 def test_what_was_left_long_ago_is_sent_again(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +223,7 @@ def test_another_state_of_the_store_is_refused(own: Path, tmp_path: Path) -> Non
     add_more(tmp_path / "other.store", "theirs/")
     push(tmp_path / "other.store", folder)
     before = {file.name: folder.read(file.name) for file in folder.names()}
-    with pytest.raises(StoreError, match="has moved on: it has generation 3 with 59 samples"):
+    with pytest.raises(StoreError, match="has generation 3 with 59 samples, which is not a generation of"):
         push(own, folder)
     add_more(own, "more/")
     with pytest.raises(StoreError, match="nothing was committed"):
@@ -291,7 +267,7 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
     with ThreadPoolExecutor(len(paths)) as pool:
         list(pool.map(run, paths))
     assert len(won) == 1
-    assert "has moved on" in lost[0]
+    assert "is not a generation of" in lost[0]
     pull(folder, tmp_path / "pulled.store")
     assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(won[0]))
 
@@ -307,7 +283,7 @@ def test_another_writers_list_of_dropped_rows_is_never_overwritten(own: Path, tm
     with pytest.raises(StoreError, match=r"g0\.dropped-3 is another writer's"):
         push(own, folder)
     assert folder.read("shards/g0.dropped-3") == theirs
-    assert push(tmp_path / "other.store", folder).committed == (3,)
+    assert push(tmp_path / "other.store", folder).generation == 3
 
 
 def test_another_writers_shard_of_the_same_name_is_never_overwritten(own: Path, tmp_path: Path) -> None:
@@ -369,81 +345,6 @@ def test_storage_that_ignores_put_if_absent_is_refused(own: Path, monkeypatch: p
     assert list(folder.names()) == []
 
 
-@pytest.mark.parametrize(
-    ("selection", "wanted"),
-    [
-        (PullSelection(split="val"), lambda name: "val/" in name),
-        (PullSelection(buckets=("train/96x64", "train/64x128")), lambda name: "96x64" in name or "64x128" in name),
-        (PullSelection(ids=("second/*",)), lambda name: name.startswith("second/")),
-        (PullSelection(split="train", ids=("first/*/1.png", "first/*/2.png", "second/train/96x64/0.png")), None),
-        (PullSelection(ids=("first/train/64x64/5.png",)), lambda name: name == "first/train/64x64/5.png"),
-    ],
-)
-def test_some_rows_are_pulled(
-    selection: PullSelection, wanted: object, own: Path, samples: list[list[Sample]], tmp_path: Path
-) -> None:
-    folder = in_memory()
-    push(own, folder)
-    done = pull(folder, tmp_path / "some.store", selection)
-    found = expect_whole(tmp_path / "some.store")
-    expected = {sample.id: sample for shard in samples for sample in shard}
-    if wanted is None:
-        names = {n for n in expected if "train/" in n and (n.endswith(("/1.png", "/2.png")) and n.startswith("first/"))}
-        names |= {"second/train/96x64/0.png"}
-    else:
-        names = {name for name in expected if wanted(name)}  # type: ignore[operator]
-    held = [row for rows in everything(found).values() for row in rows]
-    assert {row.record.id for row in held} == names
-    assert all(IMAGES.is_sample(row, expected[row.record.id]) for row in held)
-    assert (done.samples, found.manifest.generation) == (len(names), 1)
-    assert found.manifest.store_id != Store.open(own).manifest.store_id
-
-
-def test_an_id_with_brackets_is_itself(tmp_path: Path) -> None:
-    names = ("photo[1].png", "photo1.png", "photo[2].png", "photo[12].png")
-    own = make_store(tmp_path / "own.store", [make_sample(name, "train/64x64") for name in names]).path
-    folder = in_memory()
-    push(own, folder)
-    for n, (ids, wanted) in enumerate(((names[:1], names[:1]), (("photo[?].png", "*1.png"), (names[0], names[2], names[1])))):
-        pull(folder, tmp_path / f"{n}.store", PullSelection(ids=ids))
-        rows = everything(expect_whole(tmp_path / f"{n}.store"))["train/64x64"]
-        assert sorted(row.record.id for row in rows) == sorted(wanted)
-
-
-def test_whole_shards_are_pulled_where_all_rows_are_wanted(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    done = pull(folder, tmp_path / "some.store", PullSelection(ids=("second/*",)))
-    assert done.copied == 0
-    assert files_of_shards(tmp_path / "some.store") == {
-        name: data for name, data in files_of_shards(own).items() if name.startswith("g1.")
-    }
-
-
-def test_an_interrupted_pull_of_some_rows_is_continued(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = in_memory()
-    push(own, folder)
-    selection = PullSelection(buckets=("train/96x64",))
-    with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.pull.write_manifest", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pull(folder, tmp_path / "some.store", selection)
-    done = pull(folder, tmp_path / "some.store", selection)
-    assert (done.samples, done.copied, done.num_bytes) == (11, 2, 0)
-    expect_whole(tmp_path / "some.store")
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_a_selection_that_has_no_rows_is_refused(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    with pytest.raises(UsageError, match="has no bucket 'train/8x8'"):
-        pull(folder, tmp_path / "some.store", PullSelection(buckets=("train/8x8",)))
-    with pytest.raises(UsageError, match=r"no row of memory:.* is selected"):
-        pull(folder, tmp_path / "some.store", PullSelection(ids=("nowhere",)))
-    assert not (tmp_path / "some.store").exists()
-
-
 def test_the_commands_say_what_was_sent(own: Path, tmp_path: Path, s3: S3Bucket) -> None:
     url = s3.url("a b/photos.store")
     done = call("store", "push", own, url, *s3.arguments)
@@ -452,18 +353,10 @@ def test_the_commands_say_what_was_sent(own: Path, tmp_path: Path, s3: S3Bucket)
     assert done.out.endswith("generation 2 with 53 samples\n")
     again = call("store", "push", own, url, *s3.arguments, "--json")
     assert again.json["sent"]["files"] == 0
-    pulled = call("store", "pull", url, tmp_path / "val.store", "--split", "val", *s3.arguments).done()
-    assert pulled.out.startswith(f"{tmp_path / 'val.store'}: 6 samples in 1 shard, generation 1; ")
+    pulled = call("store", "pull", url, tmp_path / "pulled.store", *s3.arguments).done()
+    assert pulled.out.startswith(f"{tmp_path / 'pulled.store'}: 53 samples in 2 shards, generation 2; ")
     assert SECRET not in done.out + again.out + pulled.out + "".join(map(str, tree(own).values()))
-    assert set(read_note(own)) == {url}
     wrong = call("store", "push", own, "s4://bucket/photos.store")
     assert (wrong.code, wrong.out) == (2, "")
     assert "s4:// is not a kind of store that Bucketline knows" in wrong.err
     call("store", "push", own, tmp_path / "elsewhere").fails("is not a URL", code=2)
-
-
-def read_note(path: Path) -> dict[str, object]:
-    import json
-
-    found: dict[str, object] = json.loads((path / PUSHED).read_text())
-    return found

@@ -217,9 +217,10 @@ def test_a_shard_of_another_store_is_found(copy: Path, tmp_path: Path) -> None:
 
 def test_a_manifest_with_a_right_digest_and_wrong_counts_is_found(copy: Path) -> None:
     first, *rest = Store.open(copy).manifest.shards
-    groups = {name: replace(group, rows=group.rows + (name == BUCKET)) for name, group in first.groups.items()}
+    groups = {name: group._replace(rows=group.rows + (name == BUCKET)) for name, group in first.groups.items()}
     rewrite_manifest(copy, shards=(replace(first, groups=groups, samples=first.samples + 1), *rest))
-    assert any((fault.bucket, fault.error) == (BUCKET, "rows is 23, the manifest says 24") for fault in faults(copy))
+    said = rf"groups.{BUCKET} is \[23, .*\], the manifest says \[24, .*\]"
+    assert any(re.fullmatch(said, fault.error) for fault in faults(copy))
     with pytest.raises(ValueError, match="says it has 38 samples, its buckets hold a different number"):
         rewrite_manifest(copy, shards=(replace(first, samples=first.samples - 1), *rest))
 
@@ -291,10 +292,10 @@ def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]]
         ("offset", 1 << 40, "beyond the file"),
         ("offset", (1 << 64) - 1, "beyond the file"),
         ("length", 1 << 63, "beyond the file"),
-        ("length", 4096, "give the block's length as 4096, expected"),
+        ("length", 4096, ""),
         ("rows", 1 << 62, "rows"),
-        ("rows", 0, "give the block's rows as 0, expected"),
-        ("first_row", 5, "give the block's first_row as 5, expected"),
+        ("rows", 0, "rows"),
+        ("first_row", 5, "first row"),
     ],
 )
 def test_extents_that_lie_are_named_by_block_and_the_other_blocks_are_read(
@@ -308,6 +309,7 @@ def test_extents_that_lie_are_named_by_block_and_the_other_blocks_are_read(
     rewrite_extents(copy, lie)
     result = verify(Store.open(copy), lambda _: None, 1)
     assert any((fault.bucket, fault.block) == (BUCKET, 1) and message in fault.error for fault in result.corrupt)
+    assert any("g0.extents is not what the shard's file gives" in fault.error for fault in result.corrupt)
     assert result.blocks >= sum(g.blocks for shard in Store.open(copy).manifest.shards for g in shard.groups.values()) - 1
 
 
@@ -329,20 +331,19 @@ def test_numbers_of_the_manifest_that_are_not_those_of_the_files_are_named(copy:
     assert fault.error.startswith(f"{field} is {getattr(first, field)}, the manifest says {getattr(first, field) + 2}")
 
 
-def test_a_row_whose_index_entry_is_missing_is_named(copy: Path) -> None:
+def test_an_index_that_lies_is_named_and_made_again(copy: Path) -> None:
     store = Store.open(copy)
     shard, dtypes = store.shards[0], {tensor.name: tensor.dtype for tensor in store.shards[0].index._tensors.values()}
     columns = {name: shard.index.column(name).copy() for name in dtypes if name != "page_checksum"}
     columns["digest"][5, 15] ^= 1
-    gone = shard.index_entry(5)
     data = encode_paged([(name, dtypes[name], values) for name, values in columns.items()], shard.index.metadata)
     shard.paths.index.write_bytes(data)
     first, *rest = store.manifest.shards
     rewrite_manifest(copy, shards=(replace(first, index=replace(first.index, digest=bytes_digest(data))), *rest))
-    named = [
-        (fault.bucket, fault.row) for fault in faults(copy) if "the index has no entry for the row's sample" in fault.error
-    ]
-    assert named == [(gone.bucket, gone.row)]
+    (fault,) = faults(copy)
+    assert fault.error == "g0.index is not what the shard's file gives; `store repair` makes it again"
+    assert repair(copy).shards[0].restored == ("g0.index",)
+    assert faults(copy) == ()
 
 
 def test_older_generations_are_read_too_and_strays_are_no_faults(tmp_path: Path) -> None:

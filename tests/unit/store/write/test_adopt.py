@@ -224,7 +224,7 @@ def test_a_generation_of_another_store_is_not_taken_for_the_newest(tmp_path: Pat
 
 
 def test_a_shard_that_any_generation_lists_is_never_adopted(tmp_path: Path) -> None:
-    """An earlier version continued from the older manifest that had been put back, and retired nothing of what it left."""
+    """Somebody published the older manifest again, and retired nothing of what it left."""
     store = make_store(tmp_path, samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
     older = read_manifest(tmp_path, 1)
     write_manifest(tmp_path, replace(older, generation=3))

@@ -219,7 +219,7 @@ OTHERS: dict[str, tuple[list[RowColumn], str]] = {
         [*IMAGE_COLUMNS[:4], RowColumn(role="mask", dtype="U8", shape=("height_px", "width_px")), *IMAGE_COLUMNS[5:]],
         r"columns\.mask\.optional = True, this run has False",
     ),
-    "of version 1": ([*IMAGE_COLUMNS[:2]], r"the store was made with columns\.audio"),
+    "of images' latents": ([*IMAGE_COLUMNS[:2]], r"the store was made with columns\.audio"),
     "another dtype": (
         [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F64", shape=(700,))],
         r"buckets\.train/64x64\.audio\.dtype = F32, this run has F64",
@@ -249,10 +249,9 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         ],
         "bucket train/1 is not one of images",
     ),
-    "a version that has no roles": (lambda d: d.update(format_version=2), "has an unknown field"),
     "groups in the long form": (
         lambda d: d["shards"][0]["groups"].update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}),
-        "expected four numbers",
+        "expected list",
     ),
     "a bucket with a height of its own": (lambda d: d["buckets"][0].update(height_px=64), "unknown field 'height_px'"),
     "a role that is not the name's": (lambda d: d["columns"]["mask"].update(role="audio"), "'mask' has the role 'audio'"),

@@ -15,10 +15,7 @@ import pytest
 from bucketline.errors import LockedError, StoreError
 from bucketline.files.locks import FileLock
 from bucketline.store import BlockSpec, Store
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import caption_digest, sample_digest
-from bucketline.store.format.sample_record import MAX_MTIME_NS
 from bucketline.store.format.schema import bucket_entry
 from bucketline.store.format.text_block import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
@@ -276,43 +273,6 @@ def test_a_manifest_that_lists_a_bucket_twice_is_never_made(tmp_path: Path) -> N
     manifest = make_store(tmp_path, samples_of({BUCKET: 1})).manifest
     with pytest.raises(ValueError, match="listed twice"):
         replace(manifest, buckets=manifest.buckets * 2)
-
-
-def rewrite_records(pending: Path, **changes: object) -> None:
-    """Change every sample record of a pending shard, as another version of the writer would have written it."""
-    import msgpack
-
-    with lmdb.open(str(pending), subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
-        for key, value in [(bytes(key), bytes(value)) for key, value in txn.cursor() if key.startswith(b"sample/")]:
-            txn.put(key, msgpack.packb({**msgpack.unpackb(value), **changes}))
-
-
-@pytest.mark.parametrize("mtime_ns", [1 << 63, 10_413_792_000 * 10**9, (1 << 64) - 1])
-def test_a_pending_shard_with_a_date_that_the_index_cannot_hold_is_adopted(mtime_ns: int, tmp_path: Path) -> None:
-    """An earlier writer took such a date into its record, and then could not seal the shard."""
-    manifest = empty_store(tmp_path)
-    samples = samples_of({BUCKET: 5})
-    writer = open_writer(tmp_path, "a")
-    for sample in samples:
-        add(writer, sample)
-    writer.commit()
-    writer.close()
-    rewrite_records(writer.path, source_mtime_ns=mtime_ns)
-    with lock_store(tmp_path):
-        publish(tmp_path, manifest, adopt(tmp_path, manifest), ())
-    store = Store.open(tmp_path)
-    assert sorted(ids_of(store)) == sorted(sample.id for sample in samples)
-    shard, record = store.sample(samples[0].id)
-    assert record.source_mtime_ns == MAX_MTIME_NS
-    entry = shard.find(sample_digest(samples[0].id))
-    assert entry is not None
-    assert entry.source_mtime_ns == MAX_MTIME_NS
-    assert clean(store)
-    drop(tmp_path, [samples[1].id])
-    compact(tmp_path, shard_bytes=1 << 30)
-    compacted = Store.open(tmp_path)
-    assert clean(compacted)
-    assert compacted.sample(samples[0].id)[1].source_mtime_ns == MAX_MTIME_NS
 
 
 @pytest.mark.parametrize(
