@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.history import PastSteps
     from bucketline.loader.latent_scale import RecordedScale
     from bucketline.loader.plan.epoch_steps import Epoch, EpochSteps
     from bucketline.loader.state import LoaderState
@@ -64,8 +63,6 @@ class EpochLoader(ABC):
         self._span = self._steps.span(0)  # the epoch of the last `for`, or the one that a state or `set_epoch` has chosen
         self._is_begun = False  # a `for` has read some of it; so the next one begins the next epoch
         self._cursor = Cursor(step=0, micro_step=0, num_steps=self._steps.num_steps)
-        self._past: tuple[PastSteps, ...] = ()  # what was consumed before the present plan and ranks, or skipped steps
-        self._since = (0, 0)  # step and micro step at which these began
         self._iterator: object = None  # the present one
         self._ended_by = CLOSED  # why there is none, or another one
         self._stream: Stream | None = None
@@ -75,10 +72,6 @@ class EpochLoader(ABC):
     @abstractmethod
     def _begin_stream(self) -> Stream:
         """Begin to read at the cursor."""
-
-    @abstractmethod
-    def _state(self) -> LoaderState:
-        """Return the present state."""
 
     @abstractmethod
     def _before_batch(self) -> None:
@@ -222,28 +215,21 @@ class EpochLoader(ABC):
             )
 
     def _move_to(self, number: int) -> None:
-        """Move to the first step of an epoch; what was consumed is part of the state."""
+        """Move to the first step of an epoch."""
         span = self._steps.span(number)
         if (span.first, 0) != (self._cursor.step, self._cursor.micro_step):
             self._end_stream()
-            self._past = self._state().consumed()
-            self._since = (span.first, 0)
             self._cursor = self._cursor.at(span.first)
         self._span, self._is_begun = span, False
 
     def _resume(self, found: LoaderState) -> None:
-        """Continue at a saved state's batch, and keep its history."""
+        """Continue at a saved state's batch."""
         step = found.step
         if self.config.rewind and step == self._steps.num_steps:
             step = 0
         self._span = self._span_of(found.epoch, step)
         self._is_begun = False
         self._cursor = Cursor(step=step, micro_step=found.micro_step, num_steps=self._steps.num_steps)
-        here = (step, found.micro_step)
-        now, fields = self._state(), ("world_size", "accumulation", "plan", "epochs", "step")
-        is_same = all(getattr(found, name) == getattr(now, name) for name in fields)
-        self._past = found.past() if is_same else found.consumed()
-        self._since = min((found.since[0], found.since[1]), here) if is_same else here
 
     def _replan(self) -> None:
         """Continue at the same step by another plan; an epoch that a `for` has begun is then the one that has this step."""

@@ -17,10 +17,9 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.device import device_of
 from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable, with_caches
-from bucketline.loader.history import StoreId, short
 from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.latent_scale import RecordedScale
-from bucketline.loader.mixture import WeightedStore, are_open, open_shares
+from bucketline.loader.mixture import StoreId, WeightedStore, are_open, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
@@ -33,13 +32,12 @@ from bucketline.loader.service.wire import Request, sent
 from bucketline.loader.state import (
     STATE_VERSION,
     LoaderState,
+    are_of,
     check_state,
     global_batch_of,
-    name_stores,
     parse_state,
     saved_choices,
     state_as_json,
-    state_for_new_plan,
 )
 from bucketline.store import Store
 
@@ -181,7 +179,7 @@ class Loader(EpochLoader):
         readable = readable or expect_readable(shares, config, self._world_size, is_served=self._service is not None)
         self.shares, self._rows = shares, readable.rows
         self._set_plan(config, readable.plan)
-        self._marks, self._global_batch = name_stores(shares), global_batch_of(self.plan)
+        self._global_batch = global_batch_of(self.plan)
         self._latent_kind = latent_kind(self._rows)
         self._recorded_scale = RecordedScale(where=self._rows.where, encoders=self._rows.encoders)
         self._set_backend()
@@ -260,11 +258,7 @@ class Loader(EpochLoader):
         return tuple(source.stats() for source in sources.values())
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state as JSON values. It counts the micro-batches that the caller has consumed.
-
-        It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, the generation, or the
-        epoch before its end.
-        """
+        """Return the state as JSON values. It counts the micro-batches that the caller has consumed."""
         return state_as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -276,21 +270,22 @@ class Loader(EpochLoader):
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end_iteration("load_state_dict() was called")
+        parsed = parse_state(state)
         if self._follows or not self._has_stores:
-            self._turn_to(parse_state(state))
-        saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
+            self._turn_to(parsed)
+        saved = {name: value for name, value in saved_choices(parsed, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
             asked = replace(self.config, **saved)  # type: ignore[arg-type]
             self._set_plan(asked, plan_of(self._rows, asked, self._world_size))
             self._set_backend()
-        found = check_state(state, self._state(), self.plan.earlier_digests)
+        found = check_state(state, self._state())
         self._expect_position(found)
         self._resume(found)
 
     def _turn_to(self, saved: LoaderState) -> None:
         """Read the generations that a saved state of these stores was planned on."""
-        is_of_these = len(saved.generations) == len(self.shares) and saved.stores.named() == self._marks.named()
-        if is_of_these and saved.generations != self._state().generations:
+        present = self._state()
+        if are_of(saved, present.stores) and saved.generations != present.generations:
             self._open(at_generations(self.shares, saved.generations, self.config), self.config)
 
     def newer(self) -> tuple[int, ...] | None:
@@ -302,7 +297,7 @@ class Loader(EpochLoader):
         return self._watch.newer(self.shares)
 
     def take_up(self, generations: Sequence[int]) -> None:
-        """Read these generations of the stores from the next step on, one for each store; the state keeps the schedule.
+        """Read these generations of the stores from the next step on, one for each store.
 
         The steps that follow are those that any loader of these generations reads. Every rank must take up the same at the same
         step. An iteration continues.
@@ -317,21 +312,19 @@ class Loader(EpochLoader):
                 f"generation {', '.join(map(str, generations))} cannot be taken up within step {self._cursor.step} "
                 f"(micro-batch {self._cursor.micro_step} of {self.config.accumulation}); call take_up() between steps"
             )
-        past = self._state().consumed()
         shares = at_generations(self.shares, generations, self.config)
         readable = expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
         self._end_stream()
         self._open(shares, self.config, readable)
-        self._past, self._since = past, (self._cursor.step, 0)
         self._replan()
 
     def start_anew(self, state: Mapping[str, object]) -> None:
-        """Continue at a saved state's step by this loader's own plan, whatever plan the state has; keep the state's history.
+        """Continue at a saved state's step by this loader's own plan, whatever plan the state has.
 
         Raises:
             StateError: if the state is damaged, or was saved within a step.
         """
-        found = state_for_new_plan(state, self._state())
+        found = parse_state(state)
         if found.micro_step:
             raise StateError(
                 f"the state was saved within a step (micro-batch {found.micro_step} of {found.accumulation}), and a new plan "
@@ -341,7 +334,7 @@ class Loader(EpochLoader):
         self._resume(found)
 
     def _state(self) -> LoaderState:
-        now = LoaderState(
+        return LoaderState(
             version=STATE_VERSION,
             step=self._cursor.step,
             micro_step=self._cursor.micro_step,
@@ -351,14 +344,10 @@ class Loader(EpochLoader):
             batch=self.config.sizing(),
             global_batch=self._global_batch,
             settings=self.config.deciding(),
-            stores=self._marks,
-            generations=tuple(share.store.manifest.generation for share in self.shares),
+            stores=tuple(map(StoreId.of, self.shares)),
             plan=self.plan.digest,
             epochs=self.plan.epochs,
-            since=self._since,
-            history=(),
         )
-        return replace(now, history=short(self._past, now)) if self._past else now
 
     def __repr__(self) -> str:
         state = self._state()
@@ -393,8 +382,9 @@ class Loader(EpochLoader):
         config = replace(self.config, **dict.fromkeys(self._chosen))  # type: ignore[arg-type] # the state sets these
         # at an epoch's end, the state is at the next one, which nobody has begun
         is_begun = self._is_begun and not self._is_done()
-        state = self.state_dict()
-        return _again, (stores if self._has_stores else None, state["generations"], config, ranks, state, is_begun)
+        state = self._state()
+        given = stores if self._has_stores else None
+        return _again, (given, list(state.generations), config, ranks, state_as_json(state), is_begun)
 
 
 def _again(

@@ -74,6 +74,29 @@ class WeightedStore:
         object.__setattr__(self, "repeats", int(repeats) if repeats % 1 == 0 else float(repeats))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreId:
+    """A store and the generation that is read of it, as states, `config.json` and clients of a service name it."""
+
+    path: str  # as given, or its URL; the store may have moved since
+    store_id: str
+    generation: int
+    digest: str  # of the generation's manifest
+    repeats: int | float
+
+    @classmethod
+    def of(cls, share: WeightedStore, path: Path | str | None = None) -> StoreId:
+        """Return the identity of an open store, under another path if one is given."""
+        manifest = share.store.manifest
+        return cls(
+            path=str(share.store.place if path is None else path),
+            store_id=manifest.store_id,
+            generation=manifest.generation,
+            digest=manifest.digest,
+            repeats=share.repeats,
+        )
+
+
 def _is_above_0(value: Any) -> bool:  # noqa: ANN401 - what a caller may give
     return type(value) is not bool and isinstance(value, Real) and 0 < float(value) < _MOST
 

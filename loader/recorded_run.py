@@ -1,71 +1,134 @@
-"""The record that a run leaves of its order: its state, its stores, and their plans, made again from them."""
+"""The record that a run leaves of its order: a line of `plans.jsonl` for each plan that it had; and their plans, made again.
+
+A plan tells what a step read, so a line needs only the loader's state where the plan begins, and the run's step there:
+
+    {"step": 0, "loader": {…}}
+    {"step": 1200, "loader": {…}}       on other ranks, by another generation of a store, or by a new plan
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StateError, UsageError
-from bucketline.files.run_marker import CONFIG, STATUS
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.run_marker import CHECKPOINTS, CONFIG, STATUS
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.service.sockets import UNIX
-from bucketline.loader.state import parse_state
+from bucketline.loader.state import LoaderState, at_step, parse_state, state_as_json
 from bucketline.store import Store
 from bucketline.store.remote.urls import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bucketline.loader.history import PlanMark
+    from bucketline.loader.loader import Loader
     from bucketline.loader.plan.plan import Plan
-    from bucketline.loader.state import LoaderState
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
-CHECKPOINT_STATE = "state.json"
-_CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
+PLANS = "plans.jsonl"
+_CHECKPOINT = re.compile(r"step-([0-9]+)")  # one that is not complete has a suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedPlan:
-    """A plan that was made again, with the stores at the generations that it is of."""
+class PlanLine:
+    """A line of `plans.jsonl`: the steps of a run from one on, up to the next line's."""
 
-    shares: tuple[WeightedStore, ...]
-    rows: OpenShards
-    config: LoaderConfig
-    plan: Plan
+    step: int  # of the run
+    state: LoaderState  # at that step
+
+    @property
+    def shift(self) -> int:
+        """Return what a step of the run has more than the plan's own number."""
+        return self.step - self.state.step
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if both make the same batches of the same steps, on the same ranks."""
+        if not isinstance(other, PlanLine):
+            return NotImplemented
+        return self.shift == other.shift and replace(at_step(self.state, 0), epoch=0) == replace(
+            at_step(other.state, 0), epoch=0
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
+    """Record in `plans.jsonl` which plan a run's steps have from `step` on, unless they have it before that as well.
+
+    Call it where a run begins or resumes, and where its loader's plan changes; lines of later steps are replaced.
+    `step`: the run's number of the next step, if it is not the loader's own.
+
+    Raises:
+        StateError: if the file cannot be read as such.
+        OSError: if it cannot be written.
+    """
+    state = parse_state(loader.state_dict())
+    new = PlanLine(step=state.step if step is None else step, state=state)
+    lines = _read_lines(path) if path.exists() else []
+    kept = [one for one in lines if one.step < new.step]
+    if not kept or kept[-1] != new:
+        kept.append(new)
+    if [one.step for one in kept] != [one.step for one in lines] or kept != lines:
+        text = "".join(json.dumps({"step": one.step, "loader": state_as_json(one.state)}) + "\n" for one in kept)
+        write_durably(path, text.encode())
+
+
+def _read_lines(path: Path) -> list[PlanLine]:
+    lines = []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            lines.append(PlanLine(step=int(line["step"]), state=parse_state(line["loader"])))
+        except (ValueError, LookupError, TypeError, RecursionError, StateError) as error:
+            raise StateError(f"{path}, line {number}, is not the line of a plan: {error!s:.300}") from error
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """The state of a run, and how it reached its stores."""
+    """The plans of a run, and how it reached its stores."""
 
     place: Path
-    state: LoaderState
-    stores: tuple[StoreArgument, ...] = ()  # none: a loader's state does not name any
+    lines: tuple[PlanLine, ...]  # at least one
+    steps: int  # done at the checkpoint that is asked about
+    start: Path | None  # folder to which the stores' paths are relative; None: not known
     storage: Mapping[str, Any] = field(default_factory=dict)  # the run's own options for object storage
 
-    def mark_at(self, step: int) -> PlanMark:
-        """Return what the plan of a step is made of; of a step that is still to come, the present one."""
-        return next((one for one in self.state.consumed() if one.begin <= (step, 0) < one.end), self.state)
-
-    def given(self, stores: Sequence[str], remote: RemoteOptions | None = None) -> dict[str, StoreArgument]:
-        """Return the run's stores by store id: those that are named, which may have moved since, or those recorded.
+    def line_of(self, step: int) -> PlanLine:
+        """Return the line of a step; of one that is still to come, the last one.
 
         Raises:
-            UsageError: if none is named, and the state does not name any.
+            StateError: if the lines begin after it.
+        """
+        found = [one for one in self.lines if one.step <= step]
+        if not found:
+            raise StateError(f"nothing is recorded of step {step}; the plans begin at step {self.lines[0].step}")
+        return found[-1]
+
+    def given(self, stores: Sequence[str], remote: RemoteOptions | None = None) -> dict[str, Path | str]:
+        """Return the places of stores that have moved, by store id.
+
+        Raises:
+            UsageError: if one is not of the run.
             StoreError: if one cannot be opened.
         """
-        named = parse_stores(stores) if stores else list(self.stores)
-        if not named:
-            raise UsageError(f"--run {self.place} does not say which stores were read; name all stores of the run")
-        return {Store.open(one.path, remote=remote).manifest.store_id: one for one in named}
+        named = [one.path for one in parse_stores(stores)]
+        moved = {Store.open(path, remote=remote).manifest.store_id: path for path in named}
+        recorded = {one.store_id: one.path for line in self.lines for one in line.state.stores}
+        if others := sorted(moved.keys() - recorded.keys()):
+            known = ", ".join(f"{store_id} ({path})" for store_id, path in recorded.items())
+            raise UsageError(f"{moved[others[0]]} is the store {others[0]}, and the run read {known}; name stores of the run")
+        return moved
 
     def reached(self, remote: RemoteOptions) -> RemoteOptions:
         """Return options for object storage with the run's own where none is given."""
@@ -106,106 +169,85 @@ def from_start(word: str, start: Path | None) -> str:
     return word
 
 
-def read_run(path: Path, option: str = "") -> RecordedRun:
-    """Return what is recorded in a run's folder (of its newest checkpoint), in a checkpoint, or in a loader's state as JSON.
+def read_run(path: Path, option: str = "the run") -> RecordedRun:
+    """Return the plans of a run: up to its newest checkpoint, to the checkpoint that is given, or to a loader's state as JSON.
+
+    A state without a `plans.jsonl` next to it has one plan.
 
     Raises:
-        StateError: if the path has no such state; the message names `option`, if it is given.
+        StateError: if there is no such record; the message names `option`.
     """
-    if option:
-        try:
-            return read_run(path)
-        except StateError as error:
-            raise StateError(f"{option} {path}: {error}") from error
-    file = path
-    if path.is_dir():
-        whole = sorted(path.glob(_CHECKPOINTS))
-        file = (whole[-1].parent if whole else path) / CHECKPOINT_STATE
     try:
-        document = json.loads(file.read_bytes())
+        if not path.is_dir():
+            return _of_state(path)
+        if found := _CHECKPOINT.fullmatch(path.resolve().name):
+            return _of_folder(path, path.resolve().parents[1], int(found[1]))
+        steps = [int(found[1]) for one in path.glob(f"{CHECKPOINTS}/*") if (found := _CHECKPOINT.fullmatch(one.name))]
+        return _of_folder(path, path, max(steps, default=0))
+    except StateError as error:
+        raise StateError(f"{option} {path}: {error}") from error
     except OSError as error:
         raise StateError(
-            f"{file} cannot be read: {error.strerror}; give a checkpoint's folder, a run's, or a loader's state as JSON"
+            f"{option} {path}: {error.filename} cannot be read: {error.strerror}; give a run's folder, a checkpoint in it, or "
+            "a loader's state as JSON"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise StateError(
-            f"{file} is not JSON: {error!s:.200}; give a checkpoint's folder, or a loader's state as JSON"
-        ) from error
-    if not isinstance(document, dict):
-        raise StateError(f"{file} is not a loader's state: expected a JSON object")
-    saved, config = document.get("loader"), document.get("config")
+
+
+def _of_folder(place: Path, run: Path, steps: int) -> RecordedRun:
+    lines = _read_lines(run / PLANS)
+    if not lines:
+        raise StateError(f"{run / PLANS} has no line")
+    config: Any = {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        config = dict(json.loads((run / CONFIG).read_bytes())["config"])
+    start = started_in(place, config.get("output_dir"))
+    return RecordedRun(place=place, lines=tuple(lines), steps=steps, start=start, storage=config)
+
+
+def _of_state(file: Path) -> RecordedRun:
     try:
-        state = parse_state(saved if isinstance(saved, dict) else document)
-    except StateError as error:
-        raise StateError(f"{file}: {error}") from error
-    if not isinstance(saved, dict):
-        return RecordedRun(place=path, state=state)
-    storage = config if isinstance(config, dict) else {}
-    start = started_in(path, storage.get("output_dir"))
-    return RecordedRun(place=path, state=state, stores=_stores(document.get("stores"), start), storage=storage)
+        document = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"not JSON: {error!s:.200}; give a run's folder, or a loader's state as JSON") from error
+    state = parse_state(document)
+    plans = file.with_name(PLANS)
+    lines = _read_lines(plans) if plans.exists() else []
+    if not lines:
+        lines = [PlanLine(step=0, state=at_step(state, 0))]
+    return RecordedRun(place=file, lines=tuple(lines), steps=lines[-1].shift + state.step, start=None)
 
 
-def read_loader_state(path: Path) -> LoaderState:
-    """Return a saved state: of a JSON file with it, of a checkpoint, or of the newest checkpoint in a run's folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPlan:
+    """A plan that was made again, with the stores at the generations that it is of."""
 
-    Raises:
-        StateError: if the path has no such state.
-    """
-    return read_run(path).state
-
-
-def _stores(recorded: object, start: Path | None) -> tuple[StoreArgument, ...]:
-    """Return the stores that a checkpoint names; none if it names them in another way. `start`: where its run was started."""
-    found = []
-    for one in recorded if isinstance(recorded, list) else []:
-        match one:
-            case {"path": str(path), "repeats": int() | float() as repeats}:
-                there = from_start(path, start)
-                found.append(StoreArgument(path=there if is_url(there) else Path(there), repeats=repeats))
-            case _:
-                return ()
-    return tuple(found)
+    shares: tuple[WeightedStore, ...]
+    rows: OpenShards
+    config: LoaderConfig
+    plan: Plan
 
 
-def open_plan(mark: PlanMark, given: Mapping[str, StoreArgument], remote: RemoteOptions | None = None) -> RecordedPlan:
-    """Open the stores of a plan at its generations, and make it again. `given`: the stores, by store id.
+def open_plan(
+    run: RecordedRun, state: LoaderState, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None
+) -> RecordedPlan:
+    """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id.
 
     Raises:
-        StateError: if they are not all given, or another plan comes of them; if an earlier version planned otherwise.
-        StoreError: if a generation was removed.
+        StateError: if another plan comes of them.
+        StoreError: if a store or a generation is gone.
     """
-    if not mark.batch:
-        raise StateError("version 0.1.0 saved the state, which does not say how large a batch was; name stores and --batch")
-    if (shuffle := mark.settings.get("shuffle")) is not None:
-        raise StateError(f"an earlier version planned them, by a shuffle {shuffle} that this one does not have")
-    shares = _shares(mark, given, remote)
-    config = LoaderConfig(**mark.batch, **mark.settings, accumulation=mark.accumulation, epochs=mark.epochs)  # type: ignore[arg-type]
+    shares = []
+    for one in state.stores:
+        path = moved.get(one.store_id) or from_start(one.path, run.start)
+        store = Store.open(path, one.generation, remote=remote)
+        if store.manifest.store_id != one.store_id:
+            raise StateError(
+                f"{path} is the store {store.manifest.store_id}, and the run read {one.store_id}; name where that is now"
+            )
+        shares.append(WeightedStore(store=store, repeats=one.repeats))
+    config = LoaderConfig(**state.batch, **state.settings, accumulation=state.accumulation, epochs=state.epochs)  # type: ignore[arg-type]
     rows = join(shares)
-    plan = make_plan(rows, config, world_size=mark.world_size)
-    if mark.plan in plan.earlier_digests:
-        raise StateError("an earlier version planned them, whose windows had another order")
-    if plan.digest != mark.plan:
-        raise StateError(
-            f"the plan of these stores has the digest {plan.digest}, the state's {mark.plan}; give all stores of the run, "
-            "in its order and with its repeats"
-        )
-    return RecordedPlan(shares=shares, rows=rows, config=config, plan=plan)
-
-
-def _shares(mark: PlanMark, by_id: Mapping[str, StoreArgument], remote: RemoteOptions | None) -> tuple[WeightedStore, ...]:
-    marks = mark.stores.first
-    given = list(by_id.values())
-    if mark.stores.count == len(marks):
-        missing = [one.store_id for one in marks if one.store_id not in by_id]
-        if missing:
-            raise StateError(f"the store {missing[0]} is not among those given; give all stores of the run")
-        given = [by_id[one.store_id] for one in marks]
-    if len(mark.generations) != mark.stores.count:
-        raise StateError(f"the state is damaged: {mark.stores.count} stores have {len(mark.generations)} generations")
-    if len(given) != mark.stores.count:
-        raise StateError(f"{len(given)} stores are given, and the run had {mark.stores.count}; give all, in its order")
-    repeats = [one.repeats for one in marks] + [one.repeats for one in given[len(marks) :]]
-    return tuple(
-        WeightedStore(store=Store.open(one.path, generation, remote=remote), repeats=times)
-        for one, generation, times in zip(given, mark.generations, repeats, strict=True)
-    )
+    plan = make_plan(rows, config, world_size=state.world_size)
+    if plan.digest != state.plan:
+        raise StateError(f"the plan of these stores has the digest {plan.digest}, the recorded one {state.plan}")
+    return RecordedPlan(shares=tuple(shares), rows=rows, config=config, plan=plan)

@@ -1,14 +1,14 @@
-"""The samples that a run has seen, at which steps and how: computed from a saved state, by planning its steps again.
+"""The samples that a run has seen, at which steps and how: computed by planning its steps again.
 
-No log is kept. A state says by which plans its steps were made; for each, the generation's rows are found by id, and looked for
-in what the steps read. Draws are keyed by step and position, so captions and flips follow.
+The samples are not logged. A run's `plans.jsonl` says by which plans its steps were made; for each, the generation's rows are
+found by id, and looked for in what the steps read. Draws are keyed by step and position, so captions and flips follow.
 
 Letters: V sightings, n rows of a bucket.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.history import PastSteps
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import PlannedStep
-    from bucketline.loader.recorded_run import RecordedRun
+    from bucketline.loader.recorded_run import PlanLine, RecordedRun
     from bucketline.store import Bucket, Store
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.shard.reader import IndexEntry
@@ -37,10 +36,10 @@ _CHUNK_STEPS, _CHUNK_ROWS = 4096, 1 << 22  # planned at a time, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """Steps of which a state does not tell what was read."""
+    """Steps of which nothing tells what was read."""
 
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
+    begin: int
+    end: int
     why: str
 
 
@@ -53,7 +52,6 @@ class Sighting:
     rank: int
     micro_step: int
     position: int  # in the step's global batch
-    times: int  # how often the run passed this step; above 1 if a loader with `epochs` was iterated again
     store: str
     generation: int
     bucket: str
@@ -82,35 +80,31 @@ class Counts:
 class RunPart(RecordedPlan):
     """Steps of a run and the plan that made them."""
 
-    past: PastSteps
+    begin: int  # steps by the plan's own number
+    end: int
+    line: PlanLine
 
     def sightings(self, wanted: Mapping[str, NDArray[np.int64] | None]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """Yield (bucket, (row, step, epoch, position, rank, micro step)), `[6, V]`, of some rows of buckets; None: of all.
+        """Yield (bucket, (row, step, epoch, position), `[4, V]`) of some rows of buckets; None: of all.
 
         Padding, with weight 0, is not counted.
         """
-        (begin, begin_micro), (end, end_micro) = self.past.begin, self.past.end
-        last = end + (end_micro > 0)
         chunk = max(1, min(_CHUNK_STEPS, _CHUNK_ROWS // max(bucket.global_batch for bucket in self.plan.buckets)))
-        for at in range(begin, last, chunk):
+        for at in range(self.begin, self.end, chunk):
             steps: dict[str, list[PlannedStep]] = {}
-            for one in self.plan.draw([(step, 0) for step in range(at, min(at + chunk, last))]):
+            for one in self.plan.draw([(step, 0) for step in range(at, min(at + chunk, self.end))]):
                 if one.bucket in wanted:
                     steps.setdefault(one.bucket, []).append(one)
             for name, drawn in steps.items():
-                of_rank = len(drawn[0].rows) // self.past.world_size
                 rows, numbers = wanted[name], np.concatenate([one.rows for one in drawn])
                 found = np.concatenate([one.weight for one in drawn]) > 0
                 found &= np.isin(numbers, rows) if rows is not None else True
                 which, position = np.divmod(np.flatnonzero(found), len(drawn[0].rows))
                 step, epoch = np.array([(one.step, one.epoch) for one in drawn], dtype=np.int64).T[:, which]
-                rank, within = np.divmod(position, of_rank)
-                micro = within // (of_rank // self.past.accumulation)
-                inside = ((step > begin) | (micro >= begin_micro)) & ((step < end) | (micro < end_micro))
-                yield name, np.stack([numbers[found], step, epoch, position, rank, micro])[:, inside]
+                yield name, np.stack([numbers[found], step, epoch, position])
 
     def all_sightings(self, wanted: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-        """Return all of `sightings` by bucket, `[6, V]` each, sorted by row; nothing of a bucket that has none."""
+        """Return all of `sightings` by bucket, `[4, V]` each, sorted by row; nothing of a bucket that has none."""
         found: dict[str, list[NDArray[np.int64]]] = {}
         for name, values in self.sightings(wanted) if wanted else ():
             found.setdefault(name, []).append(values)
@@ -129,37 +123,33 @@ class RunPart(RecordedPlan):
 
 
 class Seen:
-    """The samples that a saved run has seen."""
+    """The samples that a run has seen."""
 
     def __init__(self, run: RecordedRun, stores: Sequence[str] = (), remote: RemoteOptions | None = None) -> None:
         """Open the generations that the run's steps were planned on; `unknown` has the steps of which that was not possible.
 
-        `stores`: the run's, if it does not name them itself or they have moved.
+        `stores`: those of the run that have moved.
 
         Raises:
-            UsageError: if the run does not name its stores, and none is given.
-            StoreError: if a store cannot be opened at all.
+            UsageError: if one of these is not of the run.
+            StoreError: if one of these cannot be opened.
         """
-        self.state, given = run.state, run.given(stores, remote)
+        self.steps, moved = run.steps, run.given(stores, remote)
         self.parts: list[RunPart] = []
         self.unknown: list[Unknown] = []
-        opened: dict[tuple[object, ...], RecordedPlan | str] = {}
-        for past in run.state.consumed():
-            if not past.is_recorded:
-                why = "version 0.1.0 read them, and its states kept no history; what follows is known once the run is resumed"
-                self.unknown.append(Unknown(begin=past.begin, end=past.end, why=why))
+        if begin := min(run.lines[0].step, run.steps):
+            self.unknown.append(Unknown(begin=0, end=begin, why="no line tells of them"))
+        ends = [min(one.step, run.steps) for one in run.lines[1:]]
+        for line, end in zip(run.lines, [*ends, run.steps], strict=True):
+            if line.step >= end:
                 continue
-            key = (past.plan, past.generations, past.epochs)
-            if key not in opened:
-                try:
-                    opened[key] = open_plan(past, given, remote)
-                except BucketlineError as error:
-                    opened[key] = str(error)
-            found = opened[key]
-            if isinstance(found, str):
-                self.unknown.append(Unknown(begin=past.begin, end=past.end, why=found))
+            try:
+                found = open_plan(run, line.state, moved, remote)
+            except BucketlineError as error:
+                self.unknown.append(Unknown(begin=line.step, end=end, why=str(error)))
                 continue
-            self.parts.append(RunPart(past=past, shares=found.shares, rows=found.rows, config=found.config, plan=found.plan))
+            of_plan = {one.name: getattr(found, one.name) for one in fields(found)}
+            self.parts.append(RunPart(**of_plan, line=line, begin=line.state.step, end=end - line.shift))
 
     def find(self, sample_ids: Sequence[str]) -> list[tuple[list[Sighting], list[str]]]:
         """Return each sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""
@@ -213,7 +203,7 @@ def _sightings_of(
     bucket = part.rows.bucket(entry.bucket)
     rows = np.array(bucket.numbers_of(ordinal, entry.row), dtype=np.int64)
     own = [np.arange(*np.searchsorted(values[0], [row, row + 1])) for row in rows.tolist()]
-    step, epoch, position, rank, micro = values[1:, np.concatenate(own)]
+    step, epoch, position = values[1:, np.concatenate(own)]
     if len(step) == 0:
         return
     from bucketline.loader.collate.columns import EMPTY, choose_captions  # imports torch, which counting does not wait for
@@ -225,16 +215,18 @@ def _sightings_of(
     chosen = choose_captions(num_captions, keys, part.config.caption_dropout)
     crops = _crops(bucket, rows[:1], flipped)
     record = part.rows.shards[ordinal].record(entry)
+    of_rank = next(one.global_batch for one in part.plan.buckets if one.name == entry.bucket) // part.line.state.world_size
+    rank, within = np.divmod(position, of_rank)
+    micro = within // (of_rank // part.config.accumulation)
     for n in range(len(step)):
         caption = int(chosen[n])
         has_text = caption != EMPTY and bool(record.captions)  # a sample without captions has the empty one stored as its own
         yield Sighting(
-            step=int(step[n]),
+            step=int(step[n]) + part.line.shift,
             epoch=int(epoch[n]),
             rank=int(rank[n]),
             micro_step=int(micro[n]),
             position=int(position[n]),
-            times=part.past.times,
             store=str(share.store.place),
             generation=share.store.manifest.generation,
             bucket=entry.bucket,
@@ -267,9 +259,9 @@ def _counts_of(part: RunPart) -> Iterator[tuple[NDArray[Any], ...]]:
         values[1:] = [[np.iinfo(np.int64).max], [-1]]
     for name, (row, step, *_) in part.sightings(dict.fromkeys(counted)):
         count, first, last = counted[name]
-        count += np.bincount(row, minlength=len(count)) * part.past.times
-        np.minimum.at(first, row, step)
-        np.maximum.at(last, row, step)
+        count += np.bincount(row, minlength=len(count))
+        np.minimum.at(first, row, step + part.line.shift)
+        np.maximum.at(last, row, step + part.line.shift)
     for bucket in buckets:
         for ordinal, shard in enumerate(part.rows.shards):
             if bucket.name not in shard.entry.groups:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bucketline.store import Store
+from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.verify.verify import verify
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store.remote.urls import RemoteOptions
 
 
 def bucket_of(sample_id: str) -> str:

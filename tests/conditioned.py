@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import bucket_placement
@@ -15,15 +18,7 @@ from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.text_block import quantised_spec
 from bucketline.store.format.text_codec import dequantise, quantise
 from tests import kit
-from tests.kit import FLOATS, make_sample, seed_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.kit import Sample
+from tests.kit import FLOATS, Sample, make_sample, seed_of
 
 NUM_CLASSES = 10
 WIDTH, POOLED_WIDTH = 5, 3

@@ -7,18 +7,13 @@ global batch, E epochs.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.loader import Loader, Remainder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from bucketline.loader import Batch
-    from bucketline.store import Store
+from bucketline.loader import Batch, Loader, Remainder
+from bucketline.store import Store
 
 _WORD = (1 << 64) - 1
 _PASS, _STEPS, _KEYS = 1, 2, 3  # purposes of keys

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest
 from tests.loading import loaders_of, rows_of
-
-if TYPE_CHECKING:
-    from bucketline.store import Store
 
 MAX_ROWS = 1000  # of a bucket: a store may lie about how many it has
 BATCH_SIZE = 8

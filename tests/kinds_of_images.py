@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -19,9 +20,6 @@ from bucketline.ingest.images.rejects import Reason
 from tests import profiles
 from tests.models import encoded
 from tests.photographs import crop_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 BACKGROUND = (32, 64, 96)
 TURNS = {

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence  # noqa: TC003 - the dataclass is documented by it
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
+from numpy.typing import NDArray
 
 from bucketline.store import (
     Axis,
@@ -20,6 +22,7 @@ from bucketline.store import (
     PartWriter,
     RaggedGroup,
     RowColumn,
+    SampleRecord,
     Store,
     StoreWriter,
     TextSpec,
@@ -39,15 +42,7 @@ from bucketline.store.write.row_form import sizes_of
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.independent_reader import read_entries, read_store
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store import SampleRecord
-
-    Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, NDArray[Any]]
 
 MAX_CAPTIONS = 3
 TOKEN_WIDTH, POOLED_WIDTH = 5, 6

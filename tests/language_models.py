@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 QWEN_SPECIAL = (

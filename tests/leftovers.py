@@ -9,11 +9,8 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SHARED = re.compile(r"/dev/shm/(?!bucketline-tests)")  # but for stores of tests, whose base folder may be in memory
 

@@ -63,15 +63,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(22_600),
+    "store": Budget(21_300),
     "ingest": Budget(18_800),
     "loader": Budget(12_100),
-    "train": Budget(10_000),
-    TRAINER: Budget(6_300, mark=2_600),
+    "train": Budget(9_200),
+    TRAINER: Budget(6_200, mark=2_600),
     "bucketline": Budget(7_000),
-    "bench": Budget(7_200),
-    "product": Budget(77_500, mark=64_000),
-    "tests": Budget(78_400, mark=62_000),
+    "bench": Budget(7_300),
+    "product": Budget(75_500, mark=64_000),
+    "tests": Budget(75_100, mark=62_000),
 }
 
 

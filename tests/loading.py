@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import choose_captions
+from bucketline.store import RaggedGroup, Store
 from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.columns import stored_name
 from bucketline.torch_dtypes import as_stored
-from tests.kit import entry_of, row_entry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from bucketline.loader import Batch
-    from bucketline.store import RaggedGroup, Store
-    from tests.kit import Form, Sample
+from tests.kit import Form, Sample, entry_of, row_entry
 
 Rows = dict[str, "NDArray[Any]"]  # a batch's tensors, by field name, `[rows, …]` each
 

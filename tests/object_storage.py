@@ -7,17 +7,15 @@ import os
 import threading
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pytest
 
 SECRET = "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"  # must appear nowhere
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}

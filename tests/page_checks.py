@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from tests.browser import Browser
 from tests.commands import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.browser import Browser
 
 RECORD = ROOT / "docs" / "images" / "pages.json"
 _SHOWN = "[...document.querySelectorAll('[data-gallery] figure')].filter(f => f.offsetParent !== null)"

@@ -8,12 +8,9 @@ import io
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from PIL import Image
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VOID = {"meta", "link", "img", "input", "br", "path", "rect", "circle", "polyline"}
 FETCHING = ("src", "href", "action", "data", "poster", "srcset", "xlink:href")

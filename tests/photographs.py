@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from bucketline.bench.fixtures import photographs
 from bucketline.bench.fixtures.photographs import PHOTOGRAPHS
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 photograph = cache(photographs.photograph)  # decoded once
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from PIL import Image
+from numpy.typing import NDArray
+from PIL import Image
 
 D50 = (0.9642, 1.0, 0.8249)
 # Colourants of Adobe RGB (1998), Display P3, BT.2020, sRGB as published profiles give them: XYZ relative to D50, a column each.

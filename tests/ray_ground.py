@@ -14,16 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from types import TracebackType
+from typing import IO, Any
 
 from tests.commands import ROOT, Ran
 from tests.whole_tree import children_of, descendants_of, title_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
 
 OBJECT_STORE_BYTES = 80 << 20
 LONGEST_S = 240.0

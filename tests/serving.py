@@ -7,18 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security, accept_all, listen
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.remote.urls import RemoteOptions
 
 
 @contextmanager

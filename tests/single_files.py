@@ -7,16 +7,13 @@ of finding them.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
+from torch import Tensor
 
 Renames = tuple[tuple[str, str], ...]
 

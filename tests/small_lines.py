@@ -10,10 +10,11 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bucketline.bench.fixtures.pushed_store import pushed
 from bucketline.bench.fixtures.server_process import ServerProcess
@@ -27,9 +28,6 @@ from bucketline.loader.plan.make_plan import make_plan, plan_of
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
 from tests.commands import spawn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 LINE_BYTES, USUAL_BYTES = 1 << 16, 8 << 20
 SCALE = USUAL_BYTES // LINE_BYTES

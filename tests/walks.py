@@ -17,13 +17,11 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
+from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("store", "ingest", "loader", "train", "bucketline", "bench", "tests")

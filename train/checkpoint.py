@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.run_marker import CHECKPOINTS
-from bucketline.loader.history import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.metrics_file import WindowState, has_steps
 from bucketline.typed_json import Json, decode

@@ -35,7 +35,6 @@ from bucketline.train.values import (
     Betas,
     Course,
     Ema,
-    Followed,
     HubTarget,
     LossWeight,
     LrSchedule,
@@ -299,8 +298,8 @@ class TrainConfig(
     """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
     checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
     output_dir: Path = field(metadata=RESUME_FREE)
-    """Output folder: metrics.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png, images.png and
-    images.json. Use a separate folder, never one with images or inside a store."""
+    """Output folder: metrics.jsonl, plans.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png,
+    images.png and images.json. Use a separate folder, never one with images or inside a store."""
     model_config: str | None = field(default=None, metadata=RESUME_FREE)
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)
@@ -320,10 +319,9 @@ class TrainConfig(
     next to it override its own. Without RUN: the run in --output-dir, with the options given."""
     new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: Followed | None = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
+    follow: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
     """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them, and start as
-    soon as the stores have so many training rows; without a number, 1. RUN, the folder of a run or a checkpoint: take them up
-    at the steps at which that run did, which repeats it."""
+    soon as the stores have so many training rows; without a number, 1."""
 
     @staticmethod
     def _named(field: str) -> str:
@@ -364,7 +362,7 @@ class TrainConfig(
         self._expect_at_least(
             1,
             *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank"),
-            *("export_every", "validate_every", "images_every"),
+            *("follow", "export_every", "validate_every", "images_every"),
         )
         self._expect_at_least(
             0, "noise_offset", "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks"

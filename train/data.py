@@ -12,12 +12,9 @@ import torch
 
 from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
-from bucketline.loader.history import StoreId
-from bucketline.loader.mixture import once_each, open_shares, parse_stores
+from bucketline.loader.mixture import StoreId, once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
-from bucketline.loader.recorded_run import read_loader_state
 from bucketline.loader.service.address import AUTO
-from bucketline.loader.state import schedule_of
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
@@ -37,9 +34,6 @@ if TYPE_CHECKING:
 FOLLOW_EVERY_S = 2.0
 _SAY_EVERY_S = 60.0
 
-FollowSchedule = tuple[tuple[int, tuple[int, ...]], ...]
-"""Generations, one of each store, and the step from which they are read; ascending."""
-
 
 def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself.
@@ -47,7 +41,7 @@ def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
     Raises:
         StoreError: if a store is there and cannot be read.
     """
-    if (wanted := config.follow and config.follow.rows) is None or config.resume:
+    if (wanted := config.follow) is None or config.resume:
         return
     said = -_SAY_EVERY_S
     while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store, "--store"))) < wanted:
@@ -85,10 +79,6 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
     wanted: Sequence[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
-    planned, way_on = f"{start.checkpoint}", "continue with --resume --new-plan, which keeps weights, averages and optimizer"
-    if start.state is None and (schedule := _read_schedule(config, ranks, len(asked))):
-        wanted = schedule[0][1]
-        planned, way_on = f"{config.follow}", f"its steps cannot be repeated: leave out --follow={config.follow}"
 
     def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
         pairs = zip(asked, numbers, strict=True)
@@ -100,8 +90,9 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             kept = generations(one.path) if isinstance(one.path, Path) else []
             if generation is not None and kept and generation not in kept:
                 raise StateError(
-                    f"{planned} was planned on generation {generation} of {one.path}, which no longer exists "
-                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; {way_on}"
+                    f"{start.checkpoint} was planned on generation {generation} of {one.path}, which no longer exists "
+                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; "
+                    "continue with --resume --new-plan, which keeps weights, averages and optimizer"
                 )
         return [share.store.manifest.generation for share in opened(wanted)]
 
@@ -200,43 +191,20 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
         next(loader.forever())
 
 
-def _read_schedule(config: TrainConfig, ranks: TrainRanks, num_stores: int) -> FollowSchedule:
-    """Return the schedule of the run that `--follow` names; empty without one.
-
-    Raises:
-        StateError: if it is of another number of stores.
-    """
-    if (path := config.follow and config.follow.run) is None:
-        return ()
-    schedule = from_rank_zero(ranks, lambda: schedule_of(read_loader_state(path)))
-    for _, numbers in schedule:
-        if len(numbers) != num_stores:
-            raise StateError(
-                f"{path} is the schedule of {len(numbers)} stores, {num_stores} are given; "
-                "name each --store of that run, in its order"
-            )
-    return schedule
-
-
 class Follower:
-    """Decides at which steps a run takes up newer generations: those of a schedule, or as rank 0 finds them."""
+    """Decides at which steps a run takes up newer generations: as rank 0 finds them."""
 
     def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
         self._ranks, self._loader = ranks, loader
-        self._looks = bool(config.follow and config.follow.rows) and ranks.is_main
-        self._schedule = _read_schedule(config, ranks, len(loader.shares))
+        self._looks = config.follow is not None and ranks.is_main
 
     def has_newer(self) -> bool:
         """Return True on rank 0 if there are newer generations; never waits."""
         return self._looks and self._loader.newer() is not None
 
-    def due(self, step: int, *, is_agreed: bool) -> tuple[int, ...] | None:
-        """Return the generations to take up at a step; None if the present ones stay. The same on every rank.
+    def due(self, *, is_agreed: bool) -> tuple[int, ...] | None:
+        """Return the generations to take up; None if the present ones stay. The same on every rank.
 
         `is_agreed`: all ranks have seen that rank 0 has newer ones.
         """
-        if is_agreed:
-            return from_rank_zero(self._ranks, self._loader.newer)
-        due = [numbers for first, numbers in self._schedule if first <= step]
-        present = tuple(share.store.manifest.generation for share in self._loader.shares)
-        return due[-1] if due and due[-1] != present else None
+        return from_rank_zero(self._ranks, self._loader.newer) if is_agreed else None

@@ -62,7 +62,7 @@ def refuse_early(config: TrainConfig, world_size: int) -> None:
         return  # its stores are at the generations of its checkpoint, which has passed all this
     paths = [one.path for one in parse_stores(config.store, "--store")]
     local = [path for path in paths if isinstance(path, Path)]
-    if config.follow and config.follow.rows and not all((path / MANIFEST).exists() for path in local):
+    if config.follow and not all((path / MANIFEST).exists() for path in local):
         return  # they are waited for
     refuse_place(config)
     refuse_taken(config)

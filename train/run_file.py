@@ -41,7 +41,7 @@ _INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
 """Options of which one takes the place of the other."""
 _NONE = "None"  # TOML has no value for it
 PLACES = (
-    *("store", "model", "model_config", "lora_from", "follow", "image_prompts", "cache"),
+    *("store", "model", "model_config", "lora_from", "image_prompts", "cache"),
     *("service", "service_token", "service_certificate"),
 )
 """Options that name files; a run's relative ones are of the folder in which it was started."""

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted, torchrun_ranks
 from bucketline.errors import UsageError
-from bucketline.loader.history import StoreId
 from bucketline.loader.latent_scale import LatentScale
-from bucketline.loader.mixture import open_shares, parse_stores
+from bucketline.loader.mixture import StoreId, open_shares, parse_stores
 from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.store.format.columns import LATENT

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.command_line import counted
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE
-from bucketline.loader.history import StoreId
+from bucketline.loader.mixture import StoreId
+from bucketline.loader.recorded_run import PLANS, append_plan
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import Start, folder_of_step
 from bucketline.train.compile import mark
@@ -151,7 +152,7 @@ class Trainer:
         self._progress.expect(config.num_steps)
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
-            from bucketline.train.images.given_prompts import encode_given
+            from bucketline.train.images.prompts import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
@@ -191,7 +192,6 @@ class Trainer:
     def run(self, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
         with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
-            self._take_up(is_agreed=False)
             self._validations = from_rank_zero(self.ranks, self._open_log)
             if not self.loader.rows.buckets("val"):
                 self._progress.say(
@@ -206,8 +206,13 @@ class Trainer:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
         run_dir.write_config(self.config, self._given, self.loader.shares, self.ranks.world_size)
         validated = cut_back(self.config, self.steps_done, self._recorder.state())
+        self._record_plan()
         self._log = RunLog(self.config, self._accelerator, self._progress)
         return dict.fromkeys(validated)
+
+    def _record_plan(self) -> None:
+        if self.ranks.is_main:
+            append_plan(self.config.output_dir / PLANS, self.loader, self.steps_done)
 
     def _loop(self, stop: StopRequest) -> str | None:
         """Train until the last step or a signal, whose name is returned."""
@@ -254,12 +259,13 @@ class Trainer:
     def _take_up(self, *, is_agreed: bool) -> bool:
         """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
         is_over = self.steps_done == self.config.num_steps
-        if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
+        if is_over or (generations := self._follower.due(is_agreed=is_agreed)) is None:
             return False
         self._write(self._recorder.flush())
         self._recorder.state()  # what it says of earlier steps is of the present plan
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
+        self._record_plan()
         refuse_stores(self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, FieldForm, OptionValue
@@ -193,26 +191,6 @@ class SaveTimes(OptionValue):
 
     steps: int | None = None
     seconds: Annotated[float | None, IN_SECONDS] = None
-
-
-_NUMBER = r"[+-]?([0-9.]*|nan|inf)"
-
-
-def _as_path(path: Path) -> str:
-    """Return a path as it is typed, so that one that looks like a number is a path even so."""
-    return f"./{path}" if re.fullmatch(_NUMBER, str(path)) else str(path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Followed(OptionValue):
-    """The stores that grow, by the training rows to wait for, or the run whose generations are taken up at its steps."""
-
-    FORMS = ("ROWS", "RUN")
-    EXPECTED = "1 or more rows, or a run's folder"
-    LIMITS: ClassVar = {"rows": ONE_OR_MORE}
-
-    rows: int | None = None
-    run: Annotated[Path | None, FieldForm(rf"(?!{_NUMBER}$).+", Path, _as_path)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

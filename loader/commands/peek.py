@@ -48,10 +48,10 @@ class Peek(PlannedOptions):
         from bucketline.store.report.latents import vae_of
 
         refuse_page(self.output)
-        shares, config, world_size = self.planned(self.step)
+        shares, config, world_size, number = self.planned(self.step)
         from bucketline.loader.peek import peek_page, read_step
 
-        batches = read_step(shares, config, self.step, world_size)
+        batches = read_step(shares, config, number, world_size)
         names = self.stores or tuple(str(share.store.place) for share in shares)
         write_or_explain(self.output, peek_page(names, self.step, batches, dict(vae_of(shares[0].store))))
         rows = sum(len(batch.rows) for batch in batches)

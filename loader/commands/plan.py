@@ -75,7 +75,7 @@ class PlanCommand(PlannedOptions):
         from bucketline.loader.plan.rates import parse_rates
 
         rates = parse_rates(self.bill or "", "--bill")
-        shares, config, world_size = self.planned(epochs=None, columns=("target",))
+        shares, config, world_size, _ = self.planned(epochs=None, columns=("target",))
         store = join(shares)
         roles, groups = self._columns(store)
         config = replace(config, columns=roles or ("target",), ragged=groups)

@@ -65,7 +65,7 @@ class PlannedOptions(BatchOptions):
     and `photos.store:0.5` to read half of them, others in each.
     A folder packed from a data set file stands for its stores and their repeats. With --run: only if they have moved."""
     of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
-    """Folder of a run, one of its checkpoints, or a loader's state as JSON: take stores, seed, batch, ranks and all that
+    """Folder of a run, a checkpoint in it, or a loader's state as JSON: take stores, seed, batch, ranks and all that
     decides the order from it."""
     world_size: WorldSize = ONE_RANK
     """Number of training ranks, such as 8; with their machines, such as 64@8: a window then deals its shards to these."""
@@ -97,10 +97,10 @@ class PlannedOptions(BatchOptions):
                 )
         return options
 
-    def planned(self, step: int | None = None, **others: Any) -> tuple[tuple[WeightedStore, ...], LoaderConfig, int]:  # noqa: ANN401
-        """Return the open stores, the configuration with `others`, and the number of ranks.
+    def planned(self, step: int | None = None, **others: Any) -> tuple[tuple[WeightedStore, ...], LoaderConfig, int, int]:  # noqa: ANN401
+        """Return the open stores, the configuration with `others`, the number of ranks, and the plan's own number of `step`.
 
-        `step`: that of a run of which the plan is wanted, since it may have changed; None: the present one.
+        `step`: that of a run of which the plan is wanted, since it may have changed; None: the last one, with the number 0.
 
         Raises:
             BucketlineError: if a store cannot be opened, or the run does not say enough.
@@ -115,13 +115,15 @@ class PlannedOptions(BatchOptions):
             lanes = {"lanes": machines} if mixes and machines is not None else {}
             rows = {"split": self.split.split, "remainder": self.split.remainder}
             config = self.for_loader(**rows, **lanes, **others)
-            return open_shares(self.stores, self.remote()), config, self.world_size.ranks
+            return open_shares(self.stores, self.remote()), config, self.world_size.ranks, step or 0
         from bucketline.loader.recorded_run import open_plan, read_run
 
         run = read_run(self.of_run, "--run")
-        remote, mark = run.reached(self.remote()), run.state if step is None else run.mark_at(step)
+        remote = run.reached(self.remote())
         try:
-            found = open_plan(mark, run.given(self.stores, remote), remote)
+            line = run.line_of(run.steps if step is None else step)
+            found = open_plan(run, line.state, run.given(self.stores, remote), remote)
         except StateError as error:
             raise StateError(f"--run {self.of_run}: {error}") from error
-        return found.shares, replace(found.config, **others), mark.world_size
+        number = 0 if step is None else step - line.shift
+        return found.shares, replace(found.config, **others), line.state.world_size, number

@@ -18,7 +18,7 @@ from bucketline.typed_json import encode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bucketline.loader.seen import Counts, Seen, Sighting, Unknown
+    from bucketline.loader.seen import Counts, Seen, Sighting
 
 
 _NAMED = 3  # ids that the run's stores do not have
@@ -28,9 +28,9 @@ _NAMED = 3  # ids that the run's stores do not have
 class SeenCommand(RemoteArguments):
     """Print at which steps a run has seen a sample: on which rank, with which caption, crop and flip.
 
-    It is computed from what the run has saved: no log is needed. The generations that the run read must still be there. Steps
-    that its state does not tell of, and ids that its stores do not have, are named on stderr, and the exit code is 1. A sample
-    that only pads a batch, with weight 0, is not seen.
+    It is computed from the run's `plans.jsonl`. The generations that the run read must still be there. Steps that cannot be
+    told, and ids that the run's stores do not have, are named on stderr, and the exit code is 1. A sample that only pads a
+    batch, with weight 0, is not seen.
 
     Example: loader seen --run runs/a --id cats/a.png
     """
@@ -38,9 +38,10 @@ class SeenCommand(RemoteArguments):
     SECTION = "seen: samples to tell of"
 
     stores: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Folders or URLs of all stores of the run, if they have moved, or if RUN is a loader's state."""
+    """Folders or URLs of the run's stores that have moved."""
     of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
-    """Folder of the run (its newest checkpoint), a checkpoint, or a JSON file with a loader's `state_dict()`. Required."""
+    """Folder of the run (up to its newest checkpoint), a checkpoint in it, or a JSON file with a loader's `state_dict()`, with
+    the loop's `plans.jsonl` next to it if its plan changed. Required."""
     id: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID")] = ()
     """Sample id: the path in the source, including the extension. May be repeated."""
     ids: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -68,7 +69,7 @@ class SeenCommand(RemoteArguments):
         from bucketline.loader.seen import Seen
 
         seen = Seen(run, self.stores, run.reached(self.remote()))
-        faults = [f"{_steps(one)} cannot be told: {one.why}" for one in seen.unknown]
+        faults = [f"steps {one.begin} to {one.end - 1} cannot be told: {one.why}" for one in seen.unknown]
         if self.all or self.never:
             self._print_all(seen)
         else:
@@ -92,9 +93,9 @@ class SeenCommand(RemoteArguments):
         found = [(sample_id, *one) for sample_id, one in zip(ids, seen.find(ids), strict=True)]
         if self.json:
             document = {
-                "steps": seen.state.step,
+                "steps": seen.steps,
                 "samples": [
-                    {"id": sample_id, "count": _count(sightings), "buckets": buckets, "seen": encode(sightings)}
+                    {"id": sample_id, "count": len(sightings), "buckets": buckets, "seen": encode(sightings)}
                     for sample_id, sightings, buckets in found
                 ],
                 "unknown": encode(seen.unknown),
@@ -103,7 +104,7 @@ class SeenCommand(RemoteArguments):
         else:
             for sample_id, sightings, buckets in found:
                 where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
-                print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.state.step, 'step')}, {where}")
+                print(f"{one_line(sample_id)}: seen {_times(len(sightings))} in {counted(seen.steps, 'step')}, {where}")
                 for one in sightings:
                     print(f"  {printable(_said(one))}")
         missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]
@@ -146,10 +147,6 @@ def _listed(seen: Seen, counts: Counts) -> Iterator[tuple[str, int, int, int]]:
             yield (listed.record.id, *counts.of(digest))
 
 
-def _count(sightings: list[Sighting]) -> int:
-    return sum(one.times for one in sightings)
-
-
 def _times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count} times")
 
@@ -157,13 +154,7 @@ def _times(count: int) -> str:
 def _said(one: Sighting) -> str:
     caption = "the empty caption" if one.text is None else f"caption {one.caption} ({one_line(one.text)!s:.80})"
     flipped = ", flipped" if one.flipped else ""
-    again = f", {one.times} times" if one.times > 1 else ""
     return (
         f"step {one.step} (epoch {one.epoch}) on rank {one.rank}, micro-batch {one.micro_step}, position {one.position}: "
-        f"{caption}, crop at {one.crop[0]}, {one.crop[1]}{flipped}{again}; {one.store} generation {one.generation}"
+        f"{caption}, crop at {one.crop[0]}, {one.crop[1]}{flipped}; {one.store} generation {one.generation}"
     )
-
-
-def _steps(one: Unknown) -> str:
-    (begin, _), (end, end_micro) = one.begin, one.end
-    return f"steps {begin} to {end - (end_micro == 0)}"

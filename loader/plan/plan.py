@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.epoch_steps import Epoch
     from bucketline.store.read.store import StoreRows
 
-PLAN_VERSION = 2
-WINDOW_VERSION = 3  # of windows of some rows; by 2, a lane of few shards had the same windows in every epoch
+PLAN_VERSION = 1
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
@@ -163,18 +162,9 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that decides the order, and of the stores' generations. 32 hexadecimal digits."""
-        return self._digest(WINDOW_VERSION if self.window else PLAN_VERSION)
-
-    @cached_property
-    def earlier_digests(self) -> tuple[str, ...]:
-        """Return the digests that earlier versions gave this plan, if it had another order by them."""
-        return tuple(map(self._digest, range(PLAN_VERSION, WINDOW_VERSION))) if self.window else ()
-
-    def _digest(self, version: int) -> str:
         buckets = [[bucket.name, bucket.num_rows, bucket.global_batch] for bucket in self.buckets]
-        order = "full" if self.window is None else "lines" if self.window else "none"  # their names when digests began
         lanes = [self.lanes, SHARDS_AT_ONCE] if self.window else []
-        text = json.dumps([version, self.seed, self.remainder, order, self.window or None, self.source, buckets, *lanes])
+        text = json.dumps([PLAN_VERSION, self.seed, self.remainder, self.window, self.source, buckets, *lanes])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @cached_property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
 
-    from bucketline.loader.history import StoreId
+    from bucketline.loader.mixture import StoreId
     from bucketline.loader.service.wire import WantedStore
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions

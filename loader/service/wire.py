@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
-from bucketline.loader.history import StoreId  # noqa: TC001 - likewise
+from bucketline.loader.mixture import StoreId  # noqa: TC001 - likewise
 from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
 from bucketline.loader.service.tokens import proof_of
 from bucketline.typed_json import Json, TypedJsonError, decode, encode

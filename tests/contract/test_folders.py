@@ -7,23 +7,17 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files import atomic_write
-from bucketline.store.folder import ExistsError, LocalFolder, MissingObjectError, folder_time
+from bucketline.store.folder import ExistsError, Folder, LocalFolder, MissingObjectError, folder_time
 from bucketline.store.remote.objects import ObjectFolder
-from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bucketline.store.folder import Folder
-    from tests.object_storage import S3Bucket
+from tests.object_storage import S3Bucket, in_memory
 
 CLOCK_S = 300.0  # two clocks that are the same, on a machine that may be busy; time zones are quarters of an hour apart
 OUTSIDE = ("../secret", "shards/../../secret", "..", "/secret", "shards//a", "shards/./a")

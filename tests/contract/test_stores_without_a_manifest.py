@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
-from bucketline.store.folder import LocalFolder
+from bucketline.store.folder import Folder, LocalFolder
 from bucketline.store.remote.generations import find_newest, newest_generation
 from tests.kit import make_store, samples_of
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store.folder import Folder
 
 SAMPLES = samples_of({"train/64x64": 8})
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from bucketline.store.change.drop import drop
-from bucketline.store.folder import LocalFolder
+from bucketline.store.folder import Folder, LocalFolder
 from bucketline.store.verify.verify import Verified, verify_folder
 from tests.kit import make_store, samples_of
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store.folder import Folder
 
 BUCKET = "train/64x64"
 

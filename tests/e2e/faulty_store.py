@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,6 @@ from bucketline.store import LatentColumn, Store, StoreWriter
 from bucketline.store.read.iter_samples import Selection, live_samples
 from tests.kit import TEXT, embedding
 from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, cropped
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WRONG_FACTOR = 0.18215  # Stable Diffusion's; the demo's VAE has 0.45108
 

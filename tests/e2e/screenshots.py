@@ -15,9 +15,9 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from PIL import Image
 
@@ -26,9 +26,6 @@ from tests.browser import Browser, find_browser
 from tests.commands import BIN, spawn
 from tests.e2e.faulty_store import write_faulty_store
 from tests.page_checks import RECORD, check_page, digest_of_page_code
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WIDTH_PX = 1000  # of a screenshot in the documents
 COLOURS = 256  # of its palette

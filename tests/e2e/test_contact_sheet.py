@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.bench.fixtures.photographs import PHOTOGRAPHS
 from tests.commands import BIN, spawn
 from tests.pages import parsed
 from tests.photographs import photograph
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_sheet_of_photographs_and_a_strip(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +13,8 @@ from bucketline.store.sync.pull import pull
 from tests.commands import call, torchrun
 from tests.forked_ranks import ForkedRanks
 from tests.models import SMALL, write_images
+from tests.object_storage import S3Bucket
 from tests.unit.train.tiny_run import as_arguments, config, losses, write_unet
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
 
 pytestmark = pytest.mark.slow
 

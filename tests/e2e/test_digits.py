@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from tests.commands import ROOT, spawn
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest.images.rejects import Reason
@@ -20,11 +22,6 @@ from bucketline.store.report.collect import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
 from tests.models import in_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 GRID = "48x64,64x48,48x48"
 RULES = ("--grid", GRID, "--min-size-px", 16, "--dtype", "F32")

@@ -6,7 +6,7 @@ import contextlib
 import re
 import shlex
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +22,6 @@ from bucketline.train.config import TrainConfig
 from tests.commands import BIN, ROOT, Ran, call, spawn
 from tests.models import png, write_model
 from tests.unit.train.tiny_run import write_unet
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXAMPLES = {
     **{f"ingest {name}": ingest_cli.COMMANDS[name] for name in ("pack", "import", "scan")},

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +14,8 @@ from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import ROOT, Ran, spawn, torchrun
+from tests.object_storage import S3Bucket
 from tests.ray_ground import LONGEST_S, RayGround, command_of, kill
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
 
 pytestmark = pytest.mark.slow
 

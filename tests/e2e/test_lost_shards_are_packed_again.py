@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,6 @@ from bucketline.store import Store
 from tests.commands import call
 from tests.kit import everything, flip_bit
 from tests.models import SMALL, png, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 NUM_FIRST, NUM_ALL = 20, 23
 

@@ -5,7 +5,7 @@ Here each rank packs its own slice into a shard of its own, and found = packed +
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +21,6 @@ from tests.commands import call, forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import tree
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def ids_of(store: Store) -> list[str]:

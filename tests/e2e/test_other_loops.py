@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from bucketline.loader import BatchDataset, Loader, LoaderConfig, Remainder
+from bucketline.loader import Batch, BatchDataset, Loader, LoaderConfig, Remainder
+from bucketline.store import Store
 from tests.epoch_oracle import Micro, Oracle, as_micro, micros, rows_of
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader import Batch
-    from bucketline.store import Store
 
 pytestmark = pytest.mark.slow
 BATCH = 4

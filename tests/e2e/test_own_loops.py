@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from bucketline.loader import Loader, LoaderConfig
 from tests.commands import BIN, ROOT, spawn
 from tests.kit import make_store, samples_of
 from tests.photographs import crop_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PAGE = ROOT / "docs" / "your-own-loop.md"
 BLOCKS = dict(re.findall(r"\n## ([^\n]+)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))

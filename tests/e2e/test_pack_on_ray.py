@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +21,6 @@ from tests.commands import call
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
 from tests.ray_ground import LONGEST_S, Cluster, RayGround, command_of, kill, packing_workers
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 NUM_IMAGES = 400

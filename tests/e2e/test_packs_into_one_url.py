@@ -8,23 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest, newest_generation
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import torchrun
 from tests.kit import everything
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store.remote.objects import ObjectFolder
-    from tests.object_storage import S3Bucket
+from tests.object_storage import S3Bucket
 
 pytestmark = pytest.mark.slow
 

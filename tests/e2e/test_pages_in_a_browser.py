@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from tests.browser import Browser, find_browser
 from tests.commands import call
 from tests.page_checks import check_page, check_record
 from tests.unit.store.report.conftest import write_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

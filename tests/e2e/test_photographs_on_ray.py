@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from tests.commands import call
 from tests.fault.same_store import compare
 from tests.kit import everything
 from tests.ray_ground import RayGround
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow  # two hundred real photographs, packed twice with the demo's encoders
 TIMES = ("seconds", "stage_seconds", "slowest_stage", "disk_bytes", "payload_bytes", "generation")

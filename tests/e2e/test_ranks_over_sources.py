@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -13,9 +13,6 @@ from bucketline.store import Store
 from tests.commands import call, forked_ranks
 from tests.models import SMALL, png
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,6 @@ from bucketline.store.verify.verify import verify_folder
 from tests.commands import ROOT, call, spawn
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 NUM_IMAGES = 40
 

@@ -55,13 +55,6 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     trainer("--resume", "parts", "--seed", "1").fails("--seed is 1", "was trained with 0; use --seed 0", code=2)
     assert "step 2: nothing to train" in trainer("--resume", "parts").done().out
     trainer("--resume", "parts", "--max-steps", "4").done()
-    path = tmp_path / "parts" / "config.json"  # as version 0.1.0 left it: no run file, and options by their names then
-    document = json.loads(path.read_bytes())
-    options = document["config"]
-    options |= {"batch_size": 2, "batch_pixels": None, "batch_tokens": None, "accum": options.pop("accumulation")}
-    del options["batch"], options["files"], options["write"]
-    path.write_text(json.dumps(document), encoding="utf-8")
-    (tmp_path / "parts" / "run.toml").unlink()
     trainer("--resume", "parts", "--max-steps", "5").done()
     assert losses(tmp_path / "parts") == losses(tmp_path / "typed")
 

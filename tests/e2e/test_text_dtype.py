@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.commands import ROOT, spawn
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

@@ -7,17 +7,15 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bucketline.errors import BucketlineError
 from bucketline.loader.service.sockets import readable
 from tests.fault.record import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HANG_S = 10.0
 

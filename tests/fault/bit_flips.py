@@ -8,8 +8,9 @@ else is a failure.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.errors import BucketlineError, StoreError
 from bucketline.store import Store
@@ -18,14 +19,8 @@ from bucketline.store.verify.verify import verify
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import How, apart
 from tests.fault.random_damage import worn_store
-from tests.fault.record import COLUMNS_TOO, Kind, Outcome, Record
+from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record
 from tests.kit import COLUMNS, IMAGES, flip_bit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 LONGEST_S = 60.0  # of all readers and a verification
 Contents = list[tuple[int | None, str]]  # a generation, or None for the newest, and the digest of all that readers give

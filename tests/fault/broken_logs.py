@@ -6,7 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
@@ -14,16 +15,10 @@ from tests.commands import call
 from tests.fault import killed_trainers
 from tests.fault.apart import Apart, How
 from tests.fault.ground import COMMAND_S, Ground, is_sound
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.kit import make_store, samples_of
 from tests.models import SMALL, png
 from tests.serving import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fault.record import Asked
-
 
 _PACK = """
 import sys

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.errors import BucketlineError, CorruptError
 from bucketline.loader import Loader
 from tests.fault.forcing import Bench, Ended, goes_on, started, until_error
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _files(path: Path, suffix: str = "lmdb") -> list[Path]:

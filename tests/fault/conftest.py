@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.fault.families import FAMILIES
 from tests.fault.page import shortfalls, write_page
 from tests.fault.record import Record, table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 RECORD = "record of "  # and the family: a property of a test's report
 ROUND_MINUTES = 5  # no machine tries everything in less

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -19,15 +20,9 @@ from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.bench.fixtures.synthetic_store import MAX_CAPTIONS, MAX_SHARD_BYTES, StoreShape, make_store
 from bucketline.store import StoreWriter
 from bucketline.store.format.manifest import read_manifest
-from tests.fault.record import Kind, Outcome, recorded
+from tests.fault.record import Asked, Kind, Outcome, Record, recorded
 from tests.fault.remote_kills import BATCH, LATENCY_S, Reader, kill_readers, local_digests, wrong_lines
 from tests.fault.served import Served, in_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked, Record
 
 SHAPE = StoreShape(num_shards=2, rows_per_shard=165, latent_shape=(4, 128, 128), tokens=(3, 20))  # each shard has 3 lines
 CACHE_BYTES = 192 << 20  # as much as both copies need, and what passes through

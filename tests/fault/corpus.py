@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.loader.history import StoreId
+from bucketline.loader.mixture import StoreId
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.sample_record import encode_record
 from bucketline.store.format.text_block import TEXT_GROUP

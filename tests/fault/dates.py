@@ -9,25 +9,20 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import lmdb
 import msgpack
 
+from bucketline.store.format.manifest import Manifest
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.fault.apart import How, apart
 from tests.fault.ground import Ground, ids_of, is_sound, judged
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.kit import add, empty_store, open_writer, samples_of
 from tests.models import png, write_images
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bucketline.store.format.manifest import Manifest
-    from tests.fault.record import Asked
 
 YEAR_NS = 31_556_952 * 10**9
 TIMES = (

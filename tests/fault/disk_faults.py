@@ -11,7 +11,8 @@ import errno
 import json
 import random
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -22,15 +23,9 @@ from tests.fault.apart import Ended, How, apart
 from tests.fault.full_disk import SAMPLES, attempt
 from tests.fault.ground import ids_of, is_sound
 from tests.fault.killed_packs import fault_of
-from tests.fault.record import GOOD, Kind, Outcome, Record
+from tests.fault.record import GOOD, Asked, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 
 def failing_disks(asked: Asked) -> Iterator[Record]:

@@ -17,23 +17,18 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.commands import ROOT
 from tests.fault.apart import HANG_S
 from tests.fault.ground import import_for_packs
 from tests.fault.noted_pack import be_rank, ended_within, fork_pack
-from tests.fault.record import Kind, Outcome, Record, outcome_of
+from tests.fault.record import Asked, Kind, Outcome, Record, outcome_of
 from tests.fault.same_store import committed_ids, compare, noted_ids
 from tests.models import SMALL, write_images, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.fault.record import Asked
 
 NUM_BROKEN = 5
 LONGEST_S = 180.0  # of a run until its moment comes

@@ -12,8 +12,9 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.commands import call
 from tests.fault import killed_trainers
@@ -21,15 +22,9 @@ from tests.fault.apart import Apart, How, apart
 from tests.fault.disk_faults import writing
 from tests.fault.full_disk import SAMPLES, attempt
 from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
-from tests.fault.record import GOOD, Kind, Outcome, Record
+from tests.fault.record import GOOD, Asked, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 YEARS_S = 10 * 365 * 24 * 3600
 

@@ -12,17 +12,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tests.commands import ROOT
 from tests.devices import without_gpus
 from tests.fault.record import Asked, Kind, Outcome, Record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 MARK = "record: "
 ALL = "all of it"

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.errors import BucketlineError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.service.client import ServiceBackend
 from bucketline.loader.service.links import ChildLink
 from tests.kit import Sample, make_store, samples_of
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bucketline.loader import Batch
 
 WITHIN_S = 10.0  # the time that an answer has, also on a busy machine; it takes milliseconds
 ROWS = {"train/64x64": 40, "train/96x64": 12}

@@ -9,20 +9,15 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.loader import Loader
+from bucketline.loader import Batch, Loader
 from tests.fault.apart import How, apart
 from tests.fault.forcing import Bench, Ended, WrongEndError, started
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-    from pathlib import Path
-
-    from bucketline.loader import Batch
 
 CHILD_S = 120  # before a child is taken to hang; it may start a service, which imports torch: seconds of CPU
 FORKS = 8  # of one loader

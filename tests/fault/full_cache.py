@@ -8,9 +8,10 @@ room for.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.bench.fixtures.server_process import ServerProcess, control
 from bucketline.errors import BucketlineError
@@ -19,14 +20,8 @@ from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.urls import RemoteOptions
 from tests.constrained import SmallDisk
 from tests.fault.apart import How, apart
-from tests.fault.record import Kind, Outcome, Record, outcome_of
+from tests.fault.record import Asked, Kind, Outcome, Record, outcome_of
 from tests.fault.served import LARGE, check_batch, check_cache, in_lines, reaching, served
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 DEADLINE_S = 5.0
 CACHE_BYTES = 1 << 30  # more than the disk has: the cache does not know that others fill it

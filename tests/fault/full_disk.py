@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import gc
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
 from tests.constrained import SmallDisk
 from tests.fault.ground import ids_of, is_sound
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.kit import add_samples, samples_of, store_writer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 ROOM_BYTES = 1 << 26
 SAMPLES = samples_of({"train/128x128": 40})

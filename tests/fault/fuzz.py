@@ -14,16 +14,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.commands import ROOT
-from tests.fault.record import Kind, Outcome, Record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fault.record import Asked
+from tests.fault.record import Asked, Kind, Outcome, Record
 
 INSTRUMENTED = [
     "bucketline.store",

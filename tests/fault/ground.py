@@ -6,9 +6,10 @@ import importlib
 import os
 import random
 import resource
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,13 +18,8 @@ from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.fault.apart import Apart, Ended, How
-from tests.fault.record import Outcome
+from tests.fault.record import Asked, Outcome
 from tests.models import SMALL, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.fault.record import Asked
 
 T = TypeVar("T")
 

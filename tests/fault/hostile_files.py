@@ -11,11 +11,13 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
@@ -29,15 +31,8 @@ from bucketline.store.write.publish import publish
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import How, apart
 from tests.fault.ground import limit_memory
-from tests.fault.record import COLUMNS_TOO, GOOD, Kind, Outcome, Record
+from tests.fault.record import COLUMNS_TOO, GOOD, Asked, Kind, Outcome, Record
 from tests.kit import COLUMNS, IMAGES, Form, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
-
-    from tests.fault.record import Asked
 
 BUCKET = "train/64x64"
 NUMBERS = (0, 1, 7, 1 << 31, 1 << 32, (1 << 62) + 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)

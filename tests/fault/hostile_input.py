@@ -10,7 +10,9 @@ import socket
 import struct
 import tarfile
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +20,10 @@ import torch
 from bucketline.store import Store
 from tests.fault.apart import How, apart
 from tests.fault.ground import Ground, commanded, is_sound, judged, limit_memory, listed, strange
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.strangers import Canary, strangers
 from tests.kit import make_sample, make_store
 from tests.models import png, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 MEMORY_BYTES = 3 << 30  # that a command may take beyond what it has at its beginning
 LONG = 1 << 40

@@ -13,24 +13,20 @@ import os
 import random
 import resource
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store.format.manifest import dump_manifest, read_manifest, sealed
 from tests.commands import call
 from tests.fault.apart import How, apart
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.served import IMAGES, Served, digest_of, served
 from tests.object_storage import CREDENTIALS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fault.record import Asked
 
 DEADLINE_S = 3.0
 LIMIT_S = 30.0  # of a process: a pull gets several files one after the other, each within the deadline

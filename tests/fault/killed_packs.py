@@ -16,8 +16,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
@@ -27,16 +28,10 @@ from bucketline.store.write.target import LocalTarget
 from tests.commands import ROOT, spawn
 from tests.fault.ended_packs import KILLED, adopt_orphans, ended_again_and_again, wait_for_orphans
 from tests.fault.ground import is_sound
-from tests.fault.record import COLUMNS_TOO, Kind, Outcome, recorded
+from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, recorded
 from tests.fault.same_store import noted_ids
 from tests.kit import COLUMNS, IMAGES, Form, Sample, by_id, make_sample
 from tests.models import SMALL, write_images, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked, Record
 
 BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
 KILLS_A_STORE = 8  # then a new one is begun

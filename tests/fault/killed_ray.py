@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from tests.commands import call
-from tests.fault.record import Kind, Outcome, recorded
+from tests.fault.record import Asked, Kind, Outcome, Record, recorded
 from tests.fault.same_store import committed_ids, compare
 from tests.models import SMALL, write_images, write_model
 from tests.ray_ground import Cluster, RayGround, command_of, kill, packing_workers
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked, Record
 
 NUM_IMAGES = 600
 NUM_BROKEN = 5

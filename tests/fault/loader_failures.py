@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,15 +34,10 @@ from tests.fault.forked_loaders import (
     truncate_sidecars_mapped,
     truncate_sidecars_read_plainly,
 )
-from tests.fault.record import Kind, Outcome, Record, outcome_of
+from tests.fault.record import Asked, Kind, Outcome, Record, outcome_of
 from tests.kit import flip_bit
 from tests.leftovers import children, descriptors, held, left_since, wait_until
 from tests.serving import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fault.record import Asked
 
 
 def corrupt_row(bench: Bench, service: str | None) -> Ended:

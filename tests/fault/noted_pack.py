@@ -15,15 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import lmdb
 
 from bucketline.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),

@@ -12,8 +12,10 @@ import importlib
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.commands import call
 from tests.constrained import SmallDisk
@@ -23,16 +25,10 @@ from tests.fault.families import records_of
 from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
 from tests.fault.killed_packs import fault_of
 from tests.fault.noted_pack import commit_often, note_commits
-from tests.fault.record import GOOD, Kind, Outcome, Record
+from tests.fault.record import GOOD, Asked, Kind, Outcome, Record
 from tests.fault.same_store import noted_ids
 from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 NUM_IMAGES = 24
 LAST_PART = 0.25  # of what a run asks of its disk: the last shard, and what is published

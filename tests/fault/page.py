@@ -6,14 +6,11 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.commands import ROOT
 from tests.fault.record import GOOD, Kind, Outcome, Record, table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TEXT = Path(__file__).with_suffix(".md")
 TRIED = "{{tried}}"

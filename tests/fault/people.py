@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
@@ -16,13 +16,8 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest, identity
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, Ground, commanded, ids_of, is_sound, judged, listed, strange
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.models import png, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fault.record import Asked
 
 LONG_S = 900.0  # for 100,000 files
 NAMES = (

@@ -13,18 +13,13 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.commands import ROOT
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.shim import NoCompilerError, built
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fault.record import Asked
 
 RUN, SHARDS = 7, 3
 MARKS = "marks"

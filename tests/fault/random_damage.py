@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -20,15 +21,8 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.repair import repair
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
-from tests.fault.record import COLUMNS_TOO, Kind, Outcome, Record, outcome_of
-from tests.kit import COLUMNS, IMAGES, Form, Sample, by_id, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
-    from tests.kit import Held
+from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, outcome_of
+from tests.kit import COLUMNS, IMAGES, Form, Held, Sample, by_id, samples_of
 
 
 def worn_store(path: Path, form: Form, num_rows: int) -> dict[str, Sample]:

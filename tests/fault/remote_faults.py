@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import LoaderConfig
 from bucketline.loader.config import Remainder
 from bucketline.store.remote.urls import RemoteOptions
-from tests.fault.record import Kind, Outcome, recorded
+from tests.fault.record import Asked, Kind, Outcome, Record, recorded
 from tests.fault.served import IMAGES, QUANTISED, WrongPassError, one_pass, served
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.fault.record import Asked, Record
 
 DEADLINE_S = 4.0
 SHARE = 0.3  # of the requests that fail, at most, while there are faults left

@@ -12,26 +12,21 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
-from bucketline.loader import Loader
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.apart import Apart, How
-from tests.fault.record import Kind, Outcome, recorded
+from tests.fault.record import Asked, Kind, Outcome, Record, recorded
 from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, digest_of, in_lines, reaching, served
 from tests.leftovers import children
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bucketline.loader import LoaderConfig
-    from tests.fault.record import Asked, Record
 
 DEADLINE_S = 8.0
 CACHE_BYTES = 256 << 20  # less than the store: half of it is pinned, the rest passes through the other half

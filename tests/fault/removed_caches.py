@@ -5,18 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.store.remote.urls import RemoteOptions
-from tests.fault.record import Kind, Outcome, Record, outcome_of
+from tests.fault.record import Asked, Kind, Outcome, Record, outcome_of
 from tests.fault.served import IMAGES, WrongPassError, check_cache, in_lines, one_pass, served
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fault.record import Asked
 
 DEADLINE_S = 5.0
 REMOVALS, BETWEEN_S = 4, 0.3  # of one pass

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 TOLERANCE = 4e-3  # of a latent in F16; batches are not of the same images
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 from bucketline.bench.fixtures.pushed_store import pushed
 from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.errors import BucketlineError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.config import Remainder
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
@@ -22,13 +23,8 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.cache.cached_paths import cached_paths
 from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, PRESENT_SUFFIX
+from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.forcing import started
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader import Batch
-    from bucketline.store.remote.urls import RemoteOptions
 
 WINDOW_ROWS = 128  # that `in_lines` mixes: two windows fit the smallest cache
 SLACK_S = 5.0  # beyond the deadline, on a busy machine

@@ -9,19 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.fault.families import records_of
-from tests.fault.record import Kind, Record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fault.record import Asked
+from tests.fault.record import Asked, Kind, Record
 
 SOURCE = Path(__file__).with_name("disk_shim.c")
 NEVER = 1 << 40  # so many operations go through first

@@ -10,9 +10,9 @@ import json
 import shutil
 import struct
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from bucketline.store import SampleRecord
 from tests.models import png
 from tests.unit.ingest.importers.known import Known, Sample
 from tests.unit.ingest.importers.writers import WRITERS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _VARIANTS = {"mds": "latents_256"}
 _MAX_BYTES, _MAX_NAME = 1 << 20, 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +12,6 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.kit import flip_bit, make_store, rewrite_manifest, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,9 +42,6 @@ from tests.kit import (
     write_shard,
 )
 from tests.models import SMALL, colour_image, encoded, png, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 

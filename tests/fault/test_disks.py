@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from bucketline.store.write import publish as publish_module
 from bucketline.store.write.publish import prepare_store
 from tests.fault.power_loss import Change, Disk
 from tests.kit import empty_store, make_store, open_writer, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_disk_keeps_what_was_synced_and_no_name_whose_folder_was_not(tmp_path: Path) -> None:

@@ -5,15 +5,12 @@ A little of each with the other slow tests; `make torture` tries all of it and w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from tests.fault.conftest import RECORD
 from tests.fault.families import run_family
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.mark.timeout(0)  # a family has its own limit of time

@@ -7,11 +7,14 @@ import random
 import shutil
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.pipeline.model import load_encoders
@@ -22,12 +25,6 @@ from tests.conftest import once
 from tests.fault.same_store import committed_ids, compare
 from tests.kit import tree
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 NUM_IMAGES = 30
 DRAW = random.Random(7)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from bucketline.store.format.hashing import LINE_BYTES, checksum
 from bucketline.store.remote.cache import folder
 from bucketline.store.remote.cache.cached_shard import ABSENT, PINNED, RING
 from tests.fault.apart import Apart, How
 from tests.unit.store.remote.cache.lines import NUM_LINES, open_shard, sums
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 SECONDS = 12.0
 LIMIT = 3 * LINE_BYTES + (1 << 16)  # one line is pinned, two pass through the ring

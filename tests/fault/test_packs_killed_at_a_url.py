@@ -7,7 +7,6 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +16,7 @@ from bucketline.store.verify.verify import verify_folder
 from tests.commands import ROOT, call, spawn
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from tests.object_storage import S3Bucket
+from tests.object_storage import S3Bucket
 
 MOMENTS = (
     *("commit:5+", "move:1+", "send:2", "note:1", "shorten:1", "shorten:1+", "note:2+", "send:4+"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from tests.fault.corpus import inputs, mutated, sound
 from tests.fault.parsers import PARSERS
 from tests.fault.small_caches import read_cache
 from tests.process_memory import forget_highest, in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("parser", PARSERS)

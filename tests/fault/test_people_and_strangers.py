@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from bucketline.errors import SourceError
 from bucketline.ingest.sources.folder import list_folder
 from bucketline.ingest.sources.options import SourceOptions
 from tests.models import png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])

@@ -10,8 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,6 @@ from tests.commands import ROOT, spawn
 from tests.conftest import once
 from tests.fault.same_store import committed_ids, compare, noted_ids
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 NUM_IMAGES = 60
 BROKEN = {"empty.png": b"", "letters.jpg": b"no image"}

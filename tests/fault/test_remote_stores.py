@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.served import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, reaching, served
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

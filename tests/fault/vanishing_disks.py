@@ -10,27 +10,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import threading
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.commands import call
 from tests.fault.apart import Ended, How, apart
 from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.shim import Operation, Shim, records_under_shim
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from tests.fault.record import Asked
 
 NUM_IMAGES = 12
 OPTIONS: tuple[tuple[str, ...], ...] = (

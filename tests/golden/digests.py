@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from safetensors import deserialize
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHOWN = 24  # characters
 

@@ -7,13 +7,11 @@ import importlib
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from tests.commands import kept_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 IMPORTED_ONCE = (
     *("bucketline.train.main", "bucketline.train.commands.export_model", "bucketline.ingest.cli", "bucketline.loader"),

@@ -9,12 +9,9 @@ import importlib
 import io
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
+from typing import Any
 
 LINES = Path(__file__).with_name("command_lines.txt")
 ONE_COMMAND = ("train", "export-model")  # programs without a command's name

@@ -6,18 +6,15 @@ import json
 import os
 import shutil
 import tarfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from tests.family_models import write_pipeline
 from tests.golden.digests import of_bytes
 from tests.golden.forking import CallFailedError, forked, program
 from tests.models import write_model
 from tests.photographs import crop_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 NUM_IMAGES = 24
 MTIME_NS = 1_700_000_000_123_456_789  # of every file: records have it

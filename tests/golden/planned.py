@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bucketline.loader import Loader
 from tests.golden.digests import of_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader import Loader
 
 ROWS = {"train/64x64": 53, "train/64x128": 31, "train/128x64": 2, "val/64x64": 7, "val/128x64": 3}
 MORE_ROWS = {"train/64x64": 11, "train/128x64": 19}

@@ -43,6 +43,38 @@ ON_RANKS: dict[str, tuple[tuple[int, ...], tuple[object, ...]]] = {
 }
 OF_ADAPTERS = ("2 ranks, then 4", "fsdp on 2 ranks, then 2")
 FORMS_ON_RANKS = ("sd", "flux")
+# Other options, on one rank: of a form, by the name of the run.
+CHOICES: dict[str, dict[str, tuple[object, ...]]] = {
+    "sd": {
+        "min-snr": ("--loss-weight", "min-snr:5", "--noise-offset", 0.05),
+        "v": ("--objective", "v_prediction", "--timesteps", "mode", "--timestep-range", "0.1:0.9"),
+        "average on the cpu": ("--ema", "0.9:cpu:2", "--clip-norm", 0.5, "--weight-decay", 0.1, "--betas", "0.8,0.9,1e-6"),
+        "no average": ("--ema", "off", "--lr-schedule", f"wsd:2@{END}", "--clip-norm", "None"),
+        "bf16": ("--precision", "bf16"),
+        "weights in bf16": ("--weights", "bf16", "--precision", "bf16"),
+        "recomputed": ("--recompute", 1),
+        "pixels in a window": ("--batch", "0.002MP", "--window", 16, "--verify"),
+        "tokens": ("--batch", "0.4ktok", "--log-every", 2),
+        "a service": ("--service", "auto"),
+        "8 bits": ("--optimizer", "adamw-8bit"),
+        "muon": ("--optimizer", "muon"),
+        "prodigy": ("--optimizer", "prodigy", "--learning-rate", 1),
+        "lora of all": (*LORA, "--lora-targets", "all", "--lora-dropout", 0.2, "--precision", "bf16"),
+        "lora on 8 bits": (*LORA, "--lora-targets", "attention+mlp", "--base", "int8", "--recompute", 1),
+        "lora, offloaded": (*LORA, "--offload-blocks", 1, "--recompute", 1),
+    },
+    "flux": {
+        "logit-normal": ("--timesteps", "logit-normal:0.5,1", "--loss-weight", "cosmap"),
+        "shifted": ("--shift", 3, "--loss-weight", "sigma-sqrt", "--caption-dropout", 0.5),
+    },
+}
+# Other forms of a store, and what is trained on them.
+STORED: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
+    "sdxl": (("--flip",), ("--flip", 0.5)),
+    "sd3": (("--latents", "moments"), ()),
+    "pixart_sigma": (("--text-dtype", "int8"), ()),
+    "chroma": (("--dtype", "bf16"), ()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +94,16 @@ class Made:
 
     def arguments(self, run: str, *more: object) -> list[object]:
         """Return the words of a training run; of an option given twice, the last value counts."""
-        words = [*OPTIONS, *more]
-        last = {str(words[n]): words[n + 1] for n in range(0, len(words), 2)}
+        chosen: dict[str, list[object]] = {}
+        name = ""
+        for word in (*OPTIONS, *STORED.get(self.form, ((), ()))[1], *more):
+            if str(word).startswith("--"):
+                name = str(word)
+                chosen[name] = []
+            else:
+                chosen[name].append(word)
         place = ("--store", self.store, "--model", self.model, "--output-dir", self.root / run)
-        return [*place, *(word for pair in last.items() for word in pair)]
+        return [*place, *(word for option, values in chosen.items() for word in (option, *values))]
 
 
 def trained(work: Path, forms: Iterable[str] = EVERY_FORM, *, only_whole: bool = False) -> dict[str, Any]:
@@ -83,8 +121,10 @@ def trained(work: Path, forms: Iterable[str] = EVERY_FORM, *, only_whole: bool =
         except CallFailedError as error:
             found[form] = _said(error, work)
             continue
-        names = [(kind, name) for kind in KINDS for name in _names(form, kind, only_whole=only_whole)]
-        found[form] = {name: _or_failed(work, made, kind, name, only_whole=only_whole) for kind, name in names}
+        names = [(KINDS[kind], kind, name) for kind in KINDS for name in _names(form, kind, only_whole=only_whole)]
+        if not only_whole:
+            names += [(options, name, f"{name} on 1") for name, options in CHOICES.get(form, {}).items()]
+        found[form] = {name: _or_failed(work, made, kind, name, options, only_whole) for options, kind, name in names}
         shutil.rmtree(made.root)
     return found
 
@@ -96,16 +136,23 @@ def _names(form: str, kind: str, *, only_whole: bool) -> list[str]:
     return [f"{kind} on 1", *(f"{kind} on {ranks}" for ranks in others)]
 
 
-def _or_failed(work: Path, made: Made, kind: str, name: str, *, only_whole: bool) -> Any:
-    ranks = name.removeprefix(f"{kind} on ")
-    parts, more = ON_RANKS.get(ranks, ((1,), ()))
+def _or_failed(
+    work: Path,
+    made: Made,
+    kind: str,
+    name: str,
+    options: tuple[object, ...],
+    only_whole: bool,  # noqa: FBT001
+) -> Any:
+    """Return what the run with these options gave, or how it failed; on one rank, also whether a resumed one gave the same."""
+    parts, more = ON_RANKS.get(name.removeprefix(f"{kind} on "), ((1,), ()))
     try:
-        if ranks != "1":
-            return _run(made, name, parts, *KINDS[kind], *more)
-        whole = _run(made, f"{kind}-whole", (1,), *KINDS[kind], is_exported=not only_whole)
+        if parts != (1,):
+            return _run(made, name, parts, *options, *more)
+        whole = _run(made, f"{kind}-whole", (1,), *options, is_exported=not only_whole)
         if only_whole:
             return whole
-        resumed = _run(made, f"{kind}-parts", (1, 1), *KINDS[kind])
+        resumed = _run(made, f"{kind}-parts", (1, 1), *options)
     except CallFailedError as error:
         return _said(error, work)
     return {**whole, "resumed": "equals the whole run" if whole == resumed else resumed}
@@ -118,6 +165,7 @@ def _said(error: Exception, work: Path) -> str:
 def _run(made: Made, name: str, ranks: Sequence[int], *more: object, is_exported: bool = True) -> dict[str, Any]:
     """Run in parts, each on its number of ranks; the weights are exported from the last checkpoint."""
     run = made.root / name
+    shutil.rmtree(run, ignore_errors=True)
     for part, count in enumerate(ranks):
         end = END if part == len(ranks) - 1 else STOP
         words = made.arguments(name, *more, "--max-steps", end)
@@ -128,22 +176,22 @@ def _run(made: Made, name: str, ranks: Sequence[int], *more: object, is_exported
             words[at] = int(str(words[at])) * ranks[0] // count
         call = program("bucketline.train.main:main", [*words, *(["--resume"] if part else [])])
         forked(call, made.root / "log", processes=count)
-    weights = _weights(made, run) if is_exported else None
+    weights = _weights(made, run, has_average="off" not in more) if is_exported else None
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     kept = [{key: line[key] for key in RECORDED if key in line} for line in lines]
     shutil.rmtree(run)
     return {"lines": kept, "weights": weights}
 
 
-def _weights(made: Made, run: Path) -> dict[str, Any]:
+def _weights(made: Made, run: Path, *, has_average: bool) -> dict[str, Any]:
     """Return digests of the weights that a run's last checkpoint has, averaged and not."""
-    chosen = {"average": (), "last": ("--last",)}
-    calls = [("export-model", run, made.root / "exported" / which, "--dtype", "fp32", *more) for which, more in chosen.items()]
-    (made.root / "exported").mkdir()
+    chosen: dict[str, tuple[str, ...]] = {"average": (), "last": ("--last",)} if has_average else {"last": ("--last",)}
+    out = made.root / "exported"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    calls = [("export-model", run, out / which, "--dtype", "fp32", *more) for which, more in chosen.items()]
     forked(lambda: max(map(_bucketline, calls)), made.root / "log")
-    found: dict[str, Any] = {which: of_safetensors(made.root / "exported" / which) for which in chosen}
-    shutil.rmtree(made.root / "exported")
-    return found
+    return {which: of_safetensors(out / which) for which in chosen}
 
 
 def _bucketline(words: Sequence[object]) -> int:
@@ -184,4 +232,5 @@ def _packing(made: Made) -> list[object]:
     height, width = FORMS[made.form].size if made.form in FORMS else (16, 16)
     grid = f"{height}x{width}" + (f",{height}x{height}" if made.form in TWO_SIZES else "")
     options: dict[str, Any] = {"--model": made.model, "--grid": grid, "--min-size-px": 8, "--val-fraction": 0.25}
-    return ["pack", made.root / "images", made.store, *(word for pair in options.items() for word in pair)]
+    more = STORED.get(made.form, ((), ()))[0]
+    return ["pack", made.root / "images", made.store, *(word for pair in options.items() for word in pair), *more]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from bucketline.loader import Batch
 from bucketline.train.compile import compile_blocks, graphs_compiled, warm_up
 from bucketline.train.config import Compile
 from bucketline.train.lowbit.float8 import CAPABILITY
 from bucketline.train.parallel import repeated_blocks
-from bucketline.train.step import loss_of, train_step
+from bucketline.train.step import Training, loss_of, train_step
 from tests.gpu.material import DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training
-
-if TYPE_CHECKING:
-    from bucketline.loader import Batch
-    from bucketline.train.step import Training
 
 
 def families(*names: str) -> None:

@@ -9,17 +9,12 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.plan.rng import Purpose, _words, normal, uniform
 from tests.gpu.material import DEVICE, ON_GPU, kept, lag, sync, tell
-
-if TYPE_CHECKING:
-    from bucketline.loader import Batch
-
 
 ON_THE_SECOND = """
 import sys, torch

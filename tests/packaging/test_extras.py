@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from bucketline.extras import extra_named
 from tests.commands import spawn
 from tests.kit import make_store, samples_of
 from tests.unit.train.tiny_run import make_training_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WITHOUT = "import sys\nfor name in {libraries!r}: sys.modules[name] = None\n"
 RUN = "import importlib\nsys.exit(importlib.import_module({module!r}).main({arguments!r}))\n"

@@ -7,16 +7,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bucketline.extras import EXTRAS
 from tests.commands import ROOT, spawn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LINKS = sorted(path.name for path in (ROOT / "bucketline").iterdir() if path.is_symlink())
 

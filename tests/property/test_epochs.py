@@ -10,9 +10,11 @@ import os
 import pickle
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -21,15 +23,10 @@ from hypothesis import strategies as st
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.plan.epoch_steps import EpochSteps
+from bucketline.store import Store
 from tests.epoch_oracle import Micro, Oracle, epochs_of, micros, rows_of
 from tests.kit import make_store, samples_of
 from tests.serving import serving_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
+from bucketline.loader.batch import Batch
 from bucketline.loader.plan.rng import Purpose, uniform
+from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from tests.kit import Sample, embedding, make_store
-
-if TYPE_CHECKING:
-    from bucketline.loader.batch import Batch
-    from bucketline.store import Store
 
 Read = tuple[int, int, int, str, dict[str, bytes]]
 SMALLEST_PREFETCH = 1  # two batches are filled ahead whatever is asked

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.loader.config import Remainder
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.plan import Plan, PlanBucket
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SHARDS, ROWS, BATCH, WINDOW, EPOCHS = 64, 512, 64, 1024, 5
 SHARD = np.repeat(np.arange(SHARDS), ROWS)

@@ -27,7 +27,6 @@ from bucketline.train.config import TrainConfig
 from bucketline.train.values import (
     Betas,
     Ema,
-    Followed,
     HubTarget,
     LossWeight,
     LrSchedule,
@@ -57,7 +56,6 @@ TYPED: dict[type[OptionValue], tuple[str, ...]] = {
     Ema: ("off", "0.9999", "0.9999:cpu:10", "0.9:10", "0.5:device"),
     MemoryLimit: ("off", "24GiB", "24gib", "24G", "24GB", "1.5 TiB", "80000000000"),
     SaveTimes: ("1000", "30m", "1000,30m", "30m,1000", "1000, 1.5h", "0.1s"),
-    Followed: ("1", "10000", "runs/a", "runs/a@2"),
     Sharding: ("ddp", "fsdp", "fsdp:machine", "fsdp:8"),
     HubTarget: ("user/name", "name", "user/name:exports"),
     BatchSize: ("8", "4MP", "4MP/8", "16ktok", "4096tok/2", "1.5mp", "786432px"),
@@ -172,11 +170,6 @@ def test_what_is_typed_is_refused_or_means_all_of_it(kind: type[OptionValue], da
             assert not isinstance(number, int | float) or math.isfinite(number)
 
 
-def test_a_folder_whose_name_is_a_number_is_printed_as_one() -> None:
-    value = Followed.parse("1/", "--follow")
-    assert (str(value), Followed.parse(str(value), "--follow")) == ("./1", value)
-
-
 @given(seconds=st.floats(1e-6, 1e9), steps=st.none() | st.integers(1, 10**9))
 @example(seconds=0.1, steps=None)
 def test_every_time_is_printed_exactly(seconds: float, steps: int | None) -> None:
@@ -212,7 +205,6 @@ REFUSED: dict[type[OptionValue], str] = {
     MemoryLimit: "|0|-1GiB|24 GiB GiB|24GiB8|24Gb/s|1,5GiB|nan|off:1|1.5|1.5B",
     SaveTimes: "1000,30m,1h|1000,2000|30m,1h|,30m|1000,|1000 30m|0|0s|-5|nan|1000,,30m",
     BatchSize: "4MP/8/8|4MP/|/8|8/8|4MP/0|4MP 8|0|-8|0.5|4GP|8.0.0|infMP|4MP/8MP",
-    Followed: "|0|-5|1.5|nan|inf|-",
     Sharding: "fsdp:8:8|fsdp:|fsdp:1|fsdp:0|fsdp:-8|fsdp:2.5|ddp:8|hsdp|fsdp:machine:8",
     RayEngine: "|ray:|ray: a|rays|spark|auto",
     WantedWorkers: "|2:|:8|8:2|2:8:9|4@|4@gpu|@1gpu,1gpu|@1gpu,1cpu,1gpu|@-1gpu|0",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bucketline.errors import PlanError
 from bucketline.loader.config import Remainder
@@ -19,11 +21,6 @@ from bucketline.loader.plan import plan as plan_module
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.permutation import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 SIZES = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 70), st.sampled_from([255, 256, 257])), min_size=1, max_size=5)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +20,6 @@ from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.verify.verify import verify
 from tests.kit import TEXT, Form, Sample, expect_independently
 from tests.loading import expect_loaded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 dtypes = st.sampled_from(sorted(DTYPES))
 shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)

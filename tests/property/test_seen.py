@@ -14,7 +14,7 @@ import pytest
 
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.recorded_run import read_run
+from bucketline.loader.recorded_run import PLANS, append_plan, read_run
 from bucketline.loader.seen import Seen
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
@@ -39,13 +39,13 @@ class Recording:
     rows: dict[bytes, Sample]
     seen: dict[str, list[Sight]] = field(default_factory=lambda: defaultdict(list))
 
-    def note(self, batch: Batch, rank: int, accumulation: int) -> None:
+    def note(self, batch: Batch, rank: int, accumulation: int, step: int) -> None:
         size = len(batch.ids)
         for n in np.flatnonzero(batch.weight.numpy() > 0).tolist():
             name = self.rows[batch.ids[n].numpy().tobytes()].record.id
             tokens = batch.tokens[n, : int(batch.token_mask[n].sum())].numpy().tobytes()
             top, left = batch.crop[n].tolist()
-            at = (batch.step, batch.epoch, rank, batch.micro_step, (rank * accumulation + batch.micro_step) * size + n)
+            at = (step, batch.epoch, rank, batch.micro_step, (rank * accumulation + batch.micro_step) * size + n)
             self.seen[name].append((*at, batch.bucket, tokens, (top, left), bool(batch.flipped[n])))
 
 
@@ -93,57 +93,53 @@ def random_options(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[str, object], list[WeightedStore]]:
-    """Run loaders over up to four stretches, each on other ranks, in a new plan, or after a jump; return the last state."""
+def record_a_run(draw: random.Random, stores: Stores, folder: Path) -> Recording:
+    """Run loaders over up to four stretches, each on other ranks, in a new plan, or after a jump; save the last state."""
     recording = Recording(rows=stores.rows)
     shares, options = stores.some(draw), random_options(draw)
     state: dict[str, object] | None = None
-    is_new = False
+    done = 0
     for _ in range(draw.randint(1, 4)):
-        if state is not None and draw.random() < 0.3 and not state["micro_step"]:
-            shares, options, is_new = stores.some(draw), random_options(draw), True
-        is_within = state is not None and bool(state["micro_step"])
-        before = (state["world_size"], state["accumulation"]) if state is not None else (0, 0)
-        world, accumulation = before if is_within else draw.choice([(1, 4), (2, 2), (4, 1), (1, 4)])
-        assert isinstance(world, int)
-        assert isinstance(accumulation, int)
-        count, epoch = draw.randint(0, 14 * accumulation), draw.choice([None, None, 0, 1, 2])
-        if world > 1:
-            count -= count % accumulation
-        newer, later = None, shares
-        if not is_within and draw.random() < 0.4:
+        if is_new := state is not None and draw.random() < 0.3:
+            shares, options = stores.some(draw), random_options(draw)
+        world, accumulation = draw.choice([(1, 4), (2, 2), (4, 1), (1, 4)])
+        steps, epoch, newer = draw.randint(0, 14), draw.choice([None, None, 0, 1, 2]), None
+        if draw.random() < 0.4:
             newer = [draw.choice(stores.generations), *(share.store.manifest.generation for share in shares[1:])]
         after: dict[str, object] = {}
+        later = shares
         for rank in range(world):
             config = LoaderConfig(**options, accumulation=accumulation)
             with Loader(shares, config, rank=rank, world_size=world) as loader:
                 if state is not None:
                     (loader.start_anew if is_new else loader.load_state_dict)(json.loads(json.dumps(state)))
-                if epoch is not None and not is_within:
+                if epoch is not None:
                     loader.set_epoch(epoch)
-                for batch in islice(loader.forever(), count // 2):
-                    recording.note(batch, rank, accumulation)
-                if newer is not None and count // 2 % accumulation == 0:
-                    loader.take_up(newer)
-                for batch in islice(loader.forever(), count - count // 2):
-                    recording.note(batch, rank, accumulation)
+                step = done
+                for part in (steps // 2, steps - steps // 2):
+                    append_plan(folder / PLANS, loader, step)
+                    for n, batch in enumerate(islice(loader.forever(), part * accumulation)):
+                        recording.note(batch, rank, accumulation, step + n // accumulation)
+                    step += part
+                    if newer is not None and part == steps // 2:
+                        loader.take_up(newer)
                 after, later = loader.state_dict(), list(loader.shares)
-        state, shares, is_new = after, later, False
-    assert state is not None
-    return recording, state, shares
+        state, shares, done = after, later, done + steps
+    (folder / "state.json").write_text(json.dumps(state))
+    return recording
 
 
 def check(seed: int, stores: Stores, folder: Path) -> int:
     """Compare what is computed with what was recorded in one random run; return how often samples were seen."""
     draw = random.Random(seed)
     while True:
+        (folder / PLANS).unlink(missing_ok=True)
         try:
-            recording, state, _ = record_a_run(draw, stores)
+            recording = record_a_run(draw, stores, folder)
             break
         except PlanError:  # `drop`, and no bucket fills a batch
             continue
-    (folder / "state.json").write_text(json.dumps(state))
-    seen = Seen(read_run(folder / "state.json"), [str(path) for path in stores.paths])
+    seen = Seen(read_run(folder / "state.json"))
     assert not seen.unknown
     counts, known = seen.counts(), {row.record.id for row in stores.rows.values()}
     assert set(counts.digests.tolist()) <= {sample_digest(name) for name in known} | {
@@ -166,7 +162,6 @@ def check(seed: int, stores: Stores, folder: Path) -> int:
                 one.flipped,
             )
             for one in sightings
-            for _ in range(one.times)
         ]
         assert sorted(found) == sorted(recording.seen.get(name, [])), (seed, name)
     return int(counts.count.sum())

@@ -7,8 +7,8 @@ anything is read or written.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,14 +16,10 @@ from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.packing import prepare
 from bucketline.ingest.sources.folder import FolderSource, list_folder
+from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import tree
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bucketline.store import Store
 
 
 def pack(source: Path, store: Path, model: Path) -> Ran:

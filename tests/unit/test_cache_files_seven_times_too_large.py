@@ -5,10 +5,13 @@ Here rows are cloned out of the batch, and a block's length must be the sum of i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.store import BlockSpec, Store
 from bucketline.store.format.block import CHECKSUM, Column, Row, encode_block, fixed_columns, make_row
@@ -18,12 +21,6 @@ from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import lock_store, publish
 from bucketline.store.write.seal import seal
 from tests.kit import MAX_CAPTIONS, empty_store, make_sample, open_writer, samples_of, spec_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 BUCKET = "train/64x64"
 

@@ -21,7 +21,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "store/FORMAT.md", "bucketline/README.md")),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED),
 ]
-OTHERS = {"--help", "--long", "--rank"}  # of every command, pytest here, diffusers' scripts
+OTHERS = {"--help", "--long", "--rank", "--against", "--only"}  # of all commands, of tests here, of diffusers
 NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)?")
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from bucketline import extensions
 from bucketline.errors import UsageError
 from bucketline.extensions import Extensions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 PARTS: Extensions[int] = Extensions(
     "a number called", "bucketline.numbers", {"zero": "sys:maxunicode"}, lambda found: isinstance(found, int)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bucketline.errors import FingerprintError, StoreError
 from bucketline.store import Store
-from tests.commands import call
+from tests.commands import Ran, call
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.commands import Ran
 
 EVIL = "a\x1b[2J\x1b]0;t\x07\u202egnp\u2066\r\nerror: forged\x9b1m"
 ALLOWED = "\n\t"

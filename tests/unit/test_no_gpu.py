@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +14,7 @@ from tests.commands import ROOT, spawn
 from tests.devices import ASKED, without_gpus
 from tests.fault import families
 from tests.fault.families import run_family
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fault.record import Record
+from tests.fault.record import Record
 
 SEEN = "import os, tests.conftest; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bucketline.families.registry import FAMILIES
 from bucketline.pack_options import FIELDS, FIXED_LENGTH, as_arguments, pack_options
+from bucketline.typed_json import Json
 from tests.commands import ROOT
-
-if TYPE_CHECKING:
-    from bucketline.typed_json import Json
 
 SD3: dict[str, Json] = {
     "family": "sd3",

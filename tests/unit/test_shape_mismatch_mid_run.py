@@ -6,28 +6,23 @@ from the manifest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Loader, LoaderConfig, Remainder
-from bucketline.store import Store
+from bucketline.store import BlockSpec, Store
+from bucketline.store.format.block import Row
 from bucketline.store.write import shard_writer
 from tests.commands import call
 from tests.kit import add, empty_store, make_sample, open_writer, spec_of
 from tests.models import SMALL, png, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store import BlockSpec
-    from bucketline.store.format.block import Row
 
 
 def test_every_batch_over_images_of_awkward_sizes_has_the_shape_of_its_bucket(tmp_path: Path, model: Path) -> None:

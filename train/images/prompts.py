@@ -1,23 +1,30 @@
-"""Prompts that `ingest prompts` has encoded, as batches to draw without text encoders.
+"""Prompts, encoded by `ingest` once, before training, as batches to draw without text encoders.
 
 Letters: B prompts, C latent channels, h and w latent height and width, L tokens (padded), D token width.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bucketline.allocator import free_memory
 from bucketline.errors import UsageError
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.redact import redacted
 from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,7 +32,14 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import RaggedSpec
     from bucketline.store.prompt_file import Prompt, PromptSet
     from bucketline.store.read.store import Store
+    from bucketline.train.config import TrainConfig
     from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
+
+PROMPTS_FOLDER = "prompts"  # in the run's
+_ENCODED = ".safetensors"  # what `ingest prompts` has written
+_FILES = (".txt", ".jsonl", ".json", ".ndjson", _ENCODED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +72,59 @@ class DrawingBatch:
     real: Tensor | None = None  # [B, C, h, w] float32, unscaled; of prompts None
 
 
+def encode_given(config: TrainConfig, store: Store) -> dict[str, bytes]:
+    """Return the prompts of `--image-prompts`, texts and files, by name, each as `ingest prompts` writes a file.
+
+    Each is encoded once, as the captions of `store` are, and kept in the run's folder: a resume needs neither the file nor text
+    encoders. Their memory is free before the model is loaded.
+
+    Raises:
+        UsageError: if a file does not exist.
+        BucketlineError: if they cannot be encoded.
+    """
+    folder, found = config.output_dir / PROMPTS_FOLDER, dict[str, bytes]()
+    for name, path, data in _sources(config.image_prompts):
+        about = data if path is None else name.encode()
+        kept = folder / f"{hashlib.blake2b(about or b'', digest_size=8).hexdigest()}{'.txt' if path is None else path.suffix}"
+        encoded = kept if kept.suffix == _ENCODED else kept.with_name(f"{kept.name}{_ENCODED}")
+        if not (encoded.exists() and kept.exists() and data in (None, kept.read_bytes())):
+            if data is None:
+                raise UsageError(f"--image-prompts {name}: there is no such file")
+            folder.mkdir(parents=True, exist_ok=True)
+            if path is None:
+                write_durably(kept, data)
+            if kept != encoded:
+                write_durably(encoded, _encoded(config, store, path or kept))
+            write_durably(kept, data)
+        found[name] = encoded.read_bytes()
+    return found
+
+
+def _sources(given: tuple[str, ...]) -> Iterator[tuple[str, Path | None, bytes | None]]:
+    """Yield files with their bytes, None of one that has gone, and all texts as one without a path, each with its name."""
+    texts = []
+    for one in given:
+        path, is_file = Path(one), os.path.isfile(one)  # noqa: PTH113 - a text may be too long for a path
+        if is_file or path.suffix.lower() in _FILES:
+            yield one, path, path.read_bytes() if is_file else None
+        else:
+            texts.append(" ".join(one.split()))
+    if texts:
+        yield "given text", None, "".join(f"{text}\n" for text in texts).encode()
+
+
+def _encoded(config: TrainConfig, store: Store, file: Path) -> bytes:
+    from bucketline.ingest.encoders.model_folder import open_model
+    from bucketline.ingest.prompts import encoded_prompts
+
+    model = open_model(str(config.model), config.model_config)
+    data, _, cut = encoded_prompts(file, store.manifest, redacted(str(store.place)), model, "auto")
+    free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for text in cut:
+        log.warning("--image-prompts: %.80s is longer than the text encoder accepts (truncated)", text)
+    return data
+
+
 def load_prompts(given: Mapping[str, bytes], store: Store, family: Family) -> tuple[StoredPrompt, ...]:
     """Return the prompts that a run draws, each once; `given`: what `encode_given` returns.
 
@@ -67,15 +134,11 @@ def load_prompts(given: Mapping[str, bytes], store: Store, family: Family) -> tu
     """
     from bucketline.store.prompt_file import decode_prompts
 
-    found: list[StoredPrompt] = []
+    found: dict[Prompt, StoredPrompt] = {}
     for name, data in given.items():
-        found += _new(_prompts_of(store, name, decode_prompts(store.manifest, data, name), family), found)
-    return tuple(found)
-
-
-def _new(prompts: Iterable[StoredPrompt], found: Sequence[StoredPrompt]) -> list[StoredPrompt]:
-    known = [one.prompt for one in found]
-    return [one for one in prompts if one.prompt not in known]
+        for one in _prompts_of(store, name, decode_prompts(store.manifest, data, name), family):
+            found.setdefault(one.prompt, one)
+    return tuple(found.values())
 
 
 def _prompts_of(store: Store, name: str, own: PromptSet, family: Family) -> Iterator[StoredPrompt]:

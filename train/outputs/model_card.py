@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from bucketline.families.family import MODULAR
-from bucketline.loader.history import StoreId
+from bucketline.loader.mixture import StoreId
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train.checkpoint import CARD, folder_of_step
 from bucketline.train.outputs.run_dir import versions

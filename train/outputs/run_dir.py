@@ -20,8 +20,7 @@ from bucketline.errors import BucketlineError, LockedError, NoLocksError, TrainE
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
-from bucketline.loader.history import StoreId
-from bucketline.loader.mixture import redacted_store
+from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.loader.ranks import OtherRankFailedError
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import Start

@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.unit.ingest.importers.known import make_known, read_store
+from tests.unit.ingest.importers.known import Known, make_known, read_store
 from tests.unit.ingest.importers.writers import ai_toolkit, simpletuner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.unit.ingest.importers.known import Known
 
 TWO = "{}\n\nIt sits in the light of the evening."
 

@@ -10,16 +10,13 @@ import struct
 import sys
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Pixels = NDArray[np.uint8] | NDArray[np.uint16]
+Floats = NDArray[np.float64]
+Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 
 NITS = np.array([0.5, 5, 20, 50, 100, 150, 203, 203.0])  # of eight patches; SDR's white is 203
 PQ, P3 = (9, 16, 0, 1), (12, 13, 0, 1)  # primaries, transfer, matrix, range

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from bucketline.store import Column, LatentColumn, StoreWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ENCODERS = {"vae": {"scaling_factor": 0.5}, "text_encoder": {"width": 8}}
 

@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, header, rate, report, run_case, summarise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
 
 HEADER = {"bucketline", "torch", "python", "numpy", "lmdb", "machine", "cpu", "cores", "kernel"}
 

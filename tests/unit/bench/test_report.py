@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,6 @@ from bucketline.bench.__main__ import CASES, RUNS
 from bucketline.bench.report import losses, markdown, publish, read_document, with_run
 from bucketline.errors import BucketlineError
 from tests.commands import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def row(case: str, subject: str, median: float, **more: Any) -> dict[str, Any]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from bucketline.forks import ForkSafeLock, OwnerProcess
+from bucketline.ingest.parallel.exchange import Exchange
+from bucketline.ingest.pipeline.row_writer import EncodedBatch, RowWriter
+from bucketline.joinable_thread import JoinableThread
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.store import Store
+from bucketline.store.folder import LocalFolder
+from tests.kit import IMAGES, spec_of
+from tests.leftovers import wait_until
+from tests.lines import ROOT
 
 
 @pytest.mark.slow
@@ -49,3 +61,104 @@ def test_a_forked_process_is_not_the_owner() -> None:
     if (child := os.fork()) == 0:
         os._exit(int(owner.is_current))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# Ctrl-C in `Thread.start` leaves open whether the thread runs: nobody fails to join it, and its target never runs later.
+
+
+class Interrupted(threading.Event):
+    """In place of what `Thread.start` waits for: Ctrl-C comes when the thread exists, and before that is known to others."""
+
+    def __init__(self, thread: threading.Thread, may_begin: threading.Event) -> None:
+        super().__init__()
+        self._thread, self._may_begin, self._exists = thread, may_begin, threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._exists.wait(timeout)
+        assert self._thread.ident is not None
+        raise KeyboardInterrupt
+
+    def set(self) -> None:
+        self._exists.set()
+        self._may_begin.wait()
+        super().set()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return IMAGES.make_store(tmp_path / "s", IMAGES.samples({"train/64x64": 4}))
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Have each start of a thread interrupted; call what is given to let the threads continue, and to wait for their end."""
+    real, started, may_begin = threading.Thread.start, list[threading.Thread](), threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        monkeypatch.setattr(thread, "_started", Interrupted(thread, may_begin))
+        started.append(thread)
+        real(thread)
+
+    def release() -> None:
+        may_begin.set()
+        assert wait_until(lambda: not {*started} & {*threading.enumerate()}), "a thread runs that nobody ends"
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    yield release
+    release()
+    assert started
+
+
+def test_a_thread_whose_start_was_interrupted_is_joined_at_once_and_does_nothing(interrupted: Callable[[], None]) -> None:
+    ran: list[int] = []
+    thread = JoinableThread(lambda: ran.append(1), name="ours")
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+    thread.join()
+    interrupted()
+    assert ran == []
+
+
+def test_a_thread_that_runs_although_its_start_was_interrupted_is_joined_when_it_has_ended(
+    interrupted: Callable[[], None],
+) -> None:
+    ran: list[int] = []
+    thread = JoinableThread(lambda: ran.append(1), name="ours")
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+    interrupted()
+    thread.join()
+    assert ran == [1]
+
+
+def test_a_thread_that_was_never_started_is_joined_at_once() -> None:
+    JoinableThread(lambda: None, name="ours").join()
+
+
+def test_ctrl_c_while_prefetch_threads_start_is_all_that_a_loop_sees(store: Store, interrupted: Callable[[], None]) -> None:
+    with Loader(store, LoaderConfig(batch_size=1, threads=2)) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        interrupted()
+    assert not [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
+
+
+def test_ctrl_c_while_the_writing_thread_starts_is_all_that_a_pack_sees(interrupted: Callable[[], None]) -> None:
+    with pytest.raises(KeyboardInterrupt), RowWriter(lambda: pytest.fail("nothing is to be written")) as writer:
+        writer.put(EncodedBatch(spec=spec_of("train/64x64"), begins_shard=False, rows=[]))
+    interrupted()
+
+
+def test_ctrl_c_while_heartbeats_start_is_all_that_a_rank_sees(interrupted: Callable[[], None], tmp_path: Path) -> None:
+    exchange = Exchange(LocalFolder(tmp_path), tmp_path, 0, 2)
+    with pytest.raises(KeyboardInterrupt):
+        exchange.begin_beats(lambda: 0)
+    exchange.leave()
+    interrupted()
+
+
+def test_every_thread_that_an_object_keeps_is_joinable() -> None:
+    kept = re.compile(r"self\.\w+(: .+)? = \[?\s*(threading\.)?Thread\(")
+    files = [path for name in ("bucketline", "store", "ingest", "loader", "train") for path in (ROOT / name).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(path.relative_to(ROOT)) for path in files if kept.search(path.read_text(encoding="utf-8"))] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from jinja2 import UndefinedError
@@ -13,9 +13,6 @@ from bucketline.errors import UsageError
 from bucketline.pages.page import Finding, Section, document, parts, refuse_page
 from tests.page_checks import RECORD, check_record
 from tests.pages import parsed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_browser_has_tried_the_pages_as_they_are_now() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,14 +23,9 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.transfer import sender
 from bucketline.store.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify
-from tests.kit import everything
+from tests.kit import Held, everything
 from tests.leftovers import wait_until
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.kit import Held
 
 CONTENTS: dict[str, Any] = {
     "columns": [

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.commands import Ran, call
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:

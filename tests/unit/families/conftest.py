@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.family_models import FORMS, write_pipeline
 from tests.unit.families.packed import Packed, pack
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # All forms are tried by `make test-full`, and these by `make test`: a UNet of one and of two encoders, transformers with a
 # pooled embedding and three or two encoders, and one with a language model and its chat.

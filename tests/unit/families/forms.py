@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from bucketline.families.family import Padding, StoreFacts
+from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.loader import Batch
 from bucketline.store.format.columns import CLASS_LABELS, POOLED, TOKENS
 from bucketline.train.models.load import read_model_config
 from tests.family_models import FORMS, tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bucketline.families.family import Family
 
 CHANNELS = 4  # of every tiny model's latents
 EVERY_FORM = (*FORMS, "dit")

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from bucketline.ingest.encoders.text_columns import Embedding
 from bucketline.loader import Batch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from bucketline.ingest.encoders.text_columns import Embedding
 
 UNCHECKED = {"return_dict", "attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs"}
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from bucketline.families.family import Family
 from bucketline.families.registry import family_of_pipeline
 from tests.commands import Ran, call
 from tests.family_models import FORMS
 from tests.models import png
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.families.family import Family
 
 TEXTS = ("a red cat", "a blue dog of the house")
 

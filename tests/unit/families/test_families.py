@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import diffusers
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention
+from torch import nn
 
 from bucketline.families import vaes
-from bucketline.families.family import Padding, StoreFacts
+from bucketline.families.chroma import Chroma
+from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text.token_statistics import open_caption_lengths
-from bucketline.ingest.encoders.text_columns import TextSettings
+from bucketline.ingest.encoders.text_columns import Embedding, TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.loader import Batch
 from bucketline.loader.latent_scale import LatentScale, RecordedScale
-from bucketline.train.config import TrainConfig
+from bucketline.train.config import Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
+from bucketline.train.models.lora import ADAPTER, Layers, add_adapters, layers_by_word
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
 from bucketline.train.step import Training
 from tests.commands import ROOT
-from tests.family_models import FORMS, open_pipeline
+from tests.family_models import FORMS, open_pipeline, tiny_model
+from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, predicted, write_form
 from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
 from tests.unit.families.packed import TEXTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.families.family import Family
-    from bucketline.loader import Batch
+from tests.unit.train.tiny_run import config
 
 CPU = torch.device("cpu")
 LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default
@@ -335,3 +339,103 @@ def test_no_pipeline_or_model_of_a_family_is_named_outside_its_file() -> None:
             text = re.sub(r'""".*?"""', "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
             found += [f"{name}: {match}" for match in pattern.findall(text)]
     assert not found
+
+
+# Chroma's mask with gradient checkpointing, which diffusers leaves out of the single blocks.
+
+
+def test_gradient_checkpointing_keeps_the_mask_of_padding() -> None:
+    torch.manual_seed(0)
+    model = tiny_model("chroma").train()
+    family = Chroma({}, StoreFacts(latent_channels=4, text={"tokens": 24}))
+    noisy = torch.randn(2, 4, 8, 12)
+    batch = batch_of([Embedding(tokens=torch.randn(n, 24)) for n in (4, 9)], 9, (16, 24), noisy)
+    losses = []
+    for step in (lambda: None, lambda: family.prepare(model), model.enable_gradient_checkpointing):
+        step()
+        loss = family.predict(model, noisy, torch.tensor([500.0, 300.0]), batch).square().mean()
+        losses.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for other in losses[1:]:
+        for one, two in zip(losses[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+# Padding after a caption changes no prediction, whatever its length: a batch is as long as the store's longest caption.
+
+LENGTHS = (5, 9, 2)
+MOST = 7e-7  # of a prediction's largest value
+
+
+def stores_own_tokens(form: str) -> bool:
+    """Return whether a form's captions are stored without padding; those of others all have the same number of tokens."""
+    family = family_of_pipeline(FORMS[form].pipeline)
+    return family is not None and family.padding is Padding.VALID
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [*filter(stores_own_tokens, FORMS)])  # `form` would mark most of them as slow
+def test_predictions_do_not_depend_on_padding_beyond_a_caption(padded: str, tmp_path: Path) -> None:
+    folder = write_form(tmp_path, padded)
+    family, model = load(folder, facts_for(folder), 0)
+    wanted = [
+        predicted(family, model, batch_of_lengths(family, [length], length, first=row)) for row, length in enumerate(LENGTHS)
+    ]
+    for longest in (max(LENGTHS), 40):
+        found = predicted(family, model, batch_of_lengths(family, LENGTHS, longest))
+        error = (found - torch.cat(wanted)).abs().max() / torch.cat(wanted).abs().max()
+        assert float(error) <= MOST, longest
+
+
+# The dtypes of a model in 16 bits: what diffusers keeps in 32 bits stays so, however the model is made.
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name.replace(".base_layer", ""): one.dtype for name, one in model.named_parameters() if ADAPTER not in name}
+
+
+@pytest.mark.parametrize("each", EVERY_FORM)  # `form` would mark most of them as slow
+def test_a_model_in_16_bits_has_the_dtypes_that_diffusers_gives_it(each: str, tmp_path: Path) -> None:
+    """Read, for another rank to fill, at random, and with adapters."""
+    folder = write_form(tmp_path, each)
+    family, read = load(folder, facts_for(folder), 0, dtype=torch.bfloat16)
+    part = folder / family.folder
+    wanted = dtypes(getattr(diffusers, family.model_class).from_pretrained(part, torch_dtype=torch.bfloat16))
+    _, on_meta = load(folder, facts_for(folder), 0, dtype=torch.bfloat16, on_meta=True)
+    assert dtypes(read) == dtypes(on_meta) == wanted
+    add_adapters(read, family, config(tmp_path, lora_rank=2, precision=Precision.BF16))
+    assert dtypes(read) == wanted
+    next(part.glob("*.safetensors")).unlink()
+    _, at_random = load(folder, facts_for(folder), 0, dtype=torch.bfloat16)
+    assert dtypes(at_random) == wanted
+
+
+# `--lora-targets attention` and `attention+mlp` against the classes of a model's modules, whatever their layers are called.
+
+FEED_FORWARD = re.compile(r"FeedForward|MLP|Mlp|SwiGLU|GLUMB|MOE")
+# feed-forward layers of a block that has no module for them
+BARE = re.compile(r"single_transformer_blocks\.\d+\.proj_(mlp|out)|blocks\.\d+\.(gate|up|down)_proj")
+IN_A_BLOCK = re.compile(r"\.\d+\.")
+
+
+def layers_in(model: torch.nn.Module, *, attends: bool) -> set[str]:
+    """Return the linear layers, and convolutions over all channels, of the attention modules, or else of feed-forward ones."""
+    found = set()
+    for name, module in model.named_modules():
+        is_attention = isinstance(module, Attention | AttentionModuleMixin) or "Attention" in type(module).__name__
+        if is_attention if attends else FEED_FORWARD.search(type(module).__name__):
+            for own, layer in module.named_modules(prefix=name):
+                if isinstance(layer, torch.nn.Linear) or (isinstance(layer, torch.nn.Conv2d) and layer.groups == 1):
+                    found.add(own)
+    return {name for name in found if IN_A_BLOCK.search(name)}  # PRX has a network for the timestep, too
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_words_for_layers_mean_all_of_their_modules_and_no_others(name: str) -> None:
+    model = tiny_model(name)
+    attention, feed_forward = (layers_in(model, attends=attends) for attends in (True, False))
+    feed_forward |= {own for own, _ in model.named_modules() if BARE.fullmatch(own)}
+    assert attention
+    assert feed_forward
+    assert set(layers_by_word(model, Layers.ATTENTION)) == attention
+    assert set(layers_by_word(model, Layers.ATTENTION_MLP)) == attention | feed_forward
+    assert set(layers_by_word(model, Layers.ALL)) >= attention | feed_forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +19,8 @@ from bucketline.train.noise import FlowSchedule
 from tests.family_models import FORMS, open_pipeline
 from tests.kit import edit_json
 from tests.unit.families.oracle import one_step
+from tests.unit.families.packed import Packed
 from tests.unit.families.test_outputs import trainer_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.families.packed import Packed
 
 STEPS = 50
 OWN_SPACING = {

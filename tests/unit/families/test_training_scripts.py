@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +18,13 @@ from bucketline.train.config import Objective
 from bucketline.train.step import train_step
 from tests.family_models import FORMS
 from tests.unit.families.conftest import QUICK
+from tests.unit.families.packed import Packed
 from tests.unit.families.test_outputs import trainer_of
 from tests.unit.families.training_scripts import Script
+from tests.unit.train.packed_families import Packed as PackedFamily
 from tests.unit.train.packed_families import pack_family
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.unit.families.packed import Packed
-    from tests.unit.train.packed_families import Packed as PackedFamily
-
-    Worst = dict[str, tuple[float, str]]
+Worst = dict[str, tuple[float, str]]
 
 MOST = {
     "loss": 8e-6,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -18,20 +20,13 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
+from torch import Tensor
 from torch.nn.functional import mse_loss, pixel_shuffle, pixel_unshuffle
 
+from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal, uniform
-from bucketline.train.config import Objective
+from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.values import TimestepSampling
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bucketline.loader import Batch
-    from bucketline.train.config import TrainConfig
 
 T = 1000
 LIBRARY: Any = diffusers  # which has no types

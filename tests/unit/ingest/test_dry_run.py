@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import tree
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:

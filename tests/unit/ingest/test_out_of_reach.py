@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from bucketline.ingest.sources import local_files
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def pack(source: Path, store: Path, model: Path, *more: object, json: bool = True) -> Ran:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +18,6 @@ from tests.commands import BIN, Ran, call, forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import tree
 from tests.models import SMALL, png, write_images, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def pack(source: Path, store: Path | str, *more: object) -> Ran:

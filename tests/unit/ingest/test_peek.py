@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.store import Store
@@ -16,11 +18,6 @@ from tests.commands import Ran, call
 from tests.family_models import tiny_dc
 from tests.kit import flip_bit, make_store, samples_of, tree
 from tests.models import SMALL, colour_image, encoded, write_images, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
 

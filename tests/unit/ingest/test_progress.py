@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING
+
+import pytest
 
 from bucketline.ingest import progress
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE, StageTimer, slowest_of
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

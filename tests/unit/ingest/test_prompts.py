@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bucketline.store import Store
-from bucketline.store.prompt_file import decode_prompts
+from bucketline.store.prompt_file import PromptSet, decode_prompts
 from tests.commands import Ran, call
 from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
 from tests.models import SMALL, write_images, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store.prompt_file import PromptSet
-    from tests.object_storage import S3Bucket
+from tests.object_storage import S3Bucket
 
 
 @pytest.fixture(scope="module", params=["F16", "I8"])

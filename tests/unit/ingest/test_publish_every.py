@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bucketline.ingest.packing import meanwhile
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
+from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.target import LocalTarget, StoreTarget
 from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import everything
 from tests.models import SMALL
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.target import StoreTarget
 
 ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look between images
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import webdataset
@@ -15,17 +16,13 @@ from PIL import Image
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.pipeline import image_reader, slice_packer
 from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
+from bucketline.ingest.sources.source import SourceItem
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import by_id, tree
 from tests.models import SMALL, colour_image, encoded, in_file, png, write_images
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from bucketline.ingest.sources.source import SourceItem
 
 
 def pack(source: object, store: Path, model: Path, *more: object) -> Ran:

@@ -6,7 +6,8 @@ import io
 import struct
 import sys
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,9 +20,6 @@ from tests.commands import ROOT, Ran, call, spawn
 from tests.models import SMALL, colour_image, encoded, png
 from tests.profiles import icon
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def scan(source: object, *more: object) -> Ran:

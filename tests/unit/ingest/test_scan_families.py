@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,6 @@ from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.family_models import PIPELINES, tiny_dc, write_dit, write_pipeline
 from tests.models import in_file, png, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CAPTIONS = ("a red cat", "tabby", "cat " * 100, "", "2", "dog")
 ASKED = ("--grid", "16x24", "--min-size-px", 8)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import bucket_placement
+from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.sheet import crops as sheet_module
 from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, MAX_REJECTS, Cropped, reject_section, with_box, worst
 from bucketline.ingest.summary import Reject
@@ -17,11 +17,6 @@ from tests.commands import Ran, call
 from tests.models import SMALL, colour_image, encoded, png
 from tests.pages import parsed
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.ingest.images.geometry import Placement
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
 

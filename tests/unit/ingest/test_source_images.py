@@ -5,21 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, source_images
 from tests.commands import call
 from tests.models import SMALL, encoded, png, write_images
 from tests.pages import parsed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 WHITE = Image.new("RGB", (400, 200), "white")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +10,6 @@ from tests.commands import call
 from tests.kit import make_store, samples_of
 from tests.models import png, write_images
 from tests.pages import parsed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GRID = ("--grid", "16x24,24x16", "--min-size-px", 8)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from bucketline.ingest.encoders.model_folder import open_model
@@ -19,12 +22,6 @@ from bucketline.store.format.text_codec import dequantise, quantise
 from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, in_file, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 CPU = torch.device("cpu")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, make_plan
-
-if TYPE_CHECKING:
-    from bucketline.store import Store
+from bucketline.store import Store
 
 PIXELS = {"train/64x64": 4096, "train/96x64": 6144, "train/64x128": 8192}
 

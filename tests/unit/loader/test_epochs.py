@@ -482,22 +482,6 @@ def test_a_state_of_other_epochs_continues_where_both_read_the_same_rows(tiny: S
         loader.load_state_dict(late)
 
 
-def test_a_state_without_an_epoch_is_read(tiny: Store) -> None:
-    """As version 0.1.0 saved it, also at the end of finite epochs: what they left out is delivered now."""
-    expected = oracle(tiny, epochs=2)
-    with Loader(tiny, LoaderConfig(batch_size=BATCH, epochs=2)) as loader:
-        old = {**saved(loader), "version": 2, "step": 20 * 2 // 4 - 1}
-        assert (13 * 2 // 4, 7 * 2 // 4) == (6, 3)
-        for name in ("epoch", "epochs", "batch", "generations", "since", "history"):
-            del old[name]
-        old["step"] = 9  # 6 + 3: the end, as it was
-        loader.load_state_dict(old)
-        assert micros(loader) == expected.epoch(1)[-2:]
-        assert [sum(one.weight) for one in expected.epoch(1)[-2:]] == [2, 2]
-        loader.load_state_dict({**old, "step": 3})
-        assert micros(loader) == [one for one in expected.epoch(0) if one.step >= 3]
-
-
 @pytest.mark.parametrize(("device", "found"), [(None, "cpu"), ("cpu", "cpu"), (torch.device("cpu"), "cpu"), (0, "cuda:0")])
 def test_a_device_may_be_a_number(tiny: Store, device: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,12 +14,8 @@ from torch.utils.data import DataLoader
 
 from bucketline.errors import UsageError
 from bucketline.loader import Batch, BatchDataset, LatentKind, Loader, LoaderConfig, NumpyBatch, numpy_batches
+from bucketline.store import Store
 from tests.conditioned import Form, conditioned_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 
 def read(store: Store, config: LoaderConfig) -> list[Batch]:

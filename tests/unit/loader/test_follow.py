@@ -13,7 +13,7 @@ import torch
 
 from bucketline.errors import PlanError, StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.state import parse_state, schedule_of
+from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.objects import ObjectFolder
@@ -74,7 +74,7 @@ def follow(
 def test_each_step_is_that_of_an_ordinary_loader_of_the_generation_taken_up(grown: Path, window: int | None) -> None:
     config = config_of(window=window, accumulation=2)
     found, state = follow(grown, config)
-    assert schedule_of(parse_state(state)) == tuple((step, (generation,)) for step, generation in SCHEDULE)
+    assert parse_state(state).generations == (3,)
     expected = []
     for (begin, generation), (end, _) in zip(SCHEDULE, [*SCHEDULE[1:], (STEPS, 0)], strict=True):
         with Loader(Store.open(grown, generation), config) as ordinary:
@@ -125,9 +125,6 @@ def test_a_follower_takes_up_what_is_published_while_it_iterates(tmp_path: Path,
             add_samples(writer, PARTS[2])
             writer.publish()
             until(loader, 3)
-            (_, first), (step, second), (later, third) = schedule_of(parse_state(loader.state_dict()))
-            assert (first, second, third) == ((1,), (2,), (3,))
-            assert 1 <= step < later
             names = {name for batch in islice(loader.forever(), 40) for name in loader.names(batch)}
             assert {name[0] for name in names} == {"0", "1", "2"}
     with Loader(tmp_path / "s", config_of(), follow=True) as loader:  # goes back to the state's generation

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,6 @@ from bucketline.loader.plan.plan import Plan
 from bucketline.store import Store
 from bucketline.store.shard import reader
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CONFIG = LoaderConfig(batch_size=2, epochs=1, prefetch_bytes=1)
 CHILD_S = 120  # before a child that hangs is ended by SIGALRM

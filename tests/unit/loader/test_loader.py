@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,16 +18,12 @@ import torch
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.loader.collate.buffer_pool import FilledBuffer
+from bucketline.loader.collate.window import CopyPlan
+from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from tests.kit import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.collate.window import CopyPlan
-    from bucketline.store import Store
 
 
 def fillers() -> list[threading.Thread]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,7 @@ from bucketline.loader.mixture import StoreArgument, join, open_shares
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import read_manifest
-from tests.kit import embedding, make_store, rewrite_manifest, samples_of
-
-if TYPE_CHECKING:
-    from tests.kit import Sample
+from tests.kit import Sample, embedding, make_store, rewrite_manifest, samples_of
 
 FIRST = {"train/64x64": 11, "train/96x64": 4, "val/64x64": 3}
 SECOND = {"train/64x64": 5, "train/64x128": 7}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.recorded_run import PLANS, append_plan
 from tests.commands import Ran, call
 from tests.kit import make_store, samples_of
 from tests.pages import parsed
@@ -79,11 +80,13 @@ def test_the_sheet_of_a_run_has_what_its_steps_had(tmp_path: Path) -> None:
     config = LoaderConfig(batch_size=4, accumulation=2, window=64, seed=3, caption_dropout=0.5)
     expected: dict[int, list[str]] = {}
     with Loader(store.path, config) as loader:
+        append_plan(tmp_path / PLANS, loader)
         for batch in islice(loader.forever(), 6):
             expected.setdefault(batch.step, []).extend(loader.names(batch))
         saved = loader.state_dict()
     with Loader(store.path, replace(config, window=None, seed=9, accumulation=1)) as loader:
         loader.start_anew(saved)
+        append_plan(tmp_path / PLANS, loader)
         for batch in islice(loader.forever(), 2):
             expected.setdefault(batch.step, []).extend(loader.names(batch))
         state.write_text(json.dumps(loader.state_dict()), encoding="utf-8")
@@ -94,9 +97,5 @@ def test_the_sheet_of_a_run_has_what_its_steps_had(tmp_path: Path) -> None:
         assert [row["id"] for batch in batches for row in batch["rows"]] == names
     refused = call(*asked, "--step", 3, "--window", 0).fails(code=2)
     assert f"--window is 0 with --run {state}, which decides it; leave out one of them" in refused.err
-    refused = call("loader", "peek", "-o", tmp_path / "step.html", "--run", state, "--step", 3).fails(code=2)
-    assert f"--run {state} does not say which stores were read; name all stores of the run" in refused.err
-    blocks = json.loads(state.read_bytes())
-    state.write_text(json.dumps({**blocks, "settings": {**blocks["settings"], "shuffle": "blocks"}}), encoding="utf-8")
-    older = call(*asked, "--step", 9)
-    assert f"--run {state}: an earlier version planned them, by a shuffle blocks that this one does not have" in older.err
+    (tmp_path / PLANS).write_text("[1]\n", encoding="utf-8")
+    call(*asked, "--step", 9).fails(f"--run {state}: {tmp_path / PLANS}, line 1, is not the line of a plan")

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +16,10 @@ from bucketline.errors import DeliveryError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service import links
 from bucketline.loader.service.server import Service
+from bucketline.store import Store
 from tests.commands import spawn
 from tests.leftovers import wait_until
 from tests.serving import serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 SERVICES = [None, "auto"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from torch._C._distributed_c10d import FileStore
@@ -15,15 +16,11 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader import ranks as ranks_of_loaders
 from bucketline.loader.ranks import OtherRankFailedError
 from bucketline.store import Store
+from bucketline.train.parallel import TrainRanks
 from tests.epoch_oracle import micros
 from tests.kit import make_store, samples_of
 from tests.serving import serving_here
 from tests.unit.train.forked import ended, fork_ranks, forked
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.train.parallel import TrainRanks
 
 CONFIG = LoaderConfig(batch_size=2, seed=5)
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig, follow, loader
 from bucketline.loader.plan.make_plan import plan_of
+from bucketline.store import Store
 from tests.kit import add_samples, make_store, samples_of, store_writer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 CONFIG = LoaderConfig(batch_size=2, accumulation=2, seed=3)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.bench.fixtures.synthetic_store import SECOND, StoreShape
 from tests.small_lines import Found, Run, run_machines
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHAPE = StoreShape(num_shards=5, rows_per_shard=3211, latent_shape=(4, 16, 32), tokens=(10, 20), token_width=48)  # 2,002 lines
 RAGGED = StoreShape(

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.loader.collate.buffer_pool import FilledBuffer
+from bucketline.loader.collate.window import CopyPlan, PendingBatch
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import pytest
-    from torch import Tensor
-
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.collate.window import CopyPlan, PendingBatch
 
 ROWS = {"train/64x64": 12}
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.store import Store
 from tests.kit import make_store, samples_of
 from tests.serving import serving_here
 from tests.unit.loader.test_copies_in_one_cache import batches_of
 from tests.unit.loader.test_remote import bits, pushed
 from tests.unit.loader.test_shared_cache import small_lines
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 pytestmark = pytest.mark.slow
 

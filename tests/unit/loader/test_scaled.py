@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from bucketline.store import Axis, RowColumn, Store, StoreWriter
 from bucketline.train.config import Objective
 from bucketline.train.noise import FlowSchedule, Prep
 from tests.serving import serving_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CPU = torch.device("cpu")
 ALL = LoaderConfig(batch_size=4, seed=3)

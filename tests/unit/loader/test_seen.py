@@ -1,4 +1,4 @@
-"""`loader seen`: what it says, what old states do not know, and what it refuses."""
+"""`loader seen`: what it says, which lines `plans.jsonl` has, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.errors import StateError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.recorded_run import PLANS, append_plan
+from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
 from tests.commands import Ran, call
@@ -18,9 +21,6 @@ from tests.kit import make_store, samples_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.store import Store
-
-NEW_FIELDS = ("batch", "generations", "since", "history", "epoch", "epochs")
 CONFIG = LoaderConfig(batch_size=2, seed=4)
 
 
@@ -34,11 +34,6 @@ def state_after(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict
         for _ in islice(loader.forever(), count):
             pass
         return loader.state_dict()
-
-
-def without_history(state: dict[str, object]) -> dict[str, object]:
-    """Return a state as version 0.1.0 saved it."""
-    return {**{name: value for name, value in state.items() if name not in NEW_FIELDS}, "version": 2}
 
 
 def seen(state: Path, *args: object) -> Ran:
@@ -115,62 +110,13 @@ def test_the_padding_of_the_last_epoch_is_not_counted(store: Store, tmp_path: Pa
     assert [[one["step"] for one in sample["seen"]] for sample in samples] == [steps[name] for name in sorted(steps)[:3]]
 
 
-def test_a_loader_that_rewinds_has_seen_all_again(store: Store, tmp_path: Path) -> None:
-    config = LoaderConfig(batch_size=3, rewind=True, remainder=Remainder.PARTIAL)
-    with Loader(store, config) as loader:
-        for _ in range(3):
-            for _batch in loader:
-                pass
-        state = loader.state_dict()
-    document = seen(saved(tmp_path / "s.json", state), store.path, "--id", "first/train/64x64/0.png", "--json").json
-    assert document["samples"][0]["count"] == 3
-    assert [one["times"] for one in document["samples"][0]["seen"]] == [3]
-
-
-def test_the_steps_of_the_last_release_are_unknown_and_what_follows_is_told(store: Store, tmp_path: Path) -> None:
-    state = without_history(state_after(store, 9))
-    why = "error: steps 0 to 8 cannot be told: version 0.1.0 read them, and its states kept no history"
-    ran = seen(saved(tmp_path / "old.json", state), store.path, "--all")
-    assert ran.code == 1
-    assert why in ran.err
-    read: dict[str, list[int]] = {}
-    with Loader(store, CONFIG) as loader:
-        loader.load_state_dict(state)
-        for batch in islice(loader.forever(), 5):
-            for name in loader.names(batch):
-                read.setdefault(name, []).append(batch.step)
-        later = loader.state_dict()
-    ran = seen(saved(tmp_path / "later.json", later), store.path, "--all")
-    assert why in ran.err
-    lines = [line.split("\t") for line in ran.out.splitlines()]
-    assert {name: int(count) for name, count, *_ in lines if int(count)} == {name: len(own) for name, own in read.items()}
-
-
-def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> None:
-    from bucketline.store import Store as Opened
-
-    made = make_store(tmp_path / "a.store", samples_of({"train/64x64": 9}), samples_of({"train/64x64": 7}, "more/"))
-    state = saved(tmp_path / "s.json", state_after(Opened.open(made.path, 2), 6))
-    assert seen(state, made.path, "--never").code == 0
-    (made.path / "generations" / "2.json").unlink()
-    ran = seen(state, made.path, "--id", "train/64x64/0.png").fails("error: steps 0 to 5 cannot be told")
-    assert "has no generation 2 any more" in ran.err
-
-
-def test_other_stores_than_the_runs_are_refused_by_name(store: Store, tmp_path: Path) -> None:
-    other = make_store(tmp_path / "b.store", samples_of({"train/64x64": 5}))
-    ran = seen(saved(tmp_path / "s.json", state_after(store, 3)), other.path, "--never")
-    assert ran.code == 1
-    assert f"the store {store.manifest.store_id} is not among those given; give all stores of the run" in ran.err
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file"),
-        ("no json", "is not JSON"),
-        ("[1]", "is not a loader's state"),
-        ('{"version": 9}', "has version 9, expected version 2 or 4"),
+        (None, "cannot be read: No such file"),
+        ("no json", "not JSON"),
+        ("[1]", "is [1] of type list, expected a dict"),
+        ('{"version": 9}', "has version 9, expected version 1"),
     ],
 )
 def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str | None, message: str) -> None:
@@ -189,16 +135,88 @@ def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
         seen(state, store.path, *options).fails("expected one of --id (or --ids), --all and --never", code=2)
 
 
-def test_a_store_in_object_storage_tells_the_same(store: Store, tmp_path: Path) -> None:
+def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> None:
+    made = make_store(tmp_path / "a.store", samples_of({"train/64x64": 9}), samples_of({"train/64x64": 7}, "more/"))
+    state = saved(tmp_path / "s.json", state_after(Store.open(made.path, 2), 6))
+    assert seen(state, "--never").code == 0
+    (made.path / "generations" / "2.json").unlink()
+    ran = seen(state, "--id", "train/64x64/0.png").fails("error: steps 0 to 5 cannot be told")
+    assert "has no generation 2 any more" in ran.err
+
+
+def test_stores_that_have_moved_are_named_and_others_refused(store: Store, tmp_path: Path) -> None:
+    own = Store.open(shutil.copytree(store.path, tmp_path / "own.store"))
+    state = saved(tmp_path / "s.json", state_after(own, 12))
+    local = seen(state, "--all").done().out
+    (tmp_path / "own.store").rename(tmp_path / "moved.store")
+    assert "own.store" in seen(state, "--all").fails("error: steps 0 to 11 cannot be told").err
+    assert seen(state, tmp_path / "moved.store", "--all").done().out == local
     (tmp_path / "bucket").mkdir()
-    push(shutil.copytree(store.path, tmp_path / "own.store"), ObjectFolder.open(f"file://{tmp_path}/bucket"))
-    state = saved(tmp_path / "s.json", state_after(store, 12))
-    local = seen(state, store.path, "--all")
-    remote = seen(state, f"file://{tmp_path}/bucket", "--all", "--cache", tmp_path / "cache")
-    assert (remote.code, remote.out) == (local.code, local.out) == (0, local.out)
-    (name,) = [line.split("\t")[0] for line in local.out.splitlines() if line.split("\t")[1] != "0"][:1]
+    push(tmp_path / "moved.store", ObjectFolder.open(f"file://{tmp_path}/bucket"))
+    remote = seen(state, f"file://{tmp_path}/bucket", "--all", "--cache", tmp_path / "cache").done()
+    assert remote.out == local
+    (name,) = [line.split("\t")[0] for line in local.splitlines() if line.split("\t")[1] != "0"][:1]
     one, two = (
         seen(state, place, "--id", name, "--cache", tmp_path / "cache").out.replace(str(place), "")
-        for place in (store.path, f"file://{tmp_path}/bucket")
+        for place in (tmp_path / "moved.store", f"file://{tmp_path}/bucket")
     )
     assert one == two != ""
+    other = make_store(tmp_path / "b.store", samples_of({"train/64x64": 5}))
+    ran = seen(state, other.path, "--never").fails(f"the run read {store.manifest.store_id}", code=2)
+    assert other.manifest.store_id in ran.err
+
+
+def lines_of(folder: Path) -> list[tuple[int, int, object]]:
+    """Return each line's step, the plan's own number of it, and the number of ranks."""
+    lines = [json.loads(line) for line in (folder / PLANS).read_text().splitlines()]
+    return [(line["step"], line["loader"]["step"], line["loader"]["world_size"]) for line in lines]
+
+
+def test_a_line_is_appended_only_if_the_plan_or_the_ranks_change(store: Store, tmp_path: Path) -> None:
+    plans = tmp_path / PLANS
+
+    def appended(step: int, world_size: int = 1, *, own: int | None = None, **options: Any) -> list[tuple[int, int, object]]:
+        with Loader(store, LoaderConfig(**{"batch_size": 4 // world_size, **options}), world_size=world_size) as loader:
+            loader.load_state_dict({**loader.state_dict(), "step": step if own is None else own})
+            append_plan(plans, loader, None if own is None else step)
+        return lines_of(tmp_path)
+
+    assert appended(0) == appended(5) == [(0, 0, 1)]
+    assert appended(8, 2) == [(0, 0, 1), (8, 8, 2)]
+    assert appended(8, 2) == appended(9, 2) == [(0, 0, 1), (8, 8, 2)]
+    assert appended(12, 2, seed=1) == [(0, 0, 1), (8, 8, 2), (12, 12, 2)]
+    assert appended(10, 2, seed=1) == [(0, 0, 1), (8, 8, 2), (10, 10, 2)], "what was planned for later steps is not done"
+    assert appended(10, 2, own=20, seed=1) == [(0, 0, 1), (8, 8, 2), (10, 20, 2)], "the plan's own number of the step"
+    assert appended(13, 2, own=23, seed=1) == [(0, 0, 1), (8, 8, 2), (10, 20, 2)]
+    assert appended(4) == [(0, 0, 1)]
+    plans.write_text('{"step": 1}\n')
+    with pytest.raises(StateError, match=r"plans.jsonl, line 1, is not the line of a plan"):
+        appended(5)
+
+
+def test_of_a_run_the_steps_of_each_line_are_told_by_its_plan_up_to_a_checkpoint(store: Store, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (7, 12):
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000090.partial").mkdir()
+    steps: dict[str, list[int]] = {}
+    for first, config in ((0, CONFIG), (5, LoaderConfig(batch_size=3, seed=9))):
+        with Loader(store, config) as loader:
+            loader.set_epoch(1 if first else 0)
+            append_plan(run / PLANS, loader, first)
+            for step, batch in zip(range(first, 5 if first == 0 else 12), loader.forever(), strict=False):
+                for name in loader.names(batch):
+                    steps.setdefault(name, []).append(step)
+    for place, end in ((run, 12), (run / "checkpoints" / "step-00000007", 7)):
+        listed = [json.loads(line) for line in seen(place, "--all", "--json").done().out.splitlines()]
+        by_end = {name: [step for step in own if step < end] for name, own in steps.items()}
+        assert {one["id"]: (one["count"], one["first"], one["last"]) for one in listed if one["count"]} == {
+            name: (len(own), min(own), max(own)) for name, own in by_end.items() if own
+        }
+    name = max(steps, key=lambda one: len(steps[one]))
+    document = seen(run, "--id", name, "--json").done().json
+    assert [one["step"] for one in document["samples"][0]["seen"]] == steps[name]
+    (run / PLANS).write_text((run / PLANS).read_text().partition("\n")[2])
+    seen(run, "--all").fails("error: steps 0 to 4 cannot be told: no line tells of them")
+    (run / PLANS).unlink()
+    seen(run, "--all").fails(f"{run / PLANS} cannot be read")

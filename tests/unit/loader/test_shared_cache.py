@@ -9,23 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.plan.cache_needs import CacheNeeds
+from bucketline.store import Store
 from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.room import Room
 from tests.commands import ROOT
 from tests.kit import make_store, samples_of
 from tests.unit.loader.test_remote import LINE_BYTES, WITH_LINES, pushed
-
-if TYPE_CHECKING:
-    from bucketline.loader import Batch
-    from bucketline.store import Store
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +15,10 @@ from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
 from bucketline.loader.collate import dequantise_field as dequantise_module
 from bucketline.loader.dequantise import dequantised
+from bucketline.store import Store
 from bucketline.store.format.text_codec import dequantise, quantise
 from tests.kit import POOLED_WIDTH, loud_tokens, make_store, quantised, samples_of
 from tests.serving import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 BITS = {"I8": torch.int8, "F8_E4M3": torch.uint8}
 

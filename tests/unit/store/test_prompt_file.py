@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
+from bucketline.store import Store
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import encode_text_block, quantised_caption
 from bucketline.store.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.shard.sidecar import encode_paged
 from tests.kit import TEXT, caption_of, embedding, quantised, read_with_safetensors, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 FIRST = Prompt(prompt="a red barn", negative_prompt="snow", seed=7, height_px=64, width_px=128, guidance=4.5)
 SECOND = Prompt(prompt="zwei Boote 船", negative_prompt="", seed=2**63 - 1, height_px=8, width_px=8, guidance=None)

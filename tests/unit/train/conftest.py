@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import once
 from tests.unit.train.packed_families import FAMILIES, Packed, pack_family
 from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

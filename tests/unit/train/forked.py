@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,6 @@ from torch._C._distributed_c10d import FileStore
 
 from bucketline.loader.ranks import host_group
 from bucketline.train.parallel import TrainRanks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def forked(body: Callable[[TrainRanks], None], ranks: TrainRanks) -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bucketline.train.config import TrainConfig
 from tests.commands import call
 from tests.family_models import write_dit, write_pipeline
 from tests.models import png
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 FAMILIES = ("sd", "sdxl", "dit", "pixart_alpha", "pixart_sigma", "sd3", "flux")
 CLASSES = {0: "cat", 1: "dog", 2: "house"}

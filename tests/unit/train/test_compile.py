@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.latent_scale import LatentScale
+from bucketline.loader.mixture import open_shares
 from bucketline.store import Store
 from bucketline.train import compile as compile_module
 from bucketline.train import data, setup
@@ -33,7 +34,6 @@ from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, loss_of, train_step
 from bucketline.train.trainer import train
 from bucketline.train.validation import validate
-from bucketline.train.values import Followed
 from tests.family_models import tiny_vae
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, predicted, write_form
 from tests.unit.train.test_step import make_training
@@ -350,9 +350,11 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     asked = config(folder, max_steps=6, compile=Compile.ON)
     for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
         add_to_store(folder / "tiny.store", samples(more, str(more)))
-    due = {0: (1,), 2: (2,), 4: (3,)}
-    monkeypatch.setattr(data, "_read_schedule", lambda *_: tuple(due.items()))
-    run = train(dataclasses.replace(asked, follow=Followed(run=folder)), ALONE)
+    oldest, due = Store.open(folder / "tiny.store", 1), iter([None, (2,), None, (3,), None, None])
+    monkeypatch.setattr(data, "open_stores", lambda *_: open_shares(oldest))
+    monkeypatch.setattr(data.Follower, "has_newer", lambda _: False)
+    monkeypatch.setattr(data.Follower, "due", lambda *_, **__: next(due))
+    run = train(dataclasses.replace(asked, follow=1), ALONE)
     assert run.steps_done == 6
     (first, validated), later = found[0], found[1:]
     assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])

@@ -8,13 +8,16 @@ with only the meta device, many such meetings would pass.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Objective
@@ -24,12 +27,6 @@ from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.step import Training, train_step
 from bucketline.train.validation import ValidationResult, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
-    from bucketline.loader import Batch
 
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
+from bucketline.loader import Batch
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import LatentKind
@@ -25,9 +26,6 @@ from bucketline.train.noise import (
 )
 from bucketline.train.values import LossWeight, Timesteps, TimestepSampling, Weighting
 from tests.unit.train.tiny_run import make_batch
-
-if TYPE_CHECKING:
-    from bucketline.loader import Batch
 
 SCALE = LatentScale(scale=0.5, shift=0.25)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,9 +17,6 @@ from bucketline.train.parallel import (
     from_rank_zero,
 )
 from tests.unit.train.forked import fork_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_first_rank_of_a_machine_goes_first(tmp_path: Path) -> None:

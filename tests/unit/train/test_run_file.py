@@ -173,14 +173,14 @@ def test_a_written_file_gives_the_same_options_whatever_was_chosen(tmp_path: Pat
     chosen = configured(
         *("sdxl-lora", "--store", 'b "c".store:3', "--batch", "4MP/8", "--recompute", "0.5", "--clip-norm", "None"),
         *("--learning-rate", "1e-5", "--track-with", "tensorboard", "--seed", "0"),
-        *("--memory", "24gb", "--save-every", "1000, 90m", "--follow=runs/a", "--sharding", "fsdp:8", "--ema", "0.99:cpu"),
+        *("--memory", "24gb", "--save-every", "1000, 90m", "--follow=64", "--sharding", "fsdp:8", "--ema", "0.99:cpu"),
         *("--push-to-hub", "me/a:exports", "--export-every", "5", "--timesteps", "mode:0.5", "--cache-bytes", "1.5TB"),
     )
     recorded = config_as_json(chosen)
     assert {name: recorded[name] for name in ("memory", "save_every", "follow", "sharding", "push_to_hub", "batch", "ema")} == {
         "memory": "24GB",
         "save_every": "1000,90m",
-        "follow": "runs/a",
+        "follow": 64,
         "sharding": "fsdp:8",
         "push_to_hub": "me/a:exports",
         "batch": "4MP/8",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +17,6 @@ from bucketline.train.noise import NoiseSchedule, Prep, squared_error
 from bucketline.train.step import Training, train_step
 from bucketline.train.values import LossWeight, Weighting
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def make_training(folder: Path, *, accumulation: int) -> Training:

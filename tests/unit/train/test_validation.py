@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
+from bucketline.loader import Batch
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Objective
 from bucketline.train.ema import Average
@@ -16,11 +17,6 @@ from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.step import Training
 from bucketline.train.validation import ValidationResult, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader import Batch
 
 FAR = 1000
 

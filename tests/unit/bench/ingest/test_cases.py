@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,6 @@ from bucketline.bench.fixtures.random_model import ModelShape, kept_model
 from bucketline.bench.harness import run_case
 from bucketline.errors import BucketlineError
 from tests.unit.bench.measured import measured, read_results
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

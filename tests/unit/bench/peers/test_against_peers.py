@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +20,7 @@ from bucketline.bench.cases.peers import (
     hot_results,
     order_results,
 )
-from bucketline.bench.harness import run_case
+from bucketline.bench.harness import Result, run_case
 from bucketline.bench.peers import environments
 from bucketline.bench.peers.capabilities import CAPABILITIES, QUESTIONS, Can
 from bucketline.bench.peers.environments import Environment, Failure, environment
@@ -28,11 +28,6 @@ from bucketline.bench.peers.registry import ENTRIES
 from bucketline.bench.peers.worker import Timed
 from bucketline.errors import UsageError
 from tests.unit.bench.measured import read_results
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.bench.harness import Result
 
 pytestmark = pytest.mark.slow
 

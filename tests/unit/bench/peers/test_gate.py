@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,6 @@ from bucketline.bench.peers.formats.limits import Resident
 from bucketline.bench.peers.gate import GateError, PeerBatch, check, sums_up, touch
 from bucketline.bench.peers.registry import Way
 from bucketline.bench.peers.samples import Sample, SetShape, expected, pack, sample, unpack, words_sum
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SHAPE = SetShape(buckets=((8, 8, 4), (8, 16, 6)), batch_size=2, tokens=(2, 5), token_width=8)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from bucketline.bench.peers.samples import SetShape, expected
 from bucketline.bench.peers.worker import gate, own_folder, read_expected, timed, write, write_expected
 from bucketline.bench.process_usage import cpu_s, descendants, read_bytes
 from tests.commands import spawn
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHAPE = SetShape(buckets=((8, 8, 4), (8, 16, 8)), batch_size=2, tokens=(2, 5), token_width=8)
 HERE = (

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from pathlib import Path
 
 import pytest
 
-from bucketline.bench.cases.train import Train, Window, interval, results_of
+from bucketline.bench.cases.train import Train, TrainBase, TrainSaves, Window, interval, results_of, results_of_saves
 from bucketline.bench.fixtures.trained_model import MODELS, kept_store
+from bucketline.bench.harness import run_case
 from bucketline.store import Store
 from tests.unit.bench.measured import measured
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.unit.train.tiny_run import make_training_store, write_unet
 
 
 def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +51,45 @@ def test_the_store_of_each_model_has_its_buckets_and_columns(tmp_path: Path, nam
     assert {(one.height_px, one.width_px) for one in store.buckets("train")} == set(model.buckets_px)
     assert list(store.manifest.text.tokens) == [model.tokens.name]
     assert list(store.manifest.text.fixed) == ([] if model.pooled is None else ["pooled"])
+
+
+# The errors of a quantised base, for the user's own store and model; nothing is written.
+
+
+def test_more_bits_change_less_and_take_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_training_store(tmp_path / "tiny.store")
+    write_unet(tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    asked = ("--store", tmp_path / "tiny.store", "--model", tmp_path / "model", "--batch-size", 4, "--repeats", 2)
+    found = {name: result["median"] for name, result in measured(TrainBase, capsys, *asked).items()}
+    assert "error of weights, none" not in found
+    assert 0 < found["error of weights, int8"] < found["error of weights, fp8"] < found["error of weights, nf4"] < 0.15
+    assert 0 < found["error of predictions, int8"] < found["error of predictions, nf4"] < 0.15
+    assert found["loss, none"] == pytest.approx(found["loss, nf4"], rel=0.02)  # of the same batches
+    held = [found[f"bytes of the frozen weights, {base}"] for base in ("nf4", "int8", "none")]
+    assert held == sorted(set(held))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_case(TrainBase, ["--store", str(tmp_path)]) == 2
+    assert "give both or neither" in capsys.readouterr().err
+
+
+# The time that a save stops training is in the step that follows it.
+
+
+def test_a_step_with_a_save_is_held_against_the_others() -> None:
+    took = [1.0, 1.0, 9.0, 1.0, 1.0, 3.0, 1.0, 1.0, 5.0, 1.0, 1.0]  # after 1 step, and after 3, 6 and 9 a save
+    first_end = 100.0
+    found = {one.subject: one for one in results_of_saves("m", [*itertools.accumulate(took, initial=first_end)], 3)}
+    assert found["a step"].median == 1.0
+    assert found["the first step with a save"].limit_ratio == 9.0
+    assert found["a step with a save"].limit_ratio == 4.0
+    assert found["a step with a save"].is_met is False
+
+
+def test_a_run_is_measured_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(TrainSaves, capsys, "--model", "tiny", "--rows", 8, "--save-every", 2, "--repeats", 1)
+    assert results["a step"]["repeats"] == 3
+    assert results["a step with a save"]["mark"] == "at most 2"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from bucketline.files.locks import FileLock
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests.commands import spawn
 from tests.kit import empty_store, open_writer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOLD = "import sys; from pathlib import Path; from bucketline.files.locks import FileLock; FileLock(Path(sys.argv[1]))"
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.families.packing import PATCH
+from bucketline.families.vaes import PACKED_VAES, vae_decode, vae_encode
 from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.oom_retry import OomRetry
+from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.ingest.encoders.vae import VaeEncoder, seed_of
+from bucketline.ingest.images.model_sizes import latent_sizes
+from bucketline.quantised_linear import QuantisedLinear
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
 from tests.commands import Ran, call
-from tests.family_models import tiny_dc, tiny_vae
-from tests.models import colour_image, png, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
+from tests.family_models import t5_tokenizer, tiny_dc, tiny_flux2_vae, tiny_qwen21_vae, tiny_qwen_vae, tiny_vae
+from tests.models import SMALL, colour_image, png, write_images, write_model
 
 CPU = torch.device("cpu")
 SIZE = (16, 24)
@@ -276,3 +278,172 @@ def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, mo
         assert message in ran.err
     with pytest.raises(UsageError):
         VaeEncoder(open_model(str(with_vae(tmp_path / "dc", tiny_dc()))), CPU, "F16", latents=LatentKind.MOMENTS)
+
+
+# The VAE classes that images are encoded with: each as the VAE itself does it, and as its pipeline undoes it.
+
+TINY = {
+    "AutoencoderKL": tiny_vae,
+    "AutoencoderDC": tiny_dc,
+    "AutoencoderKLFlux2": tiny_flux2_vae,
+    "AutoencoderKLQwenImage": tiny_qwen_vae,
+    "AutoencoderKLQwenImage21": tiny_qwen21_vae,
+}
+
+
+def test_every_known_class_is_tried() -> None:
+    assert set(TINY) == set(PACKED_VAES)
+
+
+@pytest.mark.parametrize("kind", list(TINY))
+def test_a_vaes_latents_are_its_own_mode_and_come_back(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    vae = TINY[kind]().eval()
+    vae.save_pretrained(tmp_path / "vae")
+    model = open_model(str(tmp_path))
+    encoder = VaeEncoder(model, CPU, "F32")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 64, 3), dtype=np.uint8)
+    latents, is_finite = encoder.encode(pixels)
+    height, width = 32 // encoder.downscale, 64 // encoder.downscale
+    assert latents.shape == (2, encoder.latent_channels, height, width)
+    assert latent_sizes(model) == (kind, encoder.downscale, encoder.latent_channels)
+    assert bool(is_finite.all())
+    with torch.no_grad():
+        expected = own_mode(vae, torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1)
+    torch.testing.assert_close(latents, expected, rtol=0, atol=1e-5)
+    assert encoder.decode(latents).shape == pixels.shape
+
+
+def own_mode(vae: Any, images: torch.Tensor) -> torch.Tensor:
+    """Return the latents that the VAE itself makes of images, [B, 3, H, W], as its pipelines give them to it."""
+    kind = type(vae).__name__
+    if kind == "AutoencoderKLQwenImage21":
+        images = torch.cat([images, torch.ones(len(images), 1, *images.shape[2:])], dim=1)
+    if kind.startswith("AutoencoderKLQwenImage"):
+        return vae.encode(images.unsqueeze(2)).latent_dist.mode().squeeze(2)  # type: ignore[no-any-return]
+    found = vae.encode(images)
+    return found.latent if kind == "AutoencoderDC" else found.latent_dist.mode()  # type: ignore[no-any-return]
+
+
+def test_moments_of_a_vae_with_frames_are_its_means_and_log_variances(tmp_path: Path) -> None:
+    vae = tiny_qwen_vae().eval()
+    vae.save_pretrained(tmp_path / "vae")
+    encoder = VaeEncoder(open_model(str(tmp_path)), CPU, "F32", latents=LatentKind.MOMENTS)
+    pixels = np.full((1, 8, 16, 3), 80, dtype=np.uint8)
+    with torch.no_grad():
+        own = vae.encode(torch.from_numpy(pixels).permute(0, 3, 1, 2)[:, :, None] / 127.5 - 1).latent_dist
+    expected = torch.cat([own.mean, own.logvar], dim=1)[:, :, 0]
+    torch.testing.assert_close(encoder.encode(pixels)[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_flux2_store_records_the_batch_norm_of_patches(tmp_path: Path) -> None:
+    vae = tiny_flux2_vae()
+    vae.save_pretrained(tmp_path / "vae")
+    found = VaeEncoder(open_model(str(tmp_path)), CPU, "F32").provenance["batch_norm"]
+    assert isinstance(found, dict)
+    assert found["mean"] == vae.bn.running_mean.tolist()
+    assert len(found["std"]) == 4 * PATCH**2  # type: ignore[arg-type]
+
+
+def test_images_of_a_vae_with_transparency_have_three_channels() -> None:
+    vae = tiny_qwen21_vae().eval()
+    with torch.no_grad():
+        assert vae_decode(vae, vae_encode(vae, torch.zeros(1, 3, 32, 32))[:, :4]).shape == (1, 3, 32, 32)
+
+
+# Text encoders in 8 and 4 bits: how far their embeddings are off, what their weights take, and what a store records.
+
+TEXT = "a red house of the green dog and a cat"
+# relative errors of the last hidden state of two layers of random weights; the bounds are twice what was measured
+MOST_OFF = {"BF16": 0.015, "int8": 0.035, "nf4": 0.45}
+WEIGHT_BYTES = {"F32": 4.0, "BF16": 2.0, "int8": 1.05, "nf4": 0.55}  # of a linear layer, with its scales
+
+
+def write_encoder(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a text encoder of a real class, wide enough that its linear layers are most of it."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(1)
+    t5_tokenizer().save_pretrained(folder / "tokenizer")
+    if kind == "T5":
+        sizes: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+        encoder: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes, feed_forward_proj="gated-gelu"))
+    else:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=32, vocab_size=64)
+        encoder = transformers.Qwen3Model(config)
+    encoder.to(dtype).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["T5", "Qwen3"])
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("encoder"), request.param)
+
+
+def loaded(folder: Path, dtype: str) -> Any:
+    return load_text_part(open_model(str(folder)), "text_encoder", "tokenizer", device=CPU, dtype=dtype)
+
+
+@torch.inference_mode()
+def hidden(part: Any) -> torch.Tensor:
+    state: torch.Tensor = part.encoder(**part.tokenizer(TEXT, return_tensors="pt")).last_hidden_state
+    return state.float()
+
+
+def num_bytes(part: Any) -> int:
+    tensors = [*part.encoder.parameters(), *part.encoder.buffers()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_the_error_of_an_embedding_is_bounded_and_fewer_bits_are_further_off(encoder: Path) -> None:
+    whole = hidden(loaded(encoder, "F32"))
+    off = {dtype: float((hidden(loaded(encoder, dtype)) - whole).norm() / whole.norm()) for dtype in MOST_OFF}
+    assert 0 < off["BF16"] < off["int8"] < off["nf4"]
+    assert all(off[dtype] < most for dtype, most in MOST_OFF.items()), off
+
+
+def test_the_weights_take_their_bits_and_the_digest_is_that_of_the_weights_before(encoder: Path) -> None:
+    whole = loaded(encoder, "F32")
+    linear = sum(layer.weight.numel() for layer in whole.encoder.modules() if type(layer) is torch.nn.Linear)
+    others = sum(tensor.numel() for tensor in whole.encoder.parameters()) - linear
+    for dtype, each in WEIGHT_BYTES.items():
+        part = loaded(encoder, dtype)
+        most = linear * each + others * (4 if dtype == "F32" else 2) + 1024
+        assert 0.8 * most < num_bytes(part) <= most, dtype
+        assert part.provenance == {**whole.provenance, "dtype": dtype}
+        assert any(isinstance(layer, QuantisedLinear) for layer in part.encoder.modules()) is (dtype in ("int8", "nf4"))
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_digest_does_not_depend_on_the_dtype_that_weights_are_loaded_in(saved: torch.dtype, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "T5", saved)
+    by_dtype = {dtype: loaded(folder, dtype).provenance["weights_hash"] for dtype in ("F32", "F16", "BF16", "int8")}
+    assert len(set(by_dtype.values())) == 1
+
+
+def test_rotary_frequencies_keep_their_precision(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "Qwen3")
+    whole = loaded(folder, "F32").encoder.rotary_emb.inv_freq
+    for dtype in ("BF16", "F16", "nf4"):
+        assert torch.equal(loaded(folder, dtype).encoder.rotary_emb.inv_freq, whole)
+
+
+def test_a_pack_records_the_dtype_and_refuses_another(tmp_path: Path) -> None:
+    model, source, store = write_model(tmp_path / "model"), tmp_path / "source", tmp_path / "store"
+    write_images(source, 2)
+    asked = ("ingest", "pack", source, store, "--model", model, *SMALL, "--json")
+    call(*asked, "--encode-dtype", "int8").done()
+    manifest = json.loads((store / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["encoders"]["text_encoder"]["dtype"] == "int8"
+    assert manifest["encoders"]["vae"]["dtype"] == "F32"
+    call(*asked, "--encode-dtype", "nf4").fails("--encode-dtype int8, this run has --encode-dtype nf4")
+    assert call(*asked, "--encode-dtype", "int8").json["unchanged"] == 2
+
+
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "T5")
+    (folder / "text_encoder" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelError, match=r"text_encoder/model\.safetensors cannot be read as safetensors"):
+        loaded(folder, "nf4")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from bucketline.ingest.encoders.text.registry import text_family_of
 from bucketline.store import Store
 from tests.commands import call
 from tests.models import write_images, write_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOVEL = {
     "_class_name": "NovelImagePipeline",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
@@ -16,11 +17,6 @@ from bucketline.ingest.images.decode import Reason, RejectedError, decode_image,
 from tests import profiles
 from tests.models import encoded
 from tests.profiles import avif, cicp, with_chunk
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
 SQUARE = Framing(grid=parse_grid("square:64", step_px=8, align_px=8), min_size_px=1)
 COLOURS = np.array([(255, 255, 255), (0, 0, 0), (128, 128, 128), (190, 70, 70), (104, 197, 82), (60, 70, 190), (210, 190, 60)])

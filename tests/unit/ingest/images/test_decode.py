@@ -10,28 +10,25 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, JpegImagePlugin
 
 from bucketline.ingest.images import decode as decode_module
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Crop, Framing
-from bucketline.ingest.images.decode import Reason, RejectedError, decode_image
+from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
 from bucketline.ingest.images.srgb import to_srgb
 from tests import profiles
 from tests.commands import spawn
 from tests.models import colour_image, encoded, png
 from tests.photographs import crop_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 GRID = Framing(grid=parse_grid("64x96,96x64,64x64", step_px=8, align_px=8), min_size_px=16)
 SQUARE = Framing(grid=parse_grid("square:64", step_px=8, align_px=8), min_size_px=16)
@@ -311,3 +308,126 @@ def test_a_deep_image_takes_a_few_bytes_of_memory_a_pixel(kind: str, most: int, 
     ran = spawn([sys.executable, "-c", DECODING, tmp_path / "small.png", tmp_path / "large.png"]).done()
     before, after = map(int, ran.out.split())
     assert (after - before) / (4096**2 - 2048**2) <= most
+
+
+# However a camera was held, and at whatever fraction a JPEG is decoded: one placement, the same pixels.
+
+TURNS = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def turned(upright: Image.Image, orientation: int, kind: str, **options: Any) -> bytes:
+    """Store an image as a camera held otherwise does: turned, with a note of how to turn it back."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    turn = TURNS[orientation]
+    return encoded(upright if turn is None else upright.transpose(turn), kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize("crop", list(Crop))
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_and_the_same_pixels(
+    orientation: int, crop: Crop
+) -> None:
+    upright = crop_of(3, 290, 431)  # neither side a multiple of a JPEG's blocks
+    framing = replace(GRID, crop=crop)
+    plain = decode_image(encoded(upright, "PNG"), framing, "a.jpg")
+    for kind, options, tolerance in (
+        ("TIFF", {}, 0),
+        ("WEBP", {"lossless": True}, 0),
+        ("PNG", {}, 0),
+        ("JPEG", {"quality": 98, "subsampling": 0}, 8),
+    ):
+        found = decode_image(turned(upright, orientation, kind, **options), framing, "a.jpg")
+        assert found.placement == plain.placement
+        assert np.abs(found.pixels.astype(int) - plain.pixels).max() <= tolerance, kind
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(("height", "width"), [(301, 423), (381, 263), (399, 397)])
+def test_a_jpeg_decoded_at_a_fraction_gives_the_same_image_however_it_was_held(
+    orientation: int, height: int, width: int
+) -> None:
+    """At an eighth, 423 columns become 53, of which the last is 7/8 full: mirrored, it is the first."""
+    data = turned(crop_of(0, height, width), orientation, "JPEG", quality=98, subsampling=0)
+    framing = replace(GRID, grid=parse_grid("16x24,24x16,16x16", step_px=8, align_px=8))
+    whole, reduced = (decode_image(data, replace(framing, jpeg_draft=draft), "a.jpg") for draft in (False, True))
+    assert whole.placement == reduced.placement
+    difference = np.abs(whole.pixels.astype(int) - reduced.pixels)
+    assert 0 < difference.mean() < 1.5
+    assert difference.max() < 30
+
+
+def test_a_jpeg_is_decoded_at_a_fraction_only_where_twice_the_resized_image_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[tuple[int, int]] = []
+    load = JpegImagePlugin.JpegImageFile.load
+
+    def noted(image: JpegImagePlugin.JpegImageFile) -> Any:
+        loaded.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load", noted)
+    for side, expected in ((64, 64), (128, 128), (255, 255), (256, 128), (400, 200)):
+        loaded.clear()
+        data = encoded(crop_of(1, side, side), "JPEG")
+        decode_image(data, replace(SQUARE, jpeg_draft=True), "a.jpg")
+        assert loaded[0] == (expected, expected)
+        loaded.clear()
+        decode_image(data, SQUARE, "a.jpg")
+        assert loaded[0] == (side, side)
+
+
+# HEIC and JPEG XL: read with the extra `heif`, and named with it where it is not installed.
+
+FRAMING = Framing(grid=parse_grid("64x96,96x64", step_px=8, align_px=8), max_upscale=Fraction(1), min_size_px=16)
+WITHOUT = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("pillow_heif", "pillow_jxl") else find(name, *rest)
+from bucketline.ingest.cli import main
+sys.exit(main(["scan", sys.argv[1], "--json"]))
+"""
+
+
+@pytest.mark.parametrize(("kind", "options", "distance"), [("HEIF", {"quality": 95}, 3.0), ("JXL", {"lossless": True}, 0.0)])
+def test_an_image_that_a_plugin_reads_is_what_was_saved(kind: str, options: dict[str, int], distance: float) -> None:
+    kept = colour_image(64, 96)
+    data = encoded(Image.fromarray(kept), kind, **options)
+    decoded = decode_image(data, FRAMING, "a")
+    assert decoded.pixels.shape == (64, 96, 3)
+    assert np.abs(decoded.pixels.astype(int) - kept.astype(int)).mean() <= distance
+    assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decoded.placement
+
+
+def test_a_photograph_that_a_telephone_turned_is_turned_once() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    kept = colour_image(64, 96)
+    data = encoded(Image.fromarray(kept), "HEIF", exif=exif.tobytes(), quality=95)
+    decoded = decode_image(data, FRAMING, "a")
+    assert decoded.pixels.shape == (96, 64, 3)
+    assert np.abs(decoded.pixels.astype(int) - np.rot90(kept, -1).astype(int)).mean() <= 3
+    assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decoded.placement
+
+
+def test_without_the_extra_the_reject_names_it(tmp_path: Path) -> None:
+    image = Image.fromarray(colour_image(64, 96))
+    (tmp_path / "a.heic").write_bytes(encoded(image, "HEIF"))
+    (tmp_path / "b.jxl").write_bytes(encoded(image, "JXL"))
+    (tmp_path / "c.png").write_bytes(encoded(image, "PNG"))
+    ran = spawn([sys.executable, "-c", WITHOUT, tmp_path]).done()
+    remedy = "convert it to PNG, JPEG or WebP, or install the extra heif: pip install 'bucketline[heif]'"
+    assert {reject["id"]: reject["detail"] for reject in ran.json["rejects"]} == {
+        "a.heic": f"a HEIC image; {remedy}",
+        "b.jxl": f"a JPEG XL image; {remedy}",
+    }

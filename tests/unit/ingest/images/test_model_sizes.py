@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.images.bucket_grid import Grid
 from bucketline.ingest.images.model_sizes import model_grid
 from tests.commands import call
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.ingest.images.bucket_grid import Grid
 
 DIT = {"_class_name": "DiTTransformer2DModel", "sample_size": 32, "patch_size": 2, "in_channels": 4}
 PUBLISHED_DIT = {"_class_name": "Transformer2DModel", "norm_type": "ada_norm_zero", "sample_size": 32, "patch_size": 2}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
 from bucketline.ingest.images.bucket_grid import parse_grid
@@ -18,9 +19,6 @@ from bucketline.ingest.images.srgb import to_srgb
 from tests import profiles
 from tests.models import colour_image, encoded
 from tests.photographs import crop_of
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SIDE = 64
 SQUARE = Framing(grid=parse_grid("square:64", step_px=8, align_px=8), min_size_px=1)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from bucketline.store import Store
+from bucketline.store import SampleRecord, Store
 from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import checked_captions, checked_row
 from tests.commands import Ran, call
 from tests.family_models import tiny_vae, write_pipeline
 from tests.models import png
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store import SampleRecord
 
 GRID = "32x48,48x32"
 TEXTS = ("a red cat", "a blue dog", "the house", "a green house of the dog")

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from bucketline.store import Store
 from bucketline.store.format.hashing import draw
 from tests.commands import call
 from tests.unit.ingest.importers.delivered import delivered
-from tests.unit.ingest.importers.known import read_store, run_import
+from tests.unit.ingest.importers.known import Known, Sample, read_store, run_import
 from tests.unit.ingest.importers.writers import diffusion_pipe_values, kohya_latent, musubi, onetrainer, tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.unit.ingest.importers.known import Known, Sample
 
 TEXTLESS = ("--text", "none")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.commands import call
-from tests.unit.ingest.importers.known import Form, assert_as_packed, assert_same_bits, read_store, run_import, undone
+from tests.unit.ingest.importers.known import Form, Known, assert_as_packed, assert_same_bits, read_store, run_import, undone
 from tests.unit.ingest.importers.writers import (
     FORMS,
     ai_toolkit,
@@ -25,12 +27,6 @@ from tests.unit.ingest.importers.writers import (
     simpletuner,
     tensor,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.unit.ingest.importers.known import Known
 
 
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +14,6 @@ from bucketline.store import Store
 from tests.commands import BIN, spawn
 from tests.models import write_model
 from tests.unit.ingest.encoders.test_model_folder import away, hub_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WEIGHTS = "vae/diffusion_pytorch_model.fp16.safetensors"
 

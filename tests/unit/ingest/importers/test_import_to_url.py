@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.transfer import upload
 from bucketline.store.verify.verify import verify_folder
 from tests import object_storage
 from tests.commands import Ran, call
 from tests.kit import everything
-from tests.unit.ingest.importers.known import run_import
+from tests.unit.ingest.importers.known import Known, run_import
 from tests.unit.ingest.importers.writers import kohya
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store.remote.objects import ObjectFolder
-    from tests.unit.ingest.importers.known import Known
 
 
 @pytest.fixture

@@ -6,12 +6,15 @@ import bz2
 import gzip
 import json
 import struct
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.errors import SourceError
 from bucketline.ingest.importers.cache import ListRequest
@@ -22,12 +25,6 @@ from tests.commands import call
 from tests.models import SMALL, write_images
 from tests.unit.ingest.importers.known import run_import
 from tests.unit.ingest.importers.writers import mds_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 SHAPE = (4, 32, 32)
 ASKED = ("--vae", "sd", "--trust-scale", "--dtype", "F32", "--json")

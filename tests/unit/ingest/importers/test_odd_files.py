@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 import resource
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.ingest.importers.known import read_store, run_import
+from tests.unit.ingest.importers.known import Known, read_store, run_import
 from tests.unit.ingest.importers.writers import kohya, kohya_latent, onetrainer, simpletuner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.unit.ingest.importers.known import Known
 
 
 def squeezed_npz(arrays: dict[str, Any], method: int) -> bytes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.unit.ingest.importers.known import assert_as_packed, assert_same_bits, captioned, read_store, run_import
+from tests.unit.ingest.importers.known import Known, assert_as_packed, assert_same_bits, captioned, read_store, run_import
 from tests.unit.ingest.importers.writers import (
     FORMS,
     WRITERS,
@@ -23,12 +24,6 @@ from tests.unit.ingest.importers.writers import (
     onetrainer,
     simpletuner,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.unit.ingest.importers.known import Known
 
 
 def test_ai_toolkits_embedding_of_an_edited_caption_is_not_taken(known: Callable[[str], Known], tmp_path: Path) -> None:

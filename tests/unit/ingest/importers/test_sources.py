@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
+from tests.unit.ingest.importers.known import Known, assert_as_packed, read_store, run_import
 from tests.unit.ingest.importers.writers import FORMS, WRITERS, kohya
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.unit.ingest.importers.known import Known
 
 
 def brighter(own: Known) -> Known:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from bucketline.store import Store
 from tests.commands import call
 from tests.unit.ingest.importers.delivered import delivered
-from tests.unit.ingest.importers.known import run_import
+from tests.unit.ingest.importers.known import Known, run_import
 from tests.unit.ingest.importers.writers import WRITERS, musubi_video
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.unit.ingest.importers.known import Known
 
 SHAPES = ((21, 6, 8), (21, 8, 6), (5, 6, 8))  # latent frames, height and width
 WAN_MEAN: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)

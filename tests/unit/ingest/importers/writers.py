@@ -10,19 +10,15 @@ import json
 import shutil
 import sqlite3
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.ingest.importers.known import Form
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.unit.ingest.importers.known import Known, Sample
+from tests.unit.ingest.importers.known import Form, Known, Sample
 
 CLIP_WIDTH = 8  # of the first CLIP of the tests' SDXL
 WITH_SIZES = ("sd3", "flux")  # kohya's models whose keys have the latent's size

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tracemalloc
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.ingest.images.crop_loss import CropLoss
 from bucketline.ingest.listing_diff import not_in_source, unknown
@@ -18,12 +20,6 @@ from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import decode, encode
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 ODD = [
     SourceItem(id="a\udcff.png", captions=("\ud800", "日本", ""), at=(1, 2, 1 << 80)),

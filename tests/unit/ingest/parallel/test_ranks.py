@@ -6,9 +6,10 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,16 +20,10 @@ from bucketline.ingest.parallel import ranks as module
 from bucketline.ingest.parallel.exchange import Exchange
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
-from bucketline.store.folder import LocalFolder
-from bucketline.typed_json import Json  # noqa: TC001 - decoded by its annotation
+from bucketline.store.folder import Folder, LocalFolder
+from bucketline.typed_json import Json
 from tests.kit import tree
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store.folder import Folder
 
 
 @dataclass

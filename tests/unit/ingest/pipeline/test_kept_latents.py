@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +15,6 @@ from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import by_id, flip_bit
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.pipeline.decode_notes import FOLDER, DecodeNotes
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from bucketline.store.format.hashing import identity
+from tests.commands import BIN, call, spawn
+from tests.models import SMALL, png, write_images
 
 
 def nothing() -> None:
@@ -106,3 +114,112 @@ def test_an_interruption_is_noticed_while_nothing_comes_and_no_thread_is_left() 
     with pytest.raises(KeyboardInterrupt):
         run()
     assert set(threading.enumerate()) <= before
+
+
+# An image whose decoder crashes ends one run; the next rejects it by name, and packs the others that were in flight.
+
+# a decoder in C that crashes at some bytes, in every process that has this on its path
+_CRASHING = """
+import ctypes
+from PIL import Image
+_open = Image.open
+def opened(file, *args, **kwargs):
+    if b"CRASH" in file.getvalue():
+        ctypes.string_at(0)
+    return _open(file, *args, **kwargs)
+Image.open = opened
+"""
+
+
+@pytest.mark.slow
+def test_a_crashed_decoders_image_is_rejected_by_name_in_the_next_runs(model: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 5)
+    (tmp_path / "images" / "crashes.png").write_bytes(png(20, 30) + b"CRASH")
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(_CRASHING, encoding="ascii")
+    asked = [BIN / "ingest", "pack", tmp_path / "images", tmp_path / "s", "--model", model, *SMALL, "--json"]
+    path = str(tmp_path / "path")
+    assert spawn(asked, PYTHONPATH=path).code == -signal.SIGSEGV
+    for packed, unchanged in ((5, 0), (0, 5)):
+        ran = spawn(asked, PYTHONPATH=path).done()
+        assert (ran.json["packed"], ran.json["unchanged"], ran.json["rejected"]) == (packed, unchanged, 1)
+        (reject,) = map(json.loads, (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines())
+        assert reject["id"] == "crashes.png"
+        assert "its decoder crashes" in reject["detail"]
+    assert json.loads(call("store", "verify", tmp_path / "s", "--json").out)["strays"] == []
+    (tmp_path / "images" / "crashes.png").write_bytes(png(20, 30))  # saved again
+    assert spawn(asked, PYTHONPATH=path).json["packed"] == 1
+
+
+def test_what_a_process_was_decoding_is_found_when_it_is_gone_and_no_sooner(tmp_path: Path) -> None:
+    data = png(20, 30)
+    one = DecodeNotes(tmp_path, 2)
+    with one.of(identity(data), data):
+        other = DecodeNotes(tmp_path, 2)
+        assert not list((tmp_path / FOLDER).glob("suspect-*"))
+        other.close()
+        notes = next((tmp_path / FOLDER).glob("notes-*"))
+        left = notes.read_bytes()
+    one.close()
+    assert not (tmp_path / FOLDER).exists()
+    (tmp_path / FOLDER).mkdir()
+    notes.write_bytes(left)  # as a process leaves it that is killed
+    after = DecodeNotes(tmp_path, 2)
+    assert [path.name for path in (tmp_path / FOLDER).glob("suspect-*")] == [f"suspect-{identity(data).hex()}"]
+    with after.of(identity(data), data):  # tried in a process of its own, which ends well
+        pass
+    after.close()
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_an_image_that_is_marked_is_refused_as_long_as_its_bytes_are_the_same(tmp_path: Path) -> None:
+    data, saved_again = png(20, 30), png(20, 30, 1)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / f"crashes-{identity(data).hex()}").touch()
+    notes = DecodeNotes(tmp_path, 1)
+    with pytest.raises(RejectedError, match="its decoder crashes"), notes.of(identity(data), data):
+        pass
+    with notes.of(identity(saved_again), saved_again):
+        pass
+    notes.close()
+
+
+def test_images_of_the_same_bytes_are_all_refused_by_one_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, data = list[bytes](), png(20, 30)
+
+    def crashes(*_args: object, **_options: object) -> subprocess.CompletedProcess[bytes]:
+        trials.append(data)
+        return subprocess.CompletedProcess([], -signal.SIGSEGV)
+
+    monkeypatch.setattr(subprocess, "run", crashes)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / f"suspect-{identity(data).hex()}").touch()
+    notes, both, decoded = DecodeNotes(tmp_path, 2), threading.Barrier(2), list[bool]()
+
+    def decode() -> None:
+        both.wait()
+        with suppress(RejectedError), notes.of(identity(data), data):
+            decoded.append(True)
+
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(decode) for _ in range(2)]:
+            one.result()
+    notes.close()
+    assert (len(trials), decoded) == (1, [])
+
+
+def test_notes_that_cannot_be_taken_over_do_not_stop_this_process_from_noting(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "notes-1-gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / FOLDER / "notes-2-new").touch()  # of a process that is about to lock it
+    notes = DecodeNotes(tmp_path, 1)
+    assert len(list((tmp_path / FOLDER).glob("notes-*"))) == 3
+    notes.close()
+
+
+def test_without_a_folder_to_write_to_nothing_is_noted(tmp_path: Path) -> None:
+    notes = DecodeNotes(tmp_path / "none", 1)
+    with notes.of(b"x" * 16, b""):
+        pass
+    notes.close()
+    assert not (tmp_path / "none").exists()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.sample_record import captions_checksum
 from tests.kit import flip_bit, make_sample, make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKETS = {"train/64x64": 9, "val/64x64": 3, "train/64x96": 5}
 

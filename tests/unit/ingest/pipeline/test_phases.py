@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +21,8 @@ from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks
 from tests.family_models import write_pipeline
-from tests.kit import by_id
+from tests.kit import Held, by_id
 from tests.models import SMALL, in_file, write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from tests.kit import Held
 
 KEPT = "pending/captions"
 NUM_IMAGES = 14

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from tests.family_models import write_dit
 from tests.kit import tree
 from tests.models import SMALL
 from tests.unit.ingest.pipeline.test_kept_latents import forbid_encoding, pack, rows_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RULES = ("--caption-template", "dog", "--caption-template", "{caption} of the house")
 PACKED = ("packed", "latents_kept", "unchanged", "rejected")

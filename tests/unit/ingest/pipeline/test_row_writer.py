@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import lmdb
 import pytest
@@ -18,10 +19,6 @@ from bucketline.store.write.shard_writer import ShardWriter
 from tests.fault.apart import How, apart
 from tests.fault.same_store import committed_ids
 from tests.kit import Sample, empty_store, open_writer, samples_of, spec_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 ENOUGH = 3 * BATCHES_WAITING  # batches: more than the queue takes, whatever the thread has come to
@@ -151,12 +148,3 @@ def test_the_locks_are_free_as_soon_as_the_error_is_raised(tmp_path: Path, monke
     assert "a0.lmdb cannot be sealed: mdb_env_sync: Input/output error; " in words
     assert locks == []
     assert committed_ids(tmp_path) == {sample.id for sample in SAMPLES[:2]}
-
-
-def test_what_is_written_is_what_was_handed_over(tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
-    sealed = write(tmp_path, batches=ENOUGH, batches_a_shard=5)
-    assert sealed == ["a0", "a1", "a2"]
-    with lock_store(tmp_path):
-        assert publish(tmp_path, manifest, sealed, ()).samples == ENOUGH
-    assert committed_ids(tmp_path) == {sample.id for sample in SAMPLES}

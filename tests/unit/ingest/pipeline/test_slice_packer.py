@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
@@ -17,12 +19,6 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.models import SMALL, in_file, png
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
@@ -210,21 +206,6 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     store = Store.open(tmp_path / "s")
     assert max(entry.record_bytes for entry in store.manifest.shards) < 3 << 20
     assert call("store", "verify", tmp_path / "s").code == 0
-
-
-def test_a_touched_file_is_packed_again_and_supersedes_itself(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    os.utime(source / "a" / "000.png", ns=(1, 1))
-    assert pack(source, tmp_path / "s", model).json["packed"] == 1
-    assert Store.open(tmp_path / "s").manifest.samples == 14
-
-
-def test_a_file_removed_from_the_source_stays_in_the_store(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    (source / "a" / "000.png").unlink()
-    report = pack(source, tmp_path / "s", model).json
-    assert (report["found"], report["unchanged"]) == (13, 13)
-    assert Store.open(tmp_path / "s").manifest.samples == 14
 
 
 def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.ingest.sources.byte_window import FileWindow
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_window_reads_and_seeks_like_the_bytes_of_its_range(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import io
 import json
 import tarfile
 import unicodedata
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -14,14 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import Listing
 from tests.commands import call
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from bucketline.ingest.sources.source import Listing
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 

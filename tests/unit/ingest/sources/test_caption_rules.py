@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from bucketline.pack_options import pack_options
 from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TAGS = tuple(f"tag {n}" for n in range(9))
 

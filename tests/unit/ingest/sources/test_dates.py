@@ -5,22 +5,17 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.source import SourceItem, Stamp
+from bucketline.ingest.sources.source import Source, SourceItem, Stamp
 from bucketline.store import Store
 from bucketline.store.format.sample_record import MAX_MTIME_NS
 from tests.commands import Ran, call
 from tests.models import SMALL, png, write_images
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.ingest.sources.source import Source
 
 YEAR_2300_NS = 10_413_792_000 * 10**9
 DATES_NS = [-(2**70), -1, 0, 1, MAX_MTIME_NS, MAX_MTIME_NS + 1, 2**64 - 1, 2**64, 2**90]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,16 +15,12 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.source import Source
 from bucketline.ingest.sources.splits import Splits
 from bucketline.store import Store
 from tests.commands import call
 from tests.kit import edit_json
 from tests.models import SMALL, in_file, png, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.ingest.sources.source import Source
 
 TEXTS = datasets.Value("string")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +11,6 @@ from bucketline.store import Store
 from tests.commands import call
 from tests.kit import tree
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET = "root:Zq81secret"
 

@@ -7,7 +7,8 @@ import json
 import tarfile
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,12 +26,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import Ran, call
 from tests.kit import everything
 from tests.models import SMALL, png, write_images
-from tests.object_storage import SECRET
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
+from tests.object_storage import SECRET, S3Bucket
 
 SAME = (
     *("found", "packed", "unchanged", "rejected", "without_caption", "captions_from", "notes", "captions_without_image"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,9 +12,6 @@ import pytest
 from bucketline.ingest.sources.parquet_chunks import MAX_CHUNK_BYTES, why_too_large
 from tests.commands import call, spawn
 from tests.models import png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _SCAN = """
 import sys

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +21,6 @@ from tests.commands import call, spawn
 from tests.kit import by_id
 from tests.models import SMALL, in_file, png, write_images, write_model
 from tests.unit.ingest.test_rules import write_tars
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _DAMAGED = """
 import struct, sys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
 from tests.models import SMALL, png
 from tests.unit.ingest.sources.tar.test_tar_source import write_members
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILES = {
     **{f"a/{n}.jpg": png(20, 20, n) for n in range(3)},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -21,10 +23,6 @@ from tests.commands import call
 from tests.models import SMALL, in_file, png
 from tests.streamed import streamed
 from tests.unit.ingest.sources.tar.test_tar_source import write_members
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 COUNTS = {"train": 4, "validation": 2, "test": 3}
 

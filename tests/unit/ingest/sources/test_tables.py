@@ -7,7 +7,9 @@ import io
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,13 +18,8 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import Source
 from tests.models import png
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from bucketline.ingest.sources.source import Source
 
 Rows = list[tuple[str, Any]]
 

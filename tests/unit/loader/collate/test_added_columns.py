@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from bucketline.errors import CorruptError, FingerprintError, UsageError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.store import RowColumn, Store, add_column, read_manifest
 from bucketline.store.change.drop import drop
 from tests.added_columns import mask_of
 from tests.kit import HEIGHT, WIDTH, Form, add_samples, make_store, samples_of, store_writer
 from tests.loading import loaders_of, rows_of
 from tests.serving import serving_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader import Batch
 
 ROWS = {"train/64x64": 19, "train/64x96": 8, "val/64x96": 3}
 MASKED = ("target", "mask")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +11,8 @@ from hypothesis import strategies as st
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
 from bucketline.loader.prefetch.delivery import FIRST_DEPTH
+from bucketline.store import Store
 from tests.leftovers import wait_until
-
-if TYPE_CHECKING:
-    from bucketline.store import Store
 
 
 def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before() -> None:
@@ -79,18 +75,6 @@ def test_fields_lie_apart_aligned_and_hold_what_is_put_into_them(fields: list[tu
         assert bool((tensors[name].float() == n % 2).all())
 
 
-def test_every_batch_stays_what_it_was_however_many_are_held(store: Store) -> None:
-    config = LoaderConfig(batch_size=4, epochs=8, prefetch_bytes=1)
-    with Loader(store, config) as loader:
-        held = list(loader.forever())
-    assert len(held) > 30
-    with Loader(store, config) as again:
-        for batch, fresh in zip(held, again.forever(), strict=True):
-            assert (batch.step, batch.bucket) == (fresh.step, fresh.bucket)
-            for one, other in zip(batch.tensors(), fresh.tensors(), strict=True):
-                assert torch.equal(one, other)
-
-
 def test_one_tensor_of_a_batch_is_enough_to_keep_it_valid(store: Store) -> None:
     config = LoaderConfig(batch_size=4, epochs=6, prefetch_bytes=1)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -99,14 +83,6 @@ def test_one_tensor_of_a_batch_is_enough_to_keep_it_valid(store: Store) -> None:
             kept.append((batch.latents[1:2], batch.latents.clone()))
             del batch
     assert all(torch.equal(view[0], copy[1]) for view, copy in kept)
-
-
-def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers(store: Store) -> None:
-    config = LoaderConfig(batch_size=4, epochs=40, prefetch_bytes=1)
-    with Loader(store, config) as loader:
-        addresses = [batch.latents.data_ptr() for batch in loader.forever()]
-    assert len(addresses) > 100
-    assert len(np.unique(addresses)) <= 8
 
 
 def test_buffers_that_were_filled_and_not_taken_come_back_when_the_loop_is_left(store: Store) -> None:

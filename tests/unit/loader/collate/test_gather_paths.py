@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ from bucketline.store import Store
 from tests.commands import spawn
 from tests.kit import flip_bit, make_store, samples_of
 from tests.loading import loaders_of, rows_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS = {"train/64x64": 40, "train/96x64": 9, "val/64x64": 3, "train/8x8": 2}
 

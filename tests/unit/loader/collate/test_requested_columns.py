@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from bucketline.errors import CorruptError, UsageError
-from bucketline.loader import Loader, LoaderConfig, numpy_batches
+from bucketline.loader import Batch, Loader, LoaderConfig, numpy_batches
 from bucketline.loader.collate.window import Window
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
 from bucketline.loader.prefetch.readahead import ColdDetector
-from bucketline.store import RowColumn
+from bucketline.store import RowColumn, Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.torch_dtypes import as_stored
 from tests.commands import call
 from tests.kit import ANY, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from bucketline.loader import Batch
-    from bucketline.store import Store
 
 ROWS = {"train/64x64": 23, "train/64x96": 10, "val/64x64": 3}
 ASKED = ("target", "control/depth", "features/dino", "audio")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader import LoaderConfig, WeightedStore
@@ -14,20 +16,14 @@ from bucketline.loader.plan import bill as bill_module
 from bucketline.loader.plan import cache_needs
 from bucketline.loader.plan.bill import Bill, make_bill, store_lines
 from bucketline.loader.plan.make_plan import make_plan
+from bucketline.loader.plan.plan import Plan
 from bucketline.loader.plan.rates import Prices, Rates, parse_rates
 from bucketline.store import Store, add_column
 from bucketline.store.format.block import CAPTIONS
+from bucketline.store.read.store import OpenShards
 from tests.added_columns import mask_of
 from tests.commands import call
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.loader.plan.plan import Plan
-    from bucketline.store.read.store import OpenShards
 
 LINE = 4096  # bytes: a line has 16 rows here, as many as 8 MiB have of large latents with text
 SEED = 3

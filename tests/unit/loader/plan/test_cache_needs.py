@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +15,11 @@ from bucketline.loader.config import LEAST_WINDOW, USUAL_WINDOW
 from bucketline.loader.plan import cache_needs
 from bucketline.loader.plan.cache_needs import CacheNeeds, cache_for
 from bucketline.loader.plan.make_plan import make_plan, plan_of
+from bucketline.loader.plan.plan import Plan
+from bucketline.store import Store
+from bucketline.store.read.store import OpenShards
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from bucketline.loader.plan.plan import Plan
-    from bucketline.store import Store
-    from bucketline.store.read.store import OpenShards
 
 LINE = 4096
 

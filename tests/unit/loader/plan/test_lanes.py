@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bucketline.command_line import machines_of
 from bucketline.errors import PlanError, StateError, UsageError
@@ -21,15 +24,8 @@ from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.plan.permutation import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
+from bucketline.store import Store
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store import Store
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import StoreArgument
 from bucketline.loader.plan.bill import store_lines
+from bucketline.loader.plan.permutation import mix
+from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, uniform, uniform_on_host
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
 from tests.kit import make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST, SECOND = {"train/64x64": 11, "train/96x64": 4}, {"train/64x64": 6}
 
@@ -120,3 +122,116 @@ def test_commands_take_shares(paths: tuple[Path, Path]) -> None:
     assert (whole, type(whole)) == (2, int)
     with pytest.raises(UsageError, match=r"has 0\.0 repeats, expected a number above 0"):
         StoreArgument.parse(f"{paths[0]}:0.0")
+
+
+# Draws depend only on their key, are the same on host and device, and have the distribution that they say.
+
+
+def keys_of_step(seed: int, step: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return keys_of_rows(seed, np.full(len(positions), step), positions)
+
+
+KEYS = torch.from_numpy(keys_of_step(7, 11, np.arange(20_000)))
+
+
+@given(words=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=1, max_size=50), purpose=st.sampled_from(Purpose))
+def test_host_and_device_draw_the_same_number(words: list[int], purpose: Purpose) -> None:
+    keys = np.array(words, dtype=np.int64)
+    assert np.array_equal(uniform_on_host(keys, purpose), uniform(torch.from_numpy(keys), purpose).numpy())
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+def test_uniform_numbers_are_even_over_their_range(purpose: Purpose) -> None:
+    values = uniform(KEYS, purpose).numpy()
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = np.histogram(values, 50, (0, 1))[0]
+    assert abs(((counts - 400) ** 2 / 400).sum() - 49) < 5 * np.sqrt(98)
+    pairs = np.histogram2d(values[:-1], values[1:], 10, [[0, 1], [0, 1]])[0]
+    assert abs(((pairs - pairs.sum() / 100) ** 2 / (pairs.sum() / 100)).sum() - 99) < 5 * np.sqrt(198)
+
+
+def test_normal_numbers_have_a_normals_moments_and_tails() -> None:
+    values = normal(KEYS[:500], Purpose.NOISE, (4, 32, 32)).double().flatten()
+    num = len(values)
+    assert num == 500 * 4096
+    assert abs(values.mean()) < 5 / num**0.5
+    assert abs(values.var() - 1) < 5 * (2 / num) ** 0.5
+    assert abs((values**3).mean()) < 5 * (15 / num) ** 0.5
+    assert abs((values**4).mean() - 3) < 5 * (96 / num) ** 0.5
+    assert 4.5 < values.abs().max() < 7
+    assert abs((values > 1.959964).double().mean() - 0.025) < 0.0006
+    assert abs((values < -1.959964).double().mean() - 0.025) < 0.0006
+
+
+def test_the_two_numbers_of_a_pair_and_of_neighbouring_rows_are_independent() -> None:
+    values = normal(KEYS[:4000], Purpose.NOISE, (64,)).double()
+    for one, other in ((values[:, 0::2], values[:, 1::2]), (values[:-1], values[1:]), (values[:, :-1], values[:, 1:])):
+        assert abs((one * other).mean()) < 5 / one.numel() ** 0.5
+        assert abs((one**2 * other**2).mean() - 1) < 5 * (8 / one.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (4, 5, 7), (2, 8, 8)])
+def test_a_row_is_the_same_whatever_batch_it_stands_in(shape: tuple[int, ...]) -> None:
+    whole = normal(KEYS[:16], Purpose.NOISE, shape)
+    assert whole.shape == (16, *shape)
+    assert whole.dtype is torch.float32
+    assert bool(torch.isfinite(whole).all())
+    for rows in ([3], [5, 3], list(range(15, -1, -1)), [7] * 4):
+        assert torch.equal(normal(KEYS[rows], Purpose.NOISE, shape), whole[rows])
+        assert torch.equal(uniform(KEYS[rows], Purpose.FLIP), uniform(KEYS[:16], Purpose.FLIP)[rows])
+
+
+def test_a_longer_row_begins_as_a_shorter_one_does() -> None:
+    assert torch.equal(normal(KEYS[:3], Purpose.NOISE, (10,))[:, :7], normal(KEYS[:3], Purpose.NOISE, (7,)))
+
+
+def test_purposes_draw_independently() -> None:
+    drawn = torch.stack([uniform(KEYS, purpose) for purpose in Purpose])
+    assert float((torch.corrcoef(drawn) - torch.eye(len(Purpose))).abs().max()) < 5 / len(KEYS) ** 0.5
+
+
+@given(seed=st.integers(0, (1 << 63) - 1), step=st.integers(0, 1 << 50))
+def test_keys_of_a_step_are_apart_and_follow_from_seed_step_and_position(seed: int, step: int) -> None:
+    keys = keys_of_step(seed, step, np.arange(64))
+    assert len(np.unique(keys)) == 64
+    assert np.array_equal(keys_of_step(seed, step, np.array([5, 63])), keys[[5, 63]])
+    assert not np.isin(keys_of_step(seed, step + 1, np.arange(64)), keys).any()
+    assert not np.isin(keys_of_step(seed ^ 1, step, np.arange(64)), keys).any()
+
+
+@given(
+    seed=st.integers(0, (1 << 63) - 1),
+    steps=st.lists(st.tuples(st.integers(0, 1 << 50), st.integers(1, 5)), min_size=1, max_size=6, unique_by=lambda s: s[0]),
+    first=st.integers(0, 1 << 30),
+)
+def test_keys_of_rows_of_many_steps_are_those_of_each_step_alone(seed: int, steps: list[tuple[int, int]], first: int) -> None:
+    of_step = np.repeat([step for step, _ in steps], [count for _, count in steps]).astype(np.int64)
+    positions = np.concatenate([np.arange(first, first + count) for _, count in steps])
+    alone = [key for step, count in steps for key in keys_of_step(seed, step, np.arange(first, first + count)).tolist()]
+    assert keys_of_rows(seed, of_step, positions).tolist() == alone
+
+
+def test_extreme_words_give_finite_normals() -> None:
+    """A word of all ones or of none is where a logarithm or a rounded half could go wrong."""
+    words = np.array([0, (1 << 64) - 1, 0xFFFFFFFF, 0xFFFFFFFF00000000, 1 << 63], dtype=np.uint64)
+    assert len(np.unique(mix(words))) == 5
+    values = normal(torch.from_numpy(words.view(np.int64)), Purpose.NOISE, (4096,))
+    assert bool(torch.isfinite(values).all())
+
+
+def test_the_draws_of_a_given_key_never_change() -> None:
+    """Literals: a run of last year continues with the same noise today."""
+    keys = torch.from_numpy(keys_of_step(1, 2, np.arange(3)))
+    assert keys.tolist() == KEYS_LITERAL
+    assert uniform(keys, Purpose.TIMESTEP).tolist() == UNIFORM_LITERAL
+    torch.testing.assert_close(normal(keys, Purpose.NOISE, (2,)), torch.tensor(NORMAL_LITERAL), rtol=1e-6, atol=1e-7)
+
+
+KEYS_LITERAL = [4223570037136168277, -2595853454741170741, -3904406321379266172]
+UNIFORM_LITERAL = [0.8293100920204539, 0.2260693725794768, 0.39639393782708576]
+NORMAL_LITERAL = [
+    [-1.5272324085235596, -1.1741681098937988],
+    [-0.5565486550331116, 0.37026628851890564],
+    [0.5010904669761658, -0.097856305539608],
+]

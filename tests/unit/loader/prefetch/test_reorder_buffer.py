@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from bucketline.errors import DeliveryError
 from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
 from tests.leftovers import wait_until
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 
 def test_items_arrive_in_order_and_then_comes_the_end() -> None:

@@ -5,8 +5,8 @@ A generation that was superseded is let go when its last client has gone, so wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,9 +24,6 @@ from bucketline.store.sync.push import push
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.serving import serving, serving_here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONFIG = LoaderConfig(batch_size=2, epochs=3, prefetch_bytes=1)
 FEW = LoaderConfig(batch_size=2, prefetch_bytes=1)

@@ -9,7 +9,8 @@ import re
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,15 +32,11 @@ from bucketline.loader.service.wire import (
     receive,
     send,
 )
+from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.typed_json import encode
 from tests.commands import call
 from tests.leftovers import wait_until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 STORE = {"store_id": "x", "generation": 1, "digest": "d", "path": "p", "repeats": 1}
 CONFIG: Any = encode(LoaderConfig(batch_size=1, prefetch_bytes=1))

@@ -10,7 +10,8 @@ import sys
 import threading
 import urllib.request
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from bucketline.loader.service.address import address_of
 from bucketline.loader.service.metrics import metrics_served
 from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security
+from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
@@ -30,11 +32,6 @@ from tests.commands import spawn
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.serving import serving, serving_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 LINE = re.compile(r"^(bucketline_\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 

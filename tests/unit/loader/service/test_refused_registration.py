@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +16,9 @@ import torch
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service import client, ring_stream
-from bucketline.loader.service.wire import message_of
+from bucketline.loader.service.wire import Request, ServiceAnswer, message_of
+from bucketline.store import Store
 from tests.unit.loader.service.test_service import assert_same
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.loader.service.wire import Request, ServiceAnswer
-    from bucketline.store import Store
 
 REFUSED = 801  # cudaErrorNotSupported
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +17,6 @@ from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from tests.kit import make_store, samples_of
 from tests.serving import serving_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -7,25 +7,21 @@ import os
 import resource
 import signal
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from bucketline.errors import DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.store import Store
 from tests.commands import call
 from tests.kit import make_store, samples_of
 from tests.leftovers import held, left_since, wait_until
 from tests.serving import serving, serving_here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 
 def assert_same(one: Batch, other: Batch) -> None:

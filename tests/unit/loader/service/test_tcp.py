@@ -9,12 +9,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,17 +31,12 @@ from bucketline.loader.service.server import Service
 from bucketline.loader.service.sockets import Security, shut
 from bucketline.loader.service.tokens import proof_of
 from bucketline.loader.service.wire import allowed, receive, send, sent
+from bucketline.store import Store
 from tests.commands import call, kept_port, spawn
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.network_faults import Faults, faulty_proxy
-from tests.serving import serving_here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bucketline.store import Store
-    from tests.serving import Served
+from tests.serving import Served, serving_here
 
 TOKEN = b"a token of the tests"
 

@@ -8,9 +8,11 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +25,9 @@ from bucketline.loader.service.layouts import HEAD, FrameKind
 from bucketline.loader.service.links import link_to
 from bucketline.loader.service.shared_memory import SharedMemory
 from bucketline.loader.service.wire import ALIVE, PROTOCOL, receive, send
+from bucketline.store import Store
 from bucketline.store.format.manifest import dump_manifest
 from tests.serving import serving_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 CONFIG = LoaderConfig(batch_size=2)
 END = HEAD.pack(FrameKind.END, 0, 0, 0, 0, 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +22,6 @@ from bucketline.store.write.publish import adopt, changing, lock_store
 from tests.commands import call, spawn
 from tests.kit import Sample, everything, make_sample, make_store, samples_of, tree
 from tests.loading import loaders_of, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 ROWS = {BUCKET: 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}

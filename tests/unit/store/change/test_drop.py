@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +16,6 @@ from bucketline.store.write.publish import lock_store
 from tests.commands import call
 from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree
 from tests.loading import loaders_of, rows_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 

@@ -10,10 +10,13 @@ import shutil
 import sys
 import tarfile
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load, load_file
 
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
@@ -21,15 +24,12 @@ from bucketline.files.atomic_folder import staged_folder, staging_path
 from bucketline.store import Store
 from bucketline.store.export.export import ExportSize, export, open_export, plan_export
 from bucketline.store.export.exporter import ExportRequest
+from bucketline.store.export.sample_file import write_sample
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.write.publish import lock_store, publish
 from tests.commands import BIN, Ran, call, spawn
 from tests.kit import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 FORMATS = ("webdataset", "safetensors", "mds")  # kohya takes only ids that are paths
 ODD = ("two\nlines.png", "../../x", "/etc/passwd", "raw\udcff.png", "l" * 10_000, "back\\slash.png", ".", "")
@@ -403,3 +403,51 @@ def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, lis
     ran = spawn([BIN / "store", "export", small[0].path, "--format", "webdataset", tmp_path / "out\udcff"]).done()
     assert (tmp_path / "out\udcff" / "000000.tar").is_file()
     assert "out\\udcff: 27 samples, 1 file," in ran.out
+
+
+# A sample taken out of a store is a safetensors file of a row's shapes.
+
+
+def test_any_tool_opens_the_file_and_finds_the_sample(store: Store, samples: list[list[Sample]], tmp_path: Path) -> None:
+    for n, sample in enumerate(samples[0][:25:6] + samples[1][:3]):
+        report = write_sample(store, sample.id, tmp_path / f"{n}.safetensors")
+        found = load_file(tmp_path / f"{n}.safetensors")
+        assert np.array_equal(found["latent"], sample.latent)
+        assert found["original_size"].tolist() == list(sample.record.original_size)
+        for k, text in enumerate(sample.captions):
+            assert np.array_equal(found[f"caption.{k}.tokens"], embedding(text))
+        assert len([name for name in found if name.startswith("caption.")]) == max(1, len(sample.captions))
+        with safe_open(tmp_path / f"{n}.safetensors", framework="numpy") as file:
+            assert json.loads(file.metadata()["record"]) == json.loads(json.dumps(report))
+        assert (report["id"], report["captions"]) == (sample.id, sample.captions)
+
+
+def test_bfloat16_is_written_as_such(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    sample = make_sample("a.png", "train/64x64", dtype="BF16")
+    store = make_store(tmp_path / "s", [sample], dtype="BF16")
+    write_sample(store, "a.png", tmp_path / "a.safetensors")
+    latent = load_torch(tmp_path / "a.safetensors")["latent"]
+    assert latent.dtype is torch.bfloat16
+    assert np.array_equal(latent.view(torch.uint16).numpy(), sample.latent)
+
+
+def test_a_damaged_row_is_not_given_away(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    opened = Store.open(tmp_path / "s")
+    bucket = opened.bucket("train/64x64")
+    path = opened.shards[0].paths.lmdb
+    data = bytearray(path.read_bytes())
+    data[int(bucket.locate(np.array([0])).offsets(bucket.spec, "latent")[0])] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"sample 'first/train/64x64/0.png': the row's bytes do not match"):
+        write_sample(opened, "first/train/64x64/0.png", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sample_that_is_not_there_writes_nothing(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="has no sample"):
+        write_sample(store, "nothing.png", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.commands import call
-from tests.unit.ingest.importers.known import make_known, run_import
+from tests.unit.ingest.importers.known import Known, make_known, run_import
 from tests.unit.ingest.importers.writers import ai_toolkit, ai_toolkit_file, diffusion_pipe, kohya, kohya_latent
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.ingest.importers.known import Known
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,8 @@ from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import checked_row
 from tests.commands import call
-from tests.unit.ingest.importers.known import Form, assert_as_packed, run_import
+from tests.unit.ingest.importers.known import Form, Known, assert_as_packed, run_import
 from tests.unit.ingest.importers.writers import FORMS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.unit.ingest.importers.known import Known
 
 PX = (Axis(name="height_px", step=1), Axis(name="width_px", step=1))
 LATENT = (Axis(name="height_px", step=2), Axis(name="width_px", step=2))

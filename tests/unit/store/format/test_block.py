@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError
 from bucketline.store import BlockSpec, Column
 from bucketline.store.format.block import MAX_ROWS, Row, bad_rows, decode_block, encode_block, fixed_columns, make_row
 from bucketline.store.format.safetensors_header import DTYPES, read_header
 from tests.kit import read_with_safetensors
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 BUCKET = "train/64x64"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
 
 from bucketline.store.format.block import Column
 from bucketline.store.format.hashing import caption_digest
@@ -21,9 +22,6 @@ from bucketline.store.format.text_codec import (
     is_storable,
     quantise,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 F16_MAX = 65504.0
 ANY_VALUE = st.floats(-F16_MAX, F16_MAX, width=32)

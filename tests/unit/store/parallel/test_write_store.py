@@ -7,9 +7,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,6 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.transfer.sender import ShardSender, send_shard
 from tests.commands import ROOT, spawn
 from tests.fault.apart import HANG_S, How, apart
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 COLUMNS = [RowColumn(role="target", dtype="F32", shape=("length",))]
 NAMES = [f"sounds/{n:02d}.wav" for n in range(24)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
-from bucketline.store.format.manifest import dump_manifest, sealed
+from bucketline.store.format.manifest import Manifest, dump_manifest, sealed
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
@@ -22,12 +22,7 @@ from bucketline.store.remote.generations import (
     refuse_without_put_if_absent,
 )
 from bucketline.store.remote.objects import ObjectFolder
-from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from bucketline.store import Store
-    from bucketline.store.format.manifest import Manifest
-    from tests.object_storage import S3Bucket
+from tests.object_storage import S3Bucket, in_memory
 
 
 @pytest.fixture(params=["memory", "s3"])

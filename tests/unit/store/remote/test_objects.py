@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import threading
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -18,13 +20,7 @@ from bucketline.store.remote import objects
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions, is_url
 from bucketline.store.remote.urls import identity_of, parse_url, refuse_misspelt
 from tests.commands import call
-from tests.object_storage import SECRET, in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
+from tests.object_storage import SECRET, S3Bucket, in_memory
 
 
 @pytest.fixture(params=["memory", "file", "s3"])

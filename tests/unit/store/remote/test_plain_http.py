@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,13 +18,7 @@ from bucketline.errors import StoreError
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from bucketline.store.remote.plain_http import MAX_OTHER
 from tests.leftovers import wait_until
-from tests.object_storage import CREDENTIALS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
+from tests.object_storage import CREDENTIALS, S3Bucket
 
 NUM_BYTES = (3 << 20) + 17
 DEADLINE_S = 8.0

@@ -7,10 +7,11 @@ import ssl
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -21,10 +22,6 @@ from bucketline.store.remote.objects import NoRangesError, ObjectFolder, RemoteO
 from bucketline.store.remote.web_server import WebError, WebServer, _Server
 from tests.leftovers import wait_until
 from tests.unit.loader.service.test_tcp import certificate_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 NUM_BYTES = (3 << 20) + 17
 NAME = "shards/a b.lmdb"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from bucketline.store import LatentColumn, Store, new_record
+from bucketline.store import LatentColumn, SampleRecord, Store, new_record
 from tests.kit import Form, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from bucketline.store import SampleRecord
 
 SD = {"class": "AutoencoderKL", "latent_channels": 4, "scaling_factor": 0.18215, "shift_factor": 0.0, "latents": "mode"}
 STD = 1 / 0.18215  # of the VAE's latents

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from bucketline.store.report.latent_rgb import LATENT_RGB, false_colours, published_for, scaled
+from bucketline.store.report.latent_rgb import LATENT_RGB, LatentRgb, false_colours, published_for, scaled
 from bucketline.store.report.published_vaes import PUBLISHED, vae_family_of
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from bucketline.store.report.latent_rgb import LatentRgb
 
 
 def provenance(name: str) -> dict[str, Any]:

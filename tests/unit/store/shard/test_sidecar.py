@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.shard.sidecar import PAGE_BYTES, PagedFile, encode_paged
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KIND = "bucketline.test/1"
 LARGE = np.arange(3000, dtype="<u8") * 7

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +20,6 @@ from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import remove_pending
 from bucketline.store.verify.verify import verify
 from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 SAMPLES = samples_of({BUCKET: 4})

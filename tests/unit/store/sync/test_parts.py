@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.store.read.store import Store
-from bucketline.store.sync.parts import PartStore, take_sent
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.parts import PartStore, SentShard, take_sent
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.working import WorkingStore
 from tests.kit import COLUMNS, IMAGES, Form, everything, samples_of
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.sync.parts import SentShard
 
 
 def sent_by_a_part(part: PartStore, form: Form, name: str, rows: dict[str, int]) -> list[SentShard]:

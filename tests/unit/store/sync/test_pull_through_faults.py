@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,6 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify_folder
 from tests.kit import flip_bit, make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAULTS = (
     Fault.MISSING,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from bucketline.store.verify.strays import FolderCheck
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, seal_rest, take_shards
 from tests.kit import IMAGES, Sample, everything, make_sample
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def samples(*names: str) -> list[Sample]:

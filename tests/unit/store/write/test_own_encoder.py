@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import runpy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def test_spectrograms_are_packed_and_read_back_in_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

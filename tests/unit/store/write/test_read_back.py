@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES, READ_BYTES, LineSums, checksum
 from bucketline.store.write.shard_contents import _read_back, _UnconfirmedError
 from tests.kit import add_samples, samples_of, store_writer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 SIZE = LINE_BYTES + 3 * READ_BYTES // 2
 PLACES = ((0, 5), (5, 100), (READ_BYTES - 3, 7), (READ_BYTES + 4, 1), (2 * READ_BYTES - 1, 3 * READ_BYTES), (SIZE - 9, 9))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bucketline.errors import FingerprintError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.store import Column, LatentColumn, Store, StoreWriter, TextSpec, new_record
+from bucketline.store import Column, LatentColumn, PartWriter, Store, StoreWriter, TextSpec, new_record
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.manifest import generations
 from bucketline.store.verify.verify import verify
@@ -36,12 +38,6 @@ from tests.kit import (
     store_writer,
     tree,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from bucketline.store import PartWriter
 
 BUCKET = "train/64x64"
 ROWS = {BUCKET: 20, "val/64x96": 9}

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bucketline.errors import BucketlineError, LockedError, UsageError
-from bucketline.store import Store
+from bucketline.store import PartWriter, Store
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
 from tests.fault.apart import How, apart
-from tests.kit import IMAGES, add_samples, embedding, samples_of, store_writer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store import PartWriter
-    from tests.kit import Sample
+from tests.kit import IMAGES, Sample, add_samples, embedding, samples_of, store_writer
 
 BUCKET = "train/64x64"
 SAMPLES = samples_of({BUCKET: 240, "val/8x8": 40})

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bucketline.errors import SourceError, UsageError
+from bucketline.errors import ModelError, UsageError
 from bucketline.store import Store
 from bucketline.store.prompt_file import decode_prompts
-from bucketline.train.images.given_prompts import encode_given
+from bucketline.train.images.prompts import encode_given
 from bucketline.train.trainer import train
 from tests.commands import call
 from tests.unit.train.tiny_run import ALONE
@@ -64,5 +64,5 @@ def test_prompts_that_cannot_be_encoded_end_the_run_with_the_reason(packed: Pack
         encode_given(packed.config(tmp_path, num_images=1, image_prompts=("none.txt",)), store)
     bare = shutil.copytree(packed.model, tmp_path / "model", ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     asked = packed.config(tmp_path, model=bare, num_images=1, image_prompts=("a red cat",))
-    with pytest.raises(SourceError, match=r"^--image-prompts cannot be encoded: .*model"):
+    with pytest.raises(ModelError, match="model lacks the part tokenizer"):
         encode_given(asked, store)

@@ -19,9 +19,8 @@ from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.store import Store
 from bucketline.train.checkpoint import Start
 from bucketline.train.images import drawing, image_files
-from bucketline.train.images.given_prompts import encode_given
 from bucketline.train.images.pipeline import draw_latents
-from bucketline.train.images.prompts import load_prompts, prompt_batches
+from bucketline.train.images.prompts import encode_given, load_prompts, prompt_batches
 from bucketline.train.models.load import facts_of
 from bucketline.train.setup import start_processes
 from bucketline.train.trainer import Trainer, train

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from bucketline.errors import UsageError
 from bucketline.train.config import Precision
 from bucketline.train.lowbit.float8 import expect_float8, use_float8
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ import logging
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,9 @@ from bucketline.model_file import INDEX
 from bucketline.train.config import Objective
 from bucketline.train.models.load import load
 from bucketline.train.noise import FlowSchedule, load_schedule
+from bucketline.typed_json import Json
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.typed_json import Json
-
 
 CPU = torch.device("cpu")
 FLOW: dict[str, Json] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,6 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.train.models.lora import Layers, layers_by_word
 from tests.family_models import tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 ADDED = {"add_q_proj", "add_k_proj", "add_v_proj"}

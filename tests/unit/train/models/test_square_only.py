@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from bucketline.errors import UsageError
 from bucketline.train.models.load import load
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import facts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SQUARE, WIDE = ("train/16x16", 8, 8), ("train/16x24", 8, 12)
 OF_CLASSES = {"latent_channels": 4, "text": {"class_labels": 1}, "num_classes": 3, "shows_padding": True}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor
 
 from bucketline.train import step as of_step
 from bucketline.train.config import WeightDtype
 from bucketline.train.optim import make_adamw
 from bucketline.train.step import begin_step, update
 from tests.unit.train.tiny_run import config
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CLIP_NORM = 1.0
 

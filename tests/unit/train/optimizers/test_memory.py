@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +13,6 @@ from bucketline.train.config import WeightDtype
 from bucketline.train.optim import ADAMWS, NAMED, make_optimizer
 from tests.commands import ROOT
 from tests.unit.train.tiny_run import config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DOCS = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([a-z][a-z0-9-]*)`[^|]*\|[^|]*\| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+|—) \|", re.MULTILINE)

@@ -18,7 +18,7 @@ from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.run_marker import CHECKPOINTS
-from bucketline.loader.history import StoreId
+from bucketline.loader.mixture import StoreId
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import RunState, damage, last_whole, read_state

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bucketline.errors import UsageError
+from bucketline.ingest.encoders.model_folder import ModelFolder
 from bucketline.ingest.pipeline.model import load_encoders
+from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, spawn
 from tests.kit import tree
 from tests.models import SMALL, png, write_images, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.ingest.encoders.model_folder import ModelFolder
 
 HEAVY = {"torch", "diffusers", "transformers", "huggingface_hub", "matplotlib", "rich", "PIL.ImageDraw"}
 
@@ -154,3 +153,22 @@ def test_the_encoders_are_loaded_once_for_all_sources_of_a_data_set_file(
     ran = pack(file, tmp_path / "data", model)
     assert [source["packed"] for source in ran.json["sources"].values()] == [0, 3]
     assert len(loads) == 2
+
+
+# The device that a rank encodes on.
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_more_ranks_than_gpus_share_them(two_gpus: None) -> None:
+    assert [chosen_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(two_gpus: None) -> None:
+    assert chosen_device("cuda:1", 0).index == 1
+    with pytest.raises(UsageError, match="this machine has 2 CUDA devices, expected cuda:0 to cuda:1"):
+        chosen_device("cuda:7", 0)

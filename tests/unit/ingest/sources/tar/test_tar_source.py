@@ -9,8 +9,10 @@ import json
 import lzma
 import os
 import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import webdataset
@@ -22,17 +24,12 @@ from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.source import Source
 from bucketline.ingest.sources.tar.tar_grouping import key_and_extension
 from tests.commands import call
 from tests.kit import tree
 from tests.models import SMALL, png
 from tests.streamed import streamed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from bucketline.ingest.sources.source import Source
 
 EMBEDDED = {"txt": b"a cat\nthe cat", "json": b'{"text": "not this"}'}
 

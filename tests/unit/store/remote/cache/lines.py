@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from bucketline.store.format.hashing import LINE_BYTES, checksum
 from bucketline.store.remote.cache.cached_shard import CachedShard
-from bucketline.store.remote.cache.folder import CacheFolder
+from bucketline.store.remote.cache.folder import CacheFolder, StoreFolder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bucketline.store.remote.cache.folder import StoreFolder
 
 NUM_LINES = 5
 PIECE_BYTES = 3 << 20

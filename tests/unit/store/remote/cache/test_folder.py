@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +14,6 @@ from bucketline.store.remote.cache.cached_paths import store_key
 from bucketline.store.remote.cache.folder import MARK, CacheFolder, is_cache
 from bucketline.store.remote.cache.room import Room
 from tests.unit.store.remote.cache.lines import open_shard
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_folder_with_other_files_is_not_made_a_cache(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,6 @@ from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNE
 from bucketline.store.remote.deadlines import IN_TIME
 from tests.leftovers import wait_until
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_line_is_fetched_once_and_is_there_for_the_next_process(tmp_path: Path) -> None:
