@@ -89,8 +89,8 @@ def merge(
             prepare_store(folder)
             names = _names([entry for _, entry in parts])
             shards = tuple(_copy(folder, path, entry, name, copied) for (path, entry), name in zip(parts, names, strict=True))
-            more = {"buckets": buckets, "shards": shards, "retired": (), "added": added}
-            more["text_error"] = TextError.joined(store.manifest.text_error for store in stores)
+            error = TextError.joined(store.manifest.text_error for store in stores)
+            more = {"buckets": buckets, "shards": shards, "retired": (), "added": added, "text_error": error}
             merged = replace(stores[0].manifest, store_id=uuid.uuid4().hex, generation=_GENERATION, **more)  # type: ignore[arg-type]
             written = write_manifest(folder, sealed(merged))
             if written.samples != samples:
