@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, print_json
 from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.options import Arg
 from bucketline.store.commands.place import shown
 
 
@@ -28,7 +27,7 @@ class Peek(PlannedOptions):
 
     step: int
     """Optimizer step, from 0."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")]
     """HTML file to write; a page of an earlier run is replaced."""
     caption_dropout: float = 0.0
     """Probability of replacing a caption with the empty one."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from bucketline.command_line import refuse_below
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each
 
 
@@ -23,17 +22,17 @@ class Report(ReadingArguments):
     Example: store report photos.store --source photos -o report.html
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store, or the folder of a data set's stores: a page of each."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("report.html")
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")] = Path("report.html")
     """HTML file to write; a page of an earlier run is replaced."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Decode the shown latents with the VAE of this model, which the store was packed with. Needs the extra ingest."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
-    source: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
+    source: Annotated[str | None, Arg(metavar="SOURCE")] = None
     """Source that the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""
     samples: int = 480
     """Samples in the gallery, over all buckets; at most 40 of each."""
