@@ -34,8 +34,6 @@ class Report(ReadingArguments):
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     source: Annotated[str | None, Arg(metavar="SOURCE")] = None
     """Source that the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""
-    preview_factors: Annotated[Path | None, Arg(metavar="FILE")] = None
-    """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
     samples: int = 480
     """Samples in the gallery, over all buckets; at most 40 of each."""
     latents: int = 20_000
@@ -53,7 +51,6 @@ class Report(ReadingArguments):
 
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.pages.page import page_report
-        from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.report import Decoder, ReportOptions, write_report
 
         decoder = None
@@ -65,7 +62,6 @@ class Report(ReadingArguments):
             batch_size=self.batch_size,
             decoder=decoder,
             source=self.source,
-            factors=None if self.preview_factors is None else read_factors(self.preview_factors),
         )
         found = write_report(self.open_store(self.store), self.output, options)
         return page_report(self.output, found), 0
