@@ -34,7 +34,7 @@ from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.sync.place import sender_to
+from bucketline.store.sync.working import sender_to
 from bucketline.store.write.part_writer import PartWriter
 
 if TYPE_CHECKING:
@@ -270,8 +270,7 @@ class _CachePacker:
             if isinstance(captions, RejectedError):
                 self.account.reject(row.record.id, captions)
                 continue
-            # the same caption, embedded by another program, may differ in its last bits
-            part.add_record(row.record, row.columns, captions, is_repeat_checked=False)
+            part.add_record(row.record, row.columns, captions)
             self._count(row)
 
     def _read(

@@ -317,7 +317,7 @@ class StoreMachine(RuleBasedStateMachine):
     def add_a_column(self, is_killed: bool) -> None:  # noqa: FBT001
         """Add a column to the newest rows that lack it; killed, or while packing, its files stay unlisted."""
         if is_killed and self.packing is None:
-            publishing = patch("bucketline.store.change.add_column.with_column", side_effect=InterruptedError)
+            publishing = patch("bucketline.store.change.add_column._with_column", side_effect=InterruptedError)
             with publishing, pytest.raises(StoreError):
                 add_column(self.path, ADDED, sample_digest_of)
             self.live = self.newest  # the lock's holder has continued from the newest generation
@@ -457,8 +457,8 @@ def test_a_store_of_columns_is_a_dict_after_each_thing_that_can_happen_to_it() -
         machine.compact_shards(4_000, torn=False)
         machine.read_everything()
         machine.add_a_column(is_killed=False)
-        machine.merge_with_another(some(1, 7), replace=False, comes_last=True)
-        machine.merge_with_another(some(1, 7), replace=True, comes_last=True)
+        machine.merge_with_another(some(1, 7), comes_last=True)
+        machine.merge_with_another(some(7), comes_last=True)
         machine.pack([some(2)], torn=True)
         machine.collect_all(cut_off=False)
         machine.compact_shards(LARGE, torn=True)
