@@ -1,7 +1,7 @@
 """Machines that read a store on a server, with lines of 64 KiB, so that a store of 100 MB has as many as one of 13 GB.
 
 `python -m tests.small_lines FOLDER JSON`: each run of the list forks its machines, which read at the same time, each with a
-cache of its own. Prints what they fetched in each epoch, and what the bill says, as JSON.
+cache of its own. Prints what they fetched in each epoch, as JSON.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.config import USUAL_WINDOW
-from bucketline.loader.plan.bill import make_bill, store_lines
-from bucketline.loader.plan.cache_needs import CacheNeeds
-from bucketline.loader.plan.make_plan import make_plan, plan_of
+from bucketline.loader.plan.make_plan import make_plan
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
 from tests.commands import spawn
@@ -59,13 +57,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Figures of a run of machines in each epoch, all of them together, and what was forecast."""
+    """Figures of a run of machines in each epoch, all of them together."""
 
     bytes_fetched: list[int]
     gets: list[int]
-    bill_bytes: list[int]
-    bill_gets: list[int]
-    read_bytes: int  # of the lines that rows and captions are in
+    store_bytes: int  # of the store's shards
     window: int  # rows
     error: str = ""
 
@@ -118,30 +114,10 @@ def config_of(run: Run, cache_bytes: int, **more: Any) -> LoaderConfig:
     )
 
 
-def forecast(store: Store, run: Run, cache_bytes: int) -> dict[str, Any]:
-    """Return the figures of the bill."""
-    plan = plan_of(store, config_of(run, cache_bytes), run.machines)
-    needs = CacheNeeds(store, plan, run.machines)
-    bill = make_bill(
-        store_lines(store, plan, "train", ragged=run.ragged),
-        plan,
-        machines=run.machines,
-        epochs=run.epochs,
-        cache_bytes=cache_bytes,
-        ring_bytes=needs.ring_of(cache_bytes),
-        kept_bytes=needs.kept_bytes,
-    )
-    return {
-        "bill_bytes": [epoch.store_bytes for epoch in bill.epochs],
-        "bill_gets": [epoch.gets for epoch in bill.epochs],
-        "read_bytes": bill.read_bytes,
-        "window": plan.window,
-    }
-
-
 def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
     """Fork the machines of a run, and wait for them."""
-    cache_bytes = int(run.cache * sum(shard.entry.lmdb.num_bytes for shard in store.shards))
+    store_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    cache_bytes = int(run.cache * store_bytes)
     plan = make_plan(store, config_of(run, cache_bytes), world_size=run.machines, cache_bytes=cache_bytes)
     run = replace(run, window=plan.window or USUAL_WINDOW)  # also if the cache holds the store
     with tempfile.TemporaryDirectory(dir=folder) as caches:
@@ -150,13 +126,13 @@ def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
             for rank in range(run.machines)
         ]
         found = [gathered(*child) for child in children]
-    empty: dict[str, Any] = {"bytes_fetched": [], "gets": [], "bill_bytes": [], "bill_gets": [], "read_bytes": 0, "window": 0}
     if errors := [one["error"] for one in found if "error" in one]:
-        return Found(**empty, error=errors[0])
+        return Found(bytes_fetched=[], gets=[], store_bytes=store_bytes, window=0, error=errors[0])
     sums = [
         [sum(values) for values in zip(*epoch, strict=True)] for epoch in zip(*[one["parts"] for one in found], strict=True)
     ]
-    return Found(bytes_fetched=[own[0] for own in sums], gets=[own[1] for own in sums], **forecast(store, run, cache_bytes))
+    bytes_fetched, gets = [own[0] for own in sums], [own[1] for own in sums]
+    return Found(bytes_fetched=bytes_fetched, gets=gets, store_bytes=store_bytes, window=run.window or 0)
 
 
 def start(work: Callable[[], dict[str, Any]]) -> tuple[int, int]:

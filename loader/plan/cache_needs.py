@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import counted, human_bytes, machines_of
+from bucketline.command_line import human_bytes, machines_of
 from bucketline.errors import UsageError
 from bucketline.loader.config import LEAST_WINDOW, MOST_WINDOW_BYTES, SHARDS_AT_ONCE, USUAL_WINDOW
 from bucketline.store.format.hashing import LINE_BYTES
@@ -77,7 +77,7 @@ class CacheNeeds:
     @property
     def ring_bytes(self) -> int:
         """The bytes of a ring with which no line is fetched again while it is in use."""
-        ring = RING_OF_USE if self._plan.window else 1.0
+        ring = RING_OF_USE if self._plan.window else LEAST_RING
         return min(int(ring * self.in_use(self._plan.window)), self.share_bytes - self.kept_bytes)
 
     def is_held(self, cache_bytes: int) -> bool:
@@ -113,37 +113,21 @@ class CacheNeeds:
     def why_too_small(self, cache_bytes: int) -> str | None:
         """Return why the store is not read in this order through a cache of this size, and what would do; None if it may be.
 
-        If all rows are shuffled, a row is anywhere in the store, so hardly a line that was fetched for one is still there for
-        another: each row costs a line or two of its columns, and of its caption, unless they are among those in the cache. In
-        another order, what is read at a time needs room.
+        If all rows are shuffled, hardly a line that was fetched for one row is still there for another, so the cache must hold
+        all. In another order, it needs room for what is read at a time.
         """
-        if self.is_held(cache_bytes):
+        window = self._plan.window
+        fits = window is not None and LEAST_RING * self.in_use(window) <= cache_bytes - self.kept_bytes
+        if fits or self.is_held(cache_bytes):
             return None
-        window, room, rows = self._plan.window, cache_bytes - self.kept_bytes, sum(one.num_rows for one in self._plan.buckets)
-        may = f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}"
-        if window is None:
-            fetched = (2 * rows * LINE_BYTES + rows * self._row_bytes) * (1 - min(1.0, cache_bytes / self.num_bytes))
-            return (
-                f"{may}: shuffled over the whole store, its {rows:,} rows would be read one by one, and each epoch would "
-                f"fetch about {human_bytes(fetched)}, {fetched / self.num_bytes:.1f} times the store; mix {USUAL_WINDOW} rows "
-                f"at a time (--window {USUAL_WINDOW}), which fetches a line once an epoch, name the cache's size, by which a "
-                f"window is chosen, or have a cache of {_rounded_up(cache_for(self.whole_bytes))} (--cache-bytes)"
-            )
-        needed = _rounded_up(self.ring_bytes + self.kept_bytes)
-        if window == 0:
-            return (
-                None
-                if self.ring_bytes <= room
-                else (f"{may}: in stored order, two batches need {needed}; give at least that (--cache-bytes)")
-            )
-        if LEAST_RING * (most := self.in_use(window)) <= room:
-            return None
-        fits = self._largest(window, room)
-        fewer = f", or mix at most {fits} rows at a time (--window {fits})" if fits is not None else ""
+        order = {None: "with all rows shuffled", 0: "in stored order"}.get(window, f"in windows of {window} rows")
+        needed = cache_for(self.whole_bytes) if window is None else self.ring_bytes + self.kept_bytes
+        fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch)"
+        other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
         return (
-            f"{may}: windows of {window} rows of {counted(self._lanes, 'lane')} have up to {human_bytes(most)} in use at a "
-            f"time, and need {needed}, because these stay while others arrive, or are fetched again and again; give at least "
-            f"that (--cache-bytes){fewer}"
+            f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "
+            f"{order}, lines would be fetched again and again; have a cache of {_rounded_up(needed)} (--cache-bytes), or "
+            f"{other}"
         )
 
 

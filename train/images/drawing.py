@@ -64,9 +64,6 @@ def draw_images(
     They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
     with a warning, without a VAE or enough memory. `sheet` None: only try, in two steps of the sampler, whether there will be.
     With sharding every rank must call this, and only one `keeps` the images.
-
-    Raises:
-        TrainError: if a rank of a sharded model has not enough memory: the others wait for it within the model.
     """
     if sheet is None:
         training = replace(training, config=replace(training.config, image_steps=2))  # by one, a shift to a last sigma is 0 / 0

@@ -131,4 +131,3 @@ def test_the_plan_of_a_run_is_the_one_that_its_state_was_made_by(packed: tuple[P
     assert found["plan"] == digest
     assert found == call("loader", "plan", packed[1], *asked, "--list", "--json").done().json
     call("loader", "plan", "--run", tmp_path / "no").fails(f"--run {tmp_path}/no: {tmp_path}/no cannot be read: No such file")
-    call("loader", "plan", "--run", state, "--bill", "bandwidth=1Gbit,step=1", packed[1]).fails("has no window", code=2)

@@ -171,7 +171,7 @@ def test_a_service_reads_by_the_window_of_its_client_and_chooses_none_by_its_own
                 with Loader(given, asked, service=where) as served:
                     assert (served.plan.digest, served.config.window) == (alike.plan.digest, alike.config.window)
                     if alike is own and where in (at_url.socket, at_url.tcp):
-                        with pytest.raises(UsageError, match=r"the cache may hold .*; mix 4096 rows at a time"):
+                        with pytest.raises(UsageError, match=r"the cache may hold .* set a window"):
                             next(iter(served))
                     else:
                         assert bits(list(served)) == expected[id(alike)]
@@ -180,7 +180,7 @@ def test_a_service_reads_by_the_window_of_its_client_and_chooses_none_by_its_own
 def test_all_rows_are_not_shuffled_through_a_cache_that_does_not_hold_the_store(store: Store, tmp_path: Path) -> None:
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     small = opened(pushed(store), tmp_path / "cache", cache_bytes=size // 2)
-    with pytest.raises(UsageError, match=r"each epoch would fetch about .* times the store; mix 4096 rows at a time"):
+    with pytest.raises(UsageError, match=r"with all rows shuffled, lines .* have a cache of .* set a window"):
         Loader(small, LoaderConfig(batch_size=2))
     Loader(small, LoaderConfig(batch_size=2, window=16)).close()
 

@@ -1,4 +1,4 @@
-"""Bytes that leave a store in object storage, by epoch, over machines with caches of their own, and their forecast."""
+"""Bytes that leave a store in object storage, by epoch, over machines with caches of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.bench.fixtures.synthetic_store import SECOND, StoreShape
-from tests.small_lines import Found, Run, run_machines
+from tests.small_lines import LINE_BYTES, Found, Run, run_machines
 
 SHAPE = StoreShape(num_shards=5, rows_per_shard=3211, latent_shape=(4, 16, 32), tokens=(10, 20), token_width=48)  # 2,002 lines
 RAGGED = StoreShape(
@@ -22,11 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("small-lines")
 
 
-def expect_forecast(found: Found, rel: float = 0.03) -> None:
-    """Compare the bytes and requests of each epoch with the bill's: within 3 %, or hardly anything."""
-    for measured, forecast in ((found.bytes_fetched, found.bill_bytes), (found.gets, found.bill_gets)):
-        for own, expected in zip(measured, forecast, strict=True):
-            assert expected == pytest.approx(own, rel=rel, abs=measured[0] / 500), (found.window, measured, forecast)
+def expect_once(found: Found) -> None:
+    """Check that the first epoch has fetched each line once, in a request each; a few are not read, others by two machines."""
+    assert 0.95 <= found.bytes_fetched[0] / found.store_bytes <= 1.02
+    assert found.gets[0] == pytest.approx(found.bytes_fetched[0] / LINE_BYTES, rel=0.03)
 
 
 def test_each_line_leaves_the_store_once_for_all_machines(folder: Path) -> None:
@@ -34,29 +33,26 @@ def test_each_line_leaves_the_store_once_for_all_machines(folder: Path) -> None:
         folder, SHAPE, [Run(cache=1.2, machines=8), Run(cache=1.2, machines=4, epochs=3, remainder="partial")]
     )
     for found in (carried, padded):
-        assert 1.0 <= found.bytes_fetched[0] / found.read_bytes <= 1.02
-        expect_forecast(found)
-    assert carried.bytes_fetched[1] / carried.read_bytes <= 0.002  # a line of a cut, since a pass begins within a batch
+        expect_once(found)
+    assert carried.bytes_fetched[1] / carried.store_bytes <= 0.002  # a line of a cut, since a pass begins within a batch
     assert padded.bytes_fetched[1:] == [0, 0]
 
 
 def test_a_cache_of_half_the_store_keeps_half_and_one_of_two_windows_fetches_each_line_once(folder: Path) -> None:
     half, windows, tiny = run_machines(folder, SHAPE, [Run(cache=0.5), Run(cache=0.03, epochs=1), Run(cache=0.008)])
     for found in (half, windows):
-        assert found.bytes_fetched[0] / found.read_bytes <= 1.02
-        expect_forecast(found)
-    assert 1 - half.bytes_fetched[1] / half.read_bytes >= 0.47
+        expect_once(found)
+    assert 1 - half.bytes_fetched[1] / half.store_bytes >= 0.47
     assert windows.window < half.window  # rows, as the smaller cache can hold
-    assert "of 1 lane have up to" in tiny.error
+    assert "in windows of 16 rows, lines would be fetched again" in tiny.error
 
 
-def test_the_forecast_holds_for_machines_with_small_caches_and_ragged_groups(folder: Path) -> None:
+def test_machines_with_small_caches_fetch_the_lines_of_ragged_groups_once(folder: Path) -> None:
     two, ragged = run_machines(
         folder, RAGGED, [Run(cache=0.2, machines=2, ragged=(SECOND,)), Run(cache=0.4, window=300, ragged=(SECOND,))]
     )
-    for found, rel in ((two, 0.03), (ragged, 0.08)):  # half of that cache is its ring, which keeps some lines to the next epoch
-        assert found.bytes_fetched[0] / found.read_bytes <= 1.02
-        expect_forecast(found, rel)
+    for found in (two, ragged):
+        expect_once(found)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -79,8 +75,7 @@ def test_many_buckets_in_few_shards_are_fetched_a_few_times_or_refused(shards: i
     for run, one in zip(runs, found, strict=True):
         if one.error:
             assert run.cache < 0.8, one.error
-            assert "in use at a time, and need" in one.error
+            assert "lines would be fetched again and again" in one.error
         else:
-            assert sum(one.bytes_fetched) <= 2 * sum(one.bill_bytes), run
-            assert one.bytes_fetched[0] <= 3 * one.read_bytes, run
+            assert max(one.bytes_fetched) <= 3 * one.store_bytes, run
     assert any(not one.error for one in found)

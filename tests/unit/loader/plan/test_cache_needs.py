@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,42 +79,31 @@ def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_has_none(st
     assert given.window == 100
 
 
-def test_a_full_shuffle_is_refused_with_its_factor_unless_the_cache_holds_the_store(store: Store) -> None:
-    rows = sum(bucket.num_rows for bucket in store.buckets("train"))
-    needs = CacheNeeds(store, plan_of(store, config(window=None), 1), 1)
-    assert needs.why_too_small(cache_for(needs.whole_bytes)) is None
-    words = needs.why_too_small(needs.num_bytes // 2)
+@pytest.mark.parametrize(
+    ("options", "order", "other"),
+    [
+        ({"window": None}, "with all rows shuffled", "set a window (--window 4096)"),
+        ({"window": 400}, "in windows of 400 rows", "mix fewer rows at a time (--window)"),
+        ({"window": 0, "batch_size": 16}, "in stored order", "use smaller batches (--batch)"),
+    ],
+)
+def test_an_order_that_needs_a_larger_cache_is_refused_with_one_that_suffices(
+    store: Store, options: dict[str, Any], order: str, other: str
+) -> None:
+    needs = CacheNeeds(store, plan_of(store, config(**options), 1), 1)
+    words = needs.why_too_small(2 * LINE)
     assert words is not None
-    assert f"its {rows:,} rows" in words
-    factor = float(words.split(" times the store")[0].rpartition(" ")[2])
-    assert factor == pytest.approx(rows * 2 * LINE * 0.5 / needs.num_bytes, rel=0.2)
-    assert "mix 4096 rows at a time (--window 4096)" in words
+    assert f"{order}, lines would be fetched again and again; have a cache of" in words
+    assert words.endswith(f"(--cache-bytes), or {other}")
+    size = re.search(r"a cache of (\d+)MiB", words)
+    assert size is not None
+    assert needs.why_too_small(int(size[1]) << 20) is None
+
+
+def test_the_room_that_a_cache_pins_is_next_to_its_ring() -> None:
     for size in (1 << 20, 5 << 30, 700 << 30):
         assert cache_for(size) - ring_share(cache_for(size)) >= size
         assert cache_for(size) <= size + USUAL_RING_BYTES
-
-
-def test_what_does_not_fit_is_refused_with_the_cache_and_the_window_that_do(store: Store) -> None:
-    plan = plan_of(store, config(window=400), 1)
-    needs = CacheNeeds(store, plan, 1)
-    assert needs.why_too_small(needs.ring_bytes + needs.kept_bytes) is None
-    words = needs.why_too_small(needs.ring_bytes // 2)
-    assert words is not None
-    assert "windows of 400 rows of 1 lane have up to" in words
-    found = re.search(r"--window (\d+)\)$", words)
-    assert found is not None
-    assert CacheNeeds(store, replace(plan, window=int(found[1])), 1).why_too_small(needs.ring_bytes // 2) is None
-    least = needs.why_too_small(8 * LINE)
-    assert least is not None
-    assert least.endswith("give at least that (--cache-bytes)")
-
-
-def test_the_stored_order_needs_room_for_two_batches(store: Store) -> None:
-    needs = CacheNeeds(store, plan_of(store, config(window=0, batch_size=16), 1), 1)
-    assert needs.why_too_small(needs.num_bytes // 2) is None
-    words = needs.why_too_small(2 * LINE)
-    assert words is not None
-    assert "in stored order, two batches need" in words
 
 
 def test_a_state_has_the_window_and_a_loader_without_one_takes_it(store: Store) -> None:

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bucketline.errors import PlanError, UsageError
+from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.mixture import StoreArgument
-from bucketline.loader.plan.bill import store_lines
 from bucketline.loader.plan.permutation import mix
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, uniform, uniform_on_host
 from bucketline.loader.plan.shares import PassRows, rows_per_pass
@@ -98,15 +97,6 @@ def test_shares_are_read_in_any_order_on_any_number_of_machines(
             counts = np.bincount(rows[rows < n * (1 if times < 1 or times % 1 else times)], minlength=n)
             assert counts.max() - counts.min() <= 1 + 1, "all come before any comes again, up to a pass that is cut"
             assert counts.sum() == pytest.approx(10 * rows_per_pass(n, times), abs=4)
-
-
-def test_a_share_has_no_bill(paths: tuple[Path, Path]) -> None:
-    half = WeightedStore(paths[0], 0.5)
-    with (
-        Loader(half, LoaderConfig(batch_size=1, window=4096)) as loader,
-        pytest.raises(PlanError, match=r"has no bill: .* of stores that a pass reads whole"),
-    ):
-        store_lines(loader.rows, loader.plan, "train")
 
 
 @pytest.mark.parametrize("repeats", [0, -0.5, float("nan"), float("inf"), "2", True, None])
