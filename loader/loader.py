@@ -124,15 +124,6 @@ class Loader(EpochLoader):
         `generation`: of the store that is read, or of each of several; by default the newest. All ranks must read the same:
         where torch.distributed has been initialised with these ranks, they take rank 0's, so each makes its loaders in the same
         order. Where it has not, a store that has had more than one generation needs this number.
-
-        Raises:
-            UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
-                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not an address; if
-                nothing says that all ranks read the same generation.
-            DeliveryError: if `stores` is None and no service can be reached.
-            PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
-            StoreError: if a store cannot be opened.
-            FingerprintError: if two stores were packed with different settings.
         """
         check_ranks(config, rank, world_size)
         if not 0 <= rank < world_size:
