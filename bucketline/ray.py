@@ -21,7 +21,7 @@ from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.parts import AttemptStore, PartStore, take_attempt
-from bucketline.store.sync.place import target_at
+from bucketline.store.sync.working import target_at
 from bucketline.store.transfer.sender import PendingNotes
 from bucketline.store.write.attempts import begin_attempts, remove_attempts
 from bucketline.store.write.part_writer import PartWriter

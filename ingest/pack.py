@@ -22,7 +22,7 @@ from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, Slice
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.folder import LocalFolder
-from bucketline.store.sync.place import sender_to
+from bucketline.store.sync.working import sender_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,6 +28,10 @@ class MissingObjectError(StoreError):
     """A file or an object is not there."""
 
 
+class NoRangesError(StoreError):
+    """A server answers a request of some bytes with the whole object."""
+
+
 class ExistsError(StoreError):
     """A name is taken by another file or object."""
 

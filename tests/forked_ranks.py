@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LONGEST_S = 300.0  # of a run in a test
 IMPORTED_ONCE = (
-    *("bucketline.train.main", "bucketline.train.trainer"),
+    *("bucketline.train.main", "bucketline.train.run"),
     # what a run imports when it needs it: two seconds of each rank
     *("diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.unets.unet_2d_condition", "diffusers.schedulers"),
     *("matplotlib.figure", "peft", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.optim"),

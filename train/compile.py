@@ -192,9 +192,6 @@ def warm_up(
     With DDP, ranks exchange nothing, so that they may take turns, a `turn` for each bucket. `say` is told which is next.
     `validated`: batches of which only the forward pass of a validation is run, with the weights as they are, since exchanging
     them would change no graph.
-
-    Raises:
-        TrainError: if a bucket cannot be compiled.
     """
     optimizer = training.optimizer
     if not optimizer.state and takes_found_inf(optimizer):  # a step that is skipped makes its state, so that memory ends here
@@ -279,9 +276,6 @@ def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
     The forward pass is counted on tensors without memory, but for the lengths of captions. The backward pass costs the same
     again for the gradient of the inputs, and once more for that of the weights, in proportion to the trained share.
     Source: Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv 2203.15556), appendix F.
-
-    Raises:
-        DynamicOutputShapeException: if sizes in the model depend on values.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):

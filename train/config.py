@@ -83,7 +83,7 @@ class MethodOptions:
     lora_targets: str | None = field(default=None, metadata=RESUME_FIXED)
     """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
     comma-separated ends of names; None: those of diffusers' script for the family: of attention, and for Flux, Flux.2, PixArt,
-    Krea 2 and Ideogram 4 others as well. A run that is resumed keeps its own."""
+    Krea 2 and Ideogram 4 others as well."""
     lora_dropout: float = 0.0
     """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
     dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import StateError, UsageError
+from bucketline.command_line import printable
+from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
-from bucketline.loader.mixture import StoreId, once_each, open_shares, parse_stores
+from bucketline.loader.commands.stats import stats_of
+from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
 from bucketline.loader.service.address import AUTO
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.train.config import IN_PROCESS
-from bucketline.train.parallel import TrainRanks, from_rank_zero
-from bucketline.train.refusals import refuse_other_batch, refuse_stores
+from bucketline.train.parallel import from_rank_zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,18 +30,15 @@ if TYPE_CHECKING:
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.train.checkpoint import Start
     from bucketline.train.config import TrainConfig
-    from bucketline.train.metrics_file import WindowState
+    from bucketline.train.parallel import TrainRanks
 
 FOLLOW_EVERY_S = 2.0
+SERVICE_STARTS_S = 10  # a `loader serve` in the background, until it listens
 _SAY_EVERY_S = 60.0
 
 
 def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
-    """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself.
-
-    Raises:
-        StoreError: if a store is there and cannot be read.
-    """
+    """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself."""
     if (wanted := config.follow) is None or config.resume:
         return
     said = -_SAY_EVERY_S
@@ -63,50 +61,43 @@ def _rows_of(argument: StoreArgument, remote: RemoteOptions) -> int:
 
 
 def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
-    """Open rank 0's newest generation of each store on every rank; if the checkpoint's plan continues, its generation.
+    """Open each store once, on every rank at rank 0's newest generation; if the checkpoint's plan continues, at its own."""
+    opened: list[WeightedStore] = []
 
-    Raises:
-        UsageError: if one store is given twice.
-        StateError: if a store differs from the checkpoint's (the first is named), or its generation was removed.
-        StoreError: if a store cannot be opened.
-        ModelError: if this trainer cannot train on a store, or would ignore or misread one of its columns.
-    """
-    asked = from_rank_zero(ranks, lambda: parse_stores(config.store, "--store"))
-    before = None if start.state is None or config.new_plan else start.state.stores
-    if before is not None and len(before) != len(asked):
+    def found() -> list[int]:
+        opened.extend(_opened(config, _generations(config, start)))
+        return [share.store.manifest.generation for share in opened]
+
+    numbers = from_rank_zero(ranks, found)
+    with fail_together():
+        return tuple(opened) or _opened(config, numbers)
+
+
+def _opened(config: TrainConfig, numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
+    asked, remote = parse_stores(config.store, "--store"), config.remote()
+    pairs = zip(asked, numbers or [None] * len(asked), strict=True)
+    return open_shares([WeightedStore(store=Store.open(a.path, g, remote=remote), repeats=a.repeats) for a, g in pairs])
+
+
+def _generations(config: TrainConfig, start: Start) -> Sequence[int]:
+    """Return the generation of each store that a plan is of; none: the newest of each."""
+    if start.state is None or config.new_plan:
+        return ()
+    asked, before = parse_stores(config.store, "--store"), start.state.stores
+    if len(before) != len(asked):
         raise StateError(
             f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
             f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
-    wanted: Sequence[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
-
-    def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
-        pairs = zip(asked, numbers, strict=True)
-        stores = [WeightedStore(store=Store.open(a.path, g, remote=config.remote()), repeats=a.repeats) for a, g in pairs]
-        return open_shares(stores)
-
-    def found() -> list[int]:
-        for one, generation in zip(asked, wanted, strict=True):
-            kept = generations(one.path) if isinstance(one.path, Path) else []
-            if generation is not None and kept and generation not in kept:
-                raise StateError(
-                    f"{start.checkpoint} was planned on generation {generation} of {one.path}, which no longer exists "
-                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; "
-                    "continue with --resume --new-plan, which keeps weights, averages and optimizer"
-                )
-        return [share.store.manifest.generation for share in opened(wanted)]
-
-    shares = opened(from_rank_zero(ranks, found))
-    refuse_stores(shares)
-    for one, share in zip(before or (), shares, strict=False):
-        now = StoreId.of(share)
-        if replace(now, path=one.path) != one:
+    for one, planned in zip(asked, before, strict=True):
+        kept = generations(one.path) if isinstance(one.path, Path) else []
+        if kept and planned.generation not in kept:
             raise StateError(
-                f"{start.checkpoint} was trained on the store {one.store_id} ({one.path}), generation {one.generation} with "
-                f"digest {one.digest}, {one.repeats} times a pass; {now.path} is {now.store_id} with digest {now.digest}, "
-                f"{now.repeats} times a pass; name the --store of the run, or continue with --new-plan"
+                f"{start.checkpoint} was planned on generation {planned.generation} of {one.path}, which no longer exists "
+                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
+                "--resume --new-plan, which keeps weights, averages and optimizer"
             )
-    return shares
+    return [one.generation for one in before]
 
 
 def store_weights(config: TrainConfig) -> tuple[float, ...]:
@@ -116,11 +107,7 @@ def store_weights(config: TrainConfig) -> tuple[float, ...]:
 
 
 def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
-    """Return the mean of the stores' weights over the rows of a pass; None if they have none.
-
-    Raises:
-        UsageError: if it is 0, so that nothing would be learned.
-    """
+    """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
     if not (weights := store_weights(config)):
         return None
     rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
@@ -146,22 +133,6 @@ def open_loader(
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
 
 
-def continue_at(start: Start, loader: Loader, config: TrainConfig, ranks: TrainRanks) -> WindowState | None:
-    """Continue a loader where a resumed run has stopped, and return the window of steps that is open there.
-
-    Raises:
-        UsageError, StateError: if the loader has another order than the run; the message names what differs.
-    """
-    if start.state is None:
-        return None
-    if config.new_plan:  # keep weights and optimizer, use the current stores
-        loader.start_anew(start.state.loader)  # at the same step, so that no random draw is repeated
-        return None
-    refuse_other_batch(config, start.state, ranks.world_size, loader.rows.buckets())
-    loader.load_state_dict(start.state.loader)
-    return start.state.window  # its buckets are those of this plan
-
-
 def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
     """Open a loader that yields every held-out sample once, regardless of its store's repeats.
 
@@ -174,37 +145,28 @@ def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Wei
     return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
-def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None:
-    """Check on every rank that the loader service delivers a batch.
-
-    Raises:
-        BucketlineError: if the service refuses this rank; the message is the service's.
-        OtherRankFailedError: if it refuses another rank.
-    """
+def expect_service(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore]) -> None:
+    """Check on every rank that the loader service delivers a batch."""
     if config.service in (IN_PROCESS, AUTO):
         return
-    shares = open_stores(config, ranks, start)
-    with (
-        fail_together(),
-        open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader,
-    ):
+    from_rank_zero(ranks, lambda: _await_service(config))
+    one_ahead = replace(config, prefetch_bytes=1 << 20)
+    with fail_together(), open_loader(one_ahead, ranks, shares, torch.device("cpu")) as loader:
         next(loader.forever())
 
 
-class Follower:
-    """Decides at which steps a run takes up newer generations: as rank 0 finds them."""
-
-    def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
-        self._ranks, self._loader = ranks, loader
-        self._looks = config.follow is not None and ranks.is_main
-
-    def has_newer(self) -> bool:
-        """Return True on rank 0 if there are newer generations; never waits."""
-        return self._looks and self._loader.newer() is not None
-
-    def due(self, *, is_agreed: bool) -> tuple[int, ...] | None:
-        """Return the generations to take up; None if the present ones stay. The same on every rank.
-
-        `is_agreed`: all ranks have seen that rank 0 has newer ones.
-        """
-        return from_rank_zero(self._ranks, self._loader.newer) if is_agreed else None
+def _await_service(config: TrainConfig) -> None:
+    """Wait for a service of this machine: one that was started just before has a moment to begin."""
+    address, ends = config.service_address(), 0.0
+    while address is not None and address.path is not None:
+        try:
+            stats_of(address)
+            break
+        except DeliveryError:
+            if not ends:
+                ends = time.monotonic() + SERVICE_STARTS_S
+                where = printable(str(address.path))
+                print(f"waiting {SERVICE_STARTS_S} s for a service at {where}", file=sys.stderr, flush=True)
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.1)

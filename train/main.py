@@ -37,14 +37,10 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
                 write_run_file(config.write, config, given_args)
                 print(f"{config.write}: run it by `bucketline train {config.write}`")
             return 0
-        if given["rank"] == 0:
-            from bucketline.train.refusals import refuse_early
-
-            refuse_early(config, given["world_size"])
         set_up_torch(os.environ, metadata.version("torch"))
         from bucketline.loader.ranks import OtherRankFailedError
         from bucketline.train.parallel import TrainRanks
-        from bucketline.train.trainer import train
+        from bucketline.train.run import train
 
         ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
         try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch, Loader
     from bucketline.train.checkpoint import Start
-    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
     from bucketline.typed_json import Json

@@ -283,10 +283,6 @@ def load_schedule(
 
     `objective` and `shift` are a run's options; None: as in the configuration. `patch_size`: latent positions per token. If the
     `published` schedule is a flow, another one is refused unless the run has an objective. `levels`: the family's own.
-
-    Raises:
-        ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
-        UsageError: if the run requests an objective or shift that this scheduler does not support.
     """
     path = model_folder / SCHEDULER_CONFIG
     assumed = not path.exists()

@@ -19,14 +19,12 @@ from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 BLOCK = re.compile(r"Block(2D)?$")
-OF_OPTIONS = ("params", "lr", "weight_decay", "betas", "eps")  # entries of an optimizer's groups
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -94,33 +92,6 @@ def sharded_like(own: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(own.to(like.device), mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load a full, unsharded state into an optimizer: each tensor is sharded and laid out like its parameter.
-
-    What options set of its groups comes from this run; all else is state, such as the rate that Prodigy has found.
-
-    Raises:
-        ValueError: if the state belongs to other parameters.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own, groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
-    numbers = [*range(len(parameters))]
-    if was_split := len(groups) > len(own):  # of an older version, in which only matrices could decay: these came first
-        numbers.sort(key=lambda number: parameters[number].ndim <= 1)
-    state: dict[int, dict[str, Any]] = {}
-    for before, entry in saved["state"].items():
-        parameter = parameters[number := numbers[before]]
-        if any(entry[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in entry):
-            raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
-        state[number] = {name: _of_parameter(value, parameter) for name, value in entry.items()}
-    counts, saved_counts = ([len(group["params"]) for group in some] for some in (own, groups))
-    if sum(counts) != sum(saved_counts) or (counts != saved_counts and not was_split):
-        raise ValueError("the optimizer's state has a different number of parameters")
-    for group, saved_group in zip(own, groups, strict=False):
-        group |= {name: value for name, value in saved_group.items() if name not in OF_OPTIONS}
-    optimizer.load_state_dict({"state": state, "param_groups": own})
-
-
 def placed(value: Tensor, like: Tensor) -> Tensor:
     """Return a full tensor sharded like another one, on its device."""
     if isinstance(like, DTensor):
@@ -140,15 +111,6 @@ def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> Non
             sent.copy_(whole.pop(name))
         dist.broadcast(sent, src=0)
         tensor.copy_(placed(sent, tensor))
-
-
-def _of_parameter(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - any entry of an optimizer's state
-    """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value.clone()
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(placed(value, parameter))
 
 
 def plain_class(model: nn.Module) -> type[Any]:
@@ -173,11 +135,7 @@ class TrainRanks:
 
 
 def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
-    """Run `make` only on rank 0 and return its result on every rank.
-
-    Raises:
-        OtherRankFailedError: on the other ranks, if `make` raised on rank 0 (rank 0 raises the original error).
-    """
+    """Run `make` only on rank 0 and return its result on every rank."""
     with fail_together():
         made = make() if ranks.is_main else None
     return gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
@@ -195,11 +153,7 @@ def first_of_each_machine_first(ranks: TrainRanks) -> Iterator[None]:
 
 
 def expect_equal(name: str, value: str) -> None:
-    """Check that every rank has the same `value`.
-
-    Raises:
-        TrainError: if two ranks differ; the message names them and their values.
-    """
+    """Check that every rank has the same `value`."""
     values = gathered(value)
     for rank, other in enumerate(values):
         if other != values[0]:

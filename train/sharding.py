@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
+from bucketline.train.checkpoint import load_weights
 from bucketline.train.config import Base
-from bucketline.train.outputs import saved_tensors
-from bucketline.train.outputs.weights import average_folder
+from bucketline.train.models.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, from_rank_zero, separate_blocks
 from bucketline.train.values import ShardBy
 
@@ -30,16 +30,12 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
 
 
 def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
-    """Return the number of ranks that share one copy of the model.
-
-    Raises:
-        UsageError: if it does not divide the number of ranks.
-    """
+    """Return the number of ranks that share one copy of the model."""
     is_of_machine, number = config.sharding.name is ShardBy.MACHINE, config.sharding.ranks
     if ranks.world_size == 1 or not (is_of_machine or number):
         return ranks.world_size
@@ -135,10 +131,6 @@ def place_model(
 
     `average_of`: begins an average from a placed model's weights. Of several ranks, only rank 0's model has values, in host
     memory, unless each `loads_alone`.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
-        UsageError: if the ranks cannot be divided into groups.
     """
     layout = layout_on(device)
     alone = ranks.world_size == 1 or loads_alone(config)
@@ -160,10 +152,10 @@ def place_model(
             vars(model.get_submodule(path)).update(tables)
     if folder is None:
         return average_of(model)
-    saved_tensors.load_weights(folder, weights, model, alone=alone)
+    load_weights(folder, weights, model, alone=alone)
     average = average_of(model)
     # without one in the checkpoint, it starts from the weights
     if average.is_kept and from_rank_zero(ranks, (folder / average_folder(weights)).is_dir):
         with average.applied():
-            saved_tensors.load_weights(folder, weights, model, averaged=True, alone=alone)
+            load_weights(folder, weights, model, averaged=True, alone=alone)
     return average

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import shutil
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
-    from bucketline.train.trainer import Trainer
+    from bucketline.train.log import ProgressLine
+    from bucketline.train.run import Run
 
 RESAMPLES = 10_000
 NONE = "none"
@@ -45,21 +45,16 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
     return TrainConfig(**{**own, **more})
 
 
-def _trainer(asked: TrainConfig, *progress: Any, is_kept: bool = False) -> Trainer:  # noqa: ANN401 - a progress line
+def _trainer(asked: TrainConfig, progress: ProgressLine | None = None, *, is_kept: bool = False) -> Run:
     """Return the trainer of a run on one rank; `is_kept`: it takes its output folder."""
-    from bucketline.train.checkpoint import Start
-    from bucketline.train.outputs.run_dir import RunLock
     from bucketline.train.parallel import TrainRanks
-    from bucketline.train.setup import start_processes
-    from bucketline.train.trainer import Trainer
+    from bucketline.train.run import Run
 
-    accelerator = start_processes(asked)
-    start = Start(checkpoint=None, state=None)
     if is_kept:
-        with contextlib.closing(RunLock(asked)) as lock:
-            start = lock.find_start()
-            lock.take(start)
-    return Trainer(asked, TrainRanks(rank=0, world_size=1), accelerator, start, *progress)
+        asked.output_dir.mkdir(parents=True, exist_ok=True)
+    run = Run(asked, TrainRanks(rank=0, world_size=1), progress=progress)
+    run.build()
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +95,7 @@ class Train(Case):
 
     def _alternate(self, windows: Windows) -> list[Result]:
         from bucketline.train.compile import graphs_compiled
-        from bucketline.train.trainer import rare_collection
+        from bucketline.train.run import rare_collection
 
         on_gpu = windows.device.type == "cuda"
         discard_s = self.discard_s if self.discard_s is not None else 70.0 if on_gpu else 0.0
@@ -137,7 +132,7 @@ class Window:
 class Windows:
     """Trains windows of steps on the loader's batches or on resident ones."""
 
-    def __init__(self, trainer: Trainer, steps: int) -> None:
+    def __init__(self, trainer: Run, steps: int) -> None:
         from bucketline.train.compile import example_batches, flops_of_buckets
         from bucketline.train.data import open_loader
 
@@ -278,7 +273,7 @@ class TrainSaves(Case):
     def measure(self, folder: Path) -> list[Result]:
         import torch
 
-        from bucketline.train.outputs.progress import ProgressLine
+        from bucketline.train.log import ProgressLine
         from bucketline.train.parallel import StopRequest, TrainRanks
 
         class Ends(ProgressLine):
@@ -313,7 +308,7 @@ class TrainSaves(Case):
         times, stop = Ends(), StopRequest(TrainRanks(rank=0, world_size=1))
         trainer = _trainer(asked, times, is_kept=True)
         try:
-            trainer.run(stop)
+            trainer.train(stop)
         finally:
             stop.close()
             times.close()
@@ -401,7 +396,7 @@ def _to(values: Sequence[float], limit: Sequence[float] | None) -> float | None:
     return None if limit is None else statistics.median(values) / statistics.median(limit)
 
 
-def _measured(trainer: Trainer, plain: Trainer, batches: Sequence[Batch]) -> dict[str, list[float]]:
+def _measured(trainer: Run, plain: Run, batches: Sequence[Batch]) -> dict[str, list[float]]:
     """Return a trainer's figures by part, one for each batch; errors only if it is not the one without quantising."""
     import torch
 

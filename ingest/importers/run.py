@@ -34,7 +34,7 @@ from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.sync.place import sender_to
+from bucketline.store.sync.working import sender_to
 from bucketline.store.write.part_writer import PartWriter
 
 if TYPE_CHECKING:

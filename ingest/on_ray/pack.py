@@ -24,7 +24,7 @@ from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_w
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store.sync.parts import take_attempt
-from bucketline.store.sync.place import sender_to
+from bucketline.store.sync.working import sender_to
 from bucketline.store.write.attempts import begin_attempts, remove_attempts
 from bucketline.typed_json import encode
 

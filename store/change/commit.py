@@ -22,7 +22,7 @@ from bucketline.store.remote.generations import (
     newest_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.remote.pauses import pause_after
+from bucketline.store.remote.retries import pause_after
 from bucketline.store.transfer.sender import forget_sent, noted, sent_shards
 from bucketline.store.transfer.upload import Uploader, shard_of
 from bucketline.store.write.change_base import ChangeBase

@@ -18,24 +18,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.change.copied_values import CopiedValues
-from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
-from bucketline.store.read.blocks import read_block
 from bucketline.store.read.iter_samples import live_positions
-from bucketline.store.read.ragged_entries import caption_entries, row_entries
-from bucketline.store.read.verified_sample import compare_with_record
+from bucketline.store.read.verified_sample import caption_entries, compare_with_record, row_entries
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.write.column_shard import write_column_shard
+from bucketline.store.write.column_shard import ids_by_row, write_column_shard
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.seal import SEALING
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -46,6 +43,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import IndexEntry
+    from bucketline.store.shard.row_locator import BlockRanges
 
     Columns = Mapping[str, NDArray[Any]]  # of a block, `[K, …]` each, or of one of its rows
 
@@ -344,3 +342,59 @@ def tried(read: Callable[..., T], *args: object) -> T | StoreError:
         if is_gone or isinstance(error, CorruptError):
             return error
         raise
+
+
+class CopiedValues:
+    """A column's values of rows of a store's shards, for a new shard with exactly these rows."""
+
+    num_missing = 0
+
+    def __init__(self, store: Store, column: str, rows: Mapping[str, array[int]]) -> None:
+        """`rows`: by bucket, in the new shard's order, the ordinal of each row's shard and its number there, in turn."""
+        self._store, self._column, self._rows = store, column, rows
+        self._block: tuple[int, int, dict[str, NDArray[Any]]] = (-1, 0, {})  # shard, first row, columns
+        self._bad = set[int]()  # rows of the block whose bytes do not match their checksum
+        self._ids: NDArray[np.uint8] = np.empty((0, 16), dtype=np.uint8)  # of the shard's rows in the bucket
+
+    def spec(self, bucket: str) -> BlockSpec:
+        return self._store.added[self._column].specs[bucket]
+
+    def blank(self, bucket: str) -> bytes:
+        return bytes(self.spec(bucket).column(self._column).row_bytes)
+
+    def rows(self, bucket: str) -> Iterator[bytes]:
+        """Yield each row's value."""
+        pairs = iter(self._rows[bucket])
+        self._block = (-1, 0, {})
+        for ordinal, row in zip(pairs, pairs, strict=True):
+            yield self._value(self._store.shards[ordinal], ordinal, bucket, row)
+
+    def _value(self, shard: SealedShard, ordinal: int, bucket: str, row: int) -> bytes:
+        held, first_row, columns = self._block
+        if held != ordinal:
+            self._ids = ids_by_row(shard, bucket)
+        if held != ordinal or not 0 <= row - first_row < len(columns[ID]):
+            own = self._store.files[int(self._store.added[self._column].shard[ordinal])]
+            ranges = own.block_ranges(bucket, np.array([row]))
+            first_row = row - int(ranges.row_in_block[0])
+            columns = read_block(own, self.spec(bucket), first_row, ranges)
+            self._block, self._bad = (ordinal, first_row, columns), set(bad_rows(self.spec(bucket), columns))
+        if row - first_row in self._bad or columns[ID][row - first_row].tobytes() != self._ids[row].tobytes():
+            raise CorruptError(
+                f"{shard.describe_row(bucket, row)}: the bytes of its {self._column} do not match their checksum, or are "
+                "another sample's; run `store repair`, and add the column again"
+            )
+        value: bytes = columns[self._column][row - first_row].tobytes()
+        return value
+
+
+def read_block(shard: SealedShard, spec: BlockSpec, first_row: int, ranges: BlockRanges) -> dict[str, NDArray[Any]]:
+    """Return the complete block that begins with a row, `[K, …]` per column; `ranges` has only its location."""
+    item = f"shard {shard.name}, the block of {spec.bucket} at row {first_row}"
+    offset, length, num_rows = int(ranges.offset[0]), int(ranges.length[0]), int(ranges.rows[0])
+    if length != spec.block_bytes(num_rows):
+        raise CorruptError(f"{item} has {length} bytes, expected {spec.block_bytes(num_rows)}; run `store verify`")
+    found, columns = decode_block(spec, shard.read(offset, length), item)
+    if found != first_row:
+        raise CorruptError(f"{item} says that it begins with row {found}; run `store verify`")
+    return columns

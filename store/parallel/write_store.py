@@ -19,7 +19,7 @@ from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.parallel.part_worker import Task
 from bucketline.store.parallel.worker_pool import StartMethod, WorkerPool, encode_here
-from bucketline.store.sync.place import sender_to, target_at
+from bucketline.store.sync.working import sender_to, target_at
 from bucketline.store.write.publish import unlisted
 from bucketline.store.write.store_writer import StoreWriter
 

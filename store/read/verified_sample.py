@@ -11,18 +11,20 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, row_checksum
+from bucketline.store.format.columns import EntriesOf
 from bucketline.store.format.hashing import caption_digest, sample_digest
-from bucketline.store.read.ragged_entries import caption_entries, row_entries
+from bucketline.store.format.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import Any
 
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Entry
-    from bucketline.store.read.store import Store
+    from bucketline.store.read.store import OpenShards, Store
     from bucketline.store.shard.reader import SealedShard
 
 
@@ -108,3 +110,29 @@ def checked_entries(store: Store, shard: int, record: SampleRecord, row: Mapping
     except CorruptError as error:
         raise CorruptError(f"sample {record.id!r:.200}: {error}") from error
     return {group: entry for group, entry in entries.items() if entry is not None}
+
+
+def caption_entries(store: OpenShards, shard: int, row: int, digest: bytes | None = None) -> dict[str, Entry]:
+    """Return a caption's entries, in `text` and in the ragged groups of captions. `digest` is the caption's, if known."""
+    found = {spec.group: store.entry(spec, shard, row) for spec in store.groups.values() if spec.of is EntriesOf.CAPTIONS}
+    digest = found[TEXT_GROUP].digest if digest is None else digest
+    if other := [group for group, entry in found.items() if entry.digest != digest]:
+        raise CorruptError(
+            f"shard {store.shards[shard].name}: {store.groups[other[0]].label} {row} is not that of the expected caption; run "
+            "`store verify`"
+        )
+    return found
+
+
+def row_entries(store: OpenShards, shard: int, row: Mapping[str, Any]) -> dict[str, Entry | None]:
+    """Return a row's entries in the groups of rows; None of those of which it may lack one and does.
+
+    `row` has the columns by name, as bytes or as numbers.
+    """
+    found: dict[str, Entry | None] = {}
+    for group, spec in store.groups.items():
+        if spec.of is EntriesOf.ROWS:
+            own = row[group]
+            number = int.from_bytes(own, "little", signed=True) if isinstance(own, bytes) else int(own)
+            found[group] = None if number == -1 and spec.optional else store.entry(spec, shard, number)
+    return found

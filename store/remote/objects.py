@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
-from bucketline.store.folder import MAX_READ_BYTES, DeniedError, ExistsError, ListedFile, MissingObjectError, refuse_name
+from bucketline.store.folder import (
+    MAX_READ_BYTES,
+    DeniedError,
+    ExistsError,
+    ListedFile,
+    MissingObjectError,
+    NoRangesError,
+    refuse_name,
+)
 from bucketline.store.remote.clients import connect, refuse_forked
 from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
 
@@ -55,10 +63,6 @@ _CREDENTIALS: dict[Kind, str] = {
     "file": "the folder's permissions",
     "memory": "nothing",
 }
-
-
-class NoRangesError(StoreError):
-    """A server answers a request of some bytes with the whole object."""
 
 
 def _entry(meta: ObjectMeta) -> ListedFile:

@@ -24,7 +24,7 @@ from urllib3 import PoolManager, ProxyManager, Retry, Timeout
 from urllib3.exceptions import HTTPError
 from urllib3.util import parse_url
 
-from bucketline.store.remote.pauses import pause_after
+from bucketline.store.remote.retries import pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

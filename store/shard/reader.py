@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest_entries import ShardEntry
-    from bucketline.store.shard.source import ShardSource
+    from bucketline.store.shard.row_locator import ShardSource
+
 
 INDEX_FORMAT = "bucketline.index/1"
 _INDEX_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {

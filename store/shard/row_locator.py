@@ -7,7 +7,7 @@ Letters: B requested rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from bucketline.store.shard.stacked_sidecars import Sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -25,13 +26,28 @@ if TYPE_CHECKING:
     from bucketline.store.format.layout import ShardPaths
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.shard.sidecar import PagedFile
-    from bucketline.store.shard.source import ShardSource
 
 EXTENTS_FORMAT = "bucketline.extents/1"
 DROPPED_FORMAT = "bucketline.dropped/1"
 LINE_CHECKSUM = "line_checksum"  # the tensor of the extents with a checksum for each 8 MiB of the shard's file
 _FIELDS = ("offset", "length", "first_row", "rows")
 _I8, _U4 = np.dtype("<i8"), np.dtype("<u4")
+
+
+class ShardSource(Protocol):
+    """The source of the files of a store's shards. Each method raises a StoreError if it cannot do it."""
+
+    def paths(self, entry: ShardEntry) -> ShardPaths:
+        """Return the places of a shard's files on this machine."""
+
+    def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
+        """Make sidecars available at their paths, with the contents that the manifest lists."""
+
+    def open_shard(self, entry: ShardEntry) -> None:
+        """Make a shard's file available at its path, of its full length; its bytes only while they are `reading`."""
+
+    def reading(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Make byte ranges (offset, length) of a shard's file readable, until the context ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

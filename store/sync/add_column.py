@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.option_types import expect
 from bucketline.store.change.add_column import ColumnRequest, add_to
-from bucketline.store.sync.place import target_at
+from bucketline.store.sync.working import target_at
 from bucketline.store.write.target import LocalTarget
 
 if TYPE_CHECKING:

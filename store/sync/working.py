@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
@@ -14,6 +15,8 @@ from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of, lost_shards
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import is_url, refuse_misspelt, working_cache, working_folder
 from bucketline.store.sync.pull import get_lists
 from bucketline.store.transfer.sender import (
     ShardSender,
@@ -25,17 +28,18 @@ from bucketline.store.transfer.sender import (
 from bucketline.store.transfer.upload import Uploader, send_lists, shard_of
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, with_shards
+from bucketline.store.write.target import LocalTarget
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
     from typing import TypeAlias
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.schema import Schema
-    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.write.change_base import ChangeBase
+    from bucketline.store.write.target import StoreTarget
     from bucketline.typed_json import Json
 
     BarOfBytes: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -173,3 +177,23 @@ def _refuse_other(own: Manifest, newest: Manifest, url: str) -> None:
             f"{url}: another writer has committed a store with {field} = {theirs!s:.200}, this run has {mine!s:.200}; "
             "what was packed is kept, nothing was committed; rerun the command with their settings, or choose another URL"
         )
+
+
+def target_at(
+    place: Path | str, remote: RemoteOptions | None = None, work: Path | str | None = None, show: BarOfBytes = no_bar
+) -> LocalTarget | WorkingStore:
+    """Return the store at a path or URL, to be written; nothing is requested yet.
+
+    `remote` is how to reach a URL, and `work` the folder for it; by default next to the cache. `show`: see `WorkingStore`.
+    """
+    if isinstance(place, str):
+        refuse_misspelt(place)
+    if not is_url(place):
+        return LocalTarget(Path(place).absolute())
+    path = working_folder(place, work).absolute()
+    return WorkingStore(ObjectFolder.open(str(place), remote), path, working_cache(work), show)
+
+
+def sender_to(target: StoreTarget, manifest: Manifest, run: str, *, is_first: bool) -> ShardSender | None:
+    """Return what sends the shards that a process makes; None if they stay on the disk; see `WorkingStore.sender`."""
+    return target.sender(manifest, run, is_first=is_first) if isinstance(target, WorkingStore) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,6 @@ from bucketline.option_types import expect
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.write.caption_sketch import CaptionSketch
-from bucketline.store.write.one_at_a_time import OneAtATime
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
 from bucketline.store.write.target import LocalTarget
@@ -249,3 +250,37 @@ class PartWriter:
 
 def _item(sample_id: str) -> str:
     return f"sample {sample_id!r:.200}"
+
+
+class OneAtATime:
+    """A lock for the threads of the process that uses it first; a thread may take it again. Unpickled, it is a new one.
+
+    A child that is forked after that is refused: it has a copy of what the writer holds in memory, and the files and locks are
+    its parent's.
+    """
+
+    def __init__(self, item: Path) -> None:
+        """Take nothing yet; `item` is what is written."""
+        self._item = item
+        self._lock = threading.RLock()
+        self._pid: int | None = None
+
+    def __reduce__(self) -> tuple[type[OneAtATime], tuple[Path]]:
+        return OneAtATime, (self._item,)
+
+    @property
+    def is_inherited(self) -> bool:
+        """True if this process was forked from the one that uses it."""
+        return self._pid not in (None, os.getpid())
+
+    def __enter__(self) -> None:
+        if self.is_inherited:
+            raise UsageError(
+                f"process {self._pid} writes {self._item}, and process {os.getpid()} was forked from it: what this one adds "
+                "would be lost; make a writer for each process by `StoreWriter.part`, before it is used"
+            )
+        self._lock.acquire()
+        self._pid = os.getpid()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -22,8 +22,7 @@ from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
 from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.shard.read_lmdb import read_lmdb
-from bucketline.store.write.shard_contents import ShardContents, read_contents, refusing, walked
+from bucketline.store.write.shard_contents import ShardContents, read_contents, read_lmdb, refusing, walked
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses

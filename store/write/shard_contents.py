@@ -10,6 +10,7 @@ import os
 import struct
 import sys
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +28,6 @@ from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, is_bucket
 from bucketline.store.format.text_error import TextError
-from bucketline.store.shard.read_lmdb import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import encode_paged
@@ -338,3 +338,13 @@ def _read_back(file: FileIO, packed: bytearray, lines: LineSums) -> None:
         at = end
     if n < len(offsets):  # the file is shorter than it was
         raise _UnconfirmedError
+
+
+@contextmanager
+def read_lmdb(path: Path, *, readahead: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Open a shard's file through LMDB; yield the environment and a transaction whose values are views of the file."""
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=readahead) as env,
+        env.begin(buffers=True) as txn,
+    ):
+        yield env, txn

@@ -25,8 +25,7 @@ from bucketline.store.format.schema import Schema, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.description import check_description, description_as_json, roles_of
-from bucketline.store.write.one_at_a_time import OneAtATime
-from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
+from bucketline.store.write.part_writer import SHARD_BYTES, OneAtATime, PartWriter
 from bucketline.store.write.publish import unlisted
 from bucketline.store.write.row_form import RowForm
 from bucketline.typed_json import encode

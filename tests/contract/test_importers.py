@@ -22,8 +22,8 @@ from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.ingest.importers.rows import read_entry
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import TrainConfig
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.trainer import train
+from bucketline.train.log import read_metrics
+from bucketline.train.run import train
 from tests.commands import call
 from tests.kit import tree
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import

@@ -13,12 +13,12 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
+from bucketline.train.checkpoint import copied
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.outputs.saver import HostMemory, copied
-from bucketline.train.outputs.weights import weights_of
+from bucketline.train.models.weights import weights_of
 from bucketline.train.sharding import place_model
 from tests.process_memory import forget_highest, in_memory
 from tests.unit.train.forked import fork_ranks
@@ -88,9 +88,9 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     optimizer.zero_grad()
     stepped = in_memory("VmHWM") - before
     begin_again()
-    memory = HostMemory()
-    copied(memory, weights, model, average, optimizer, keeps=ranks.is_main)
+    copies = copied(weights, model, average, optimizer, keeps=ranks.is_main)
     saved = in_memory("VmHWM") - before
+    assert copies
     (folder / f"{ranks.rank}.json").write_text(json.dumps([placed, stepped, saved]), encoding="ascii")
 
 
@@ -98,8 +98,9 @@ Peaks = tuple[float, float, float]
 
 # of each part, in models of 32-bit weights: rank 0's peak and the others'
 CASES: dict[str, tuple[dict[str, Any], Peaks, Peaks]] = {
-    # a quarter of weights, average, gradients and two moments; of a checkpoint, rank 0 has all whole but gradients
-    "fsdp": ({"sharding": "fsdp"}, (1 + 1 / 4, 5 / 4, 4 / 4 + 4), (2 / 4, 5 / 4, 4 / 4)),
+    # a quarter of weights, average, gradients and two moments; of a checkpoint, rank 0 has weights and average whole, and each
+    # rank copies of its moments
+    "fsdp": ({"sharding": "fsdp"}, (1 + 1 / 4, 5 / 4, 4 / 4 + 2 + 2 / 4), (2 / 4, 5 / 4, 4 / 4 + 2 / 4)),
     # half of weights in 16 bits, which are read as 32 and hardly train
     "adapters": (
         {"sharding": "fsdp:2", "lora_rank": 2, "precision": Precision.BF16},

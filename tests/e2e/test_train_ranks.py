@@ -19,9 +19,9 @@ from PIL import Image
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.train.config import Base, Precision, WeightDtype
-from bucketline.train.metrics_file import read_metrics
+from bucketline.train.log import read_metrics
 from bucketline.train.optim import NAMED, OF_SHARDS
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from bucketline.train.values import Ema, EmaPlace, ShardBy, Sharding
 from tests.commands import ROOT, kept_port
 from tests.forked_ranks import ForkedRanks

@@ -29,7 +29,7 @@ STEPS = 12
 LONGEST_S = 120.0  # of a run that nobody ends
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MODULES = (
-    "bucketline.train.trainer",
+    "bucketline.train.run",
     "diffusers",
     "diffusers.models.unets.unet_2d_condition",
     "accelerate",
@@ -53,7 +53,7 @@ def prepare(folder: Path) -> None:
 
 def train_in(folder: Path, output: Path, *, resume: bool) -> list[list[str]]:
     """Be the trainer; give the losses, every digit of them."""
-    from bucketline.train.trainer import train
+    from bucketline.train.run import train
     from tests.unit.train.tiny_run import ALONE, config, losses
 
     train(config(folder, output_dir=output, max_steps=STEPS, save_every="2", resume=resume), ALONE)

@@ -67,14 +67,15 @@ def checkpoints(ground: Ground) -> Record:
         record.add(Outcome.DEFECT, ended.said)
         return record
     newest = max((whole / "checkpoints").iterdir())
-    weights = next(path.relative_to(newest) for path in newest.rglob("*.safetensors"))
+    weights = next(path.relative_to(newest) for path in newest.glob("unet/*.safetensors"))
+    moments = next(path.relative_to(newest) for path in newest.glob("optimizer/*"))
     buffer = io.BytesIO()
     torch.save({"state": Canary(canary)}, buffer)
     state = json.loads((newest / "state.json").read_bytes())
     lies: dict[str, tuple[object, bytes]] = {
-        "a pickle": ("optimizer.pt", pickle.dumps(Canary(canary))),
-        "a torch pickle": ("optimizer.pt", buffer.getvalue()),
-        "nothing": ("optimizer.pt", b""),
+        "a pickle": (moments, pickle.dumps(Canary(canary))),
+        "a torch pickle": (moments, buffer.getvalue()),
+        "nothing": (moments, b""),
         "a header of terabytes": (weights, struct.pack("<Q", LONG) + b"{}"),
         "no weights": (weights, b""),
         "no state": ("state.json", b"[]"),

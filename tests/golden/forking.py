@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.commands import kept_port
+from tests.commands import ROOT, kept_port
 
 IMPORTED_ONCE = (
     *("bucketline.train.main", "bucketline.train.commands.export_model", "bucketline.ingest.cli", "bucketline.loader"),
@@ -26,8 +26,13 @@ class CallFailedError(Exception):
 
 
 def import_once() -> None:
-    """Import what the calls need; with one thread, so that sums are in one order and forks are safe."""
+    """Import what the calls need; with one thread, so that sums are in one order and forks are safe.
+
+    Processes that a call starts import this checkout, whichever one is installed.
+    """
     import torch
+
+    os.environ["PYTHONPATH"] = str(ROOT / "src")
 
     torch.set_num_threads(1)
     for module in IMPORTED_ONCE:

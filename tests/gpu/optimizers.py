@@ -9,7 +9,7 @@ from typing import Any
 
 from bucketline.train.config import Compile, Precision, WeightDtype
 from bucketline.train.optim import ADAMWS, NAMED
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.gpu.material import run_folder, tell
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
 

@@ -85,7 +85,7 @@ def bench(name: str = "tiny", *more: str) -> None:
 
 def stall() -> None:
     """Cost to the loop of a checkpoint of SDXL's size (finding 14): pageable copies, pinned ones, and the checkpoint's own."""
-    from bucketline.train.outputs.saver import HostMemory
+    from bucketline.train.checkpoint import gathered_weights
 
     size = (10 << 30) if ON_GPU else (64 << 20)
     tensors = [torch.empty(size // 64, dtype=torch.uint8, device=DEVICE) for _ in range(64)]
@@ -103,11 +103,10 @@ def stall() -> None:
         sync()
         rates["pinned"] = size / (time.perf_counter() - begin) / 1e9
     named = {str(number): tensor.random_() for number, tensor in enumerate(tensors)}
-    kept = HostMemory()
     found: dict[str, torch.Tensor] = {}
     for save in ("first", "next"):
         begin = time.perf_counter()
-        found = kept.copies("", named.items())
+        found = gathered_weights(named.items(), keeps=True)
         rates[f"{save} checkpoint"] = size / (time.perf_counter() - begin) / 1e9
     same = all(torch.equal(found[name], tensor.cpu()) for name, tensor in named.items())
     tell("stall: device to host, GB/s", ok=same, rates=rates, sdxl_copied_s=41 / rates["next checkpoint"])

@@ -19,7 +19,7 @@ ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
 ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "command_line.py")
 SIZES_OF_IMAGES = "kohya_names.py"  # of an exporter, with its extra
 REACHED_BY = "store/remote/urls.py"  # the object store's client takes its endpoint from the environment: it is part of a place
-CONSOLE = ("cli.py", "config.py", "command_line.py", "progress.py", "main.py")
+CONSOLE = ("cli.py", "config.py", "command_line.py", "progress.py", "main.py", "log.py")
 CONSOLE_FOLDER = "commands"  # one command a file
 
 

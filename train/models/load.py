@@ -34,7 +34,7 @@ from bucketline.model_file import (
     single_file,
 )
 from bucketline.store.format.columns import LATENT
-from bucketline.train.refusals import DENOISER_FOLDERS, refuse_no_model, store_channels
+from bucketline.train.noise import load_schedule
 from bucketline.weight_files import DIFFUSERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
@@ -44,19 +44,30 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bucketline.store import Bucket, Store
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.noise import ModelSchedule
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 VAE_FOLDER = "vae"
+DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
 UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
 
 
-def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
-    """Return the facts of a store that a model must match, from its manifest and the training buckets.
+def store_channels(store: Store) -> int:
+    """Return the number of channels of a store's latents; if it has moments, of a latent drawn from them."""
+    vae = store.manifest.encoders.get("vae")
+    channels = vae.get("latent_channels") if isinstance(vae, dict) else None
+    if not isinstance(channels, int):
+        raise ModelError(
+            f"{store.place}: its manifest has no number encoders.vae.latent_channels, so it is not known which model its "
+            "latents fit; pack or import the source again with the model's VAE"
+        )
+    return channels
 
-    Raises:
-        ModelError: if the manifest lacks the number of the VAE's channels.
-    """
+
+def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
+    """Return the facts of a store that a model must match, from its manifest and the training buckets."""
     manifest, buckets = store.manifest, list(buckets)
     text = entry if isinstance(entry := manifest.encoders.get("text_encoder"), dict) else {}
     num_classes = text.get("num_classes")
@@ -75,14 +86,23 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
     )
 
 
+def schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
+    """Return the noise schedule of a model's folder, with the run's objective and shift."""
+    return load_schedule(
+        folder,
+        device,
+        objective=config.objective,
+        shift=config.shift,
+        patch_size=family.patch_size,
+        published=family.scheduler,
+        levels=family.noise_levels(read_index(folder)),
+    )
+
+
 def locate(model: Path, config: str | None) -> tuple[Path, ModelFile | None]:
     """Return the folder of a model's configurations, and the single file of its weights if there is one.
 
     `model` and `config` are the options --model and --model-config.
-
-    Raises:
-        ModelError: if there is no such file, or the hub's cache lacks its configuration.
-        UsageError: if a configuration is given for a folder.
     """
     if (path := single_file(model)) is None:
         refuse_config_without_file(model, config)
@@ -104,10 +124,6 @@ def load(
 
     `file`: the single file that has the weights instead of the folder. `dtype`: of the weights, which are read in it.
     `on_meta`: without weights, for another rank to fill.
-
-    Raises:
-        ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
-        UsageError: if it supports only square images and the store has others.
     """
     folder, config, family = checked(model_folder, store, file)
     model_class = getattr(diffusers, family.model_class)
@@ -127,11 +143,7 @@ def load(
 
 
 def read_model(model_folder: Path, file: ModelFile | None = None) -> nn.Module:
-    """Read the weights of a model, in 32 bits, which no store is compared with; `file`: as of `load`.
-
-    Raises:
-        ModelError: if there are none, or they do not fit.
-    """
+    """Read the weights of a model, in 32 bits, which no store is compared with; `file`: as of `load`."""
     folder, _, family = read_model_config(model_folder)
     if file is not None:
         found: nn.Module = file.load(folder.name)
@@ -142,11 +154,7 @@ def read_model(model_folder: Path, file: ModelFile | None = None) -> nn.Module:
 
 
 def checked(model_folder: Path, store: StoreFacts, file: ModelFile | None = None) -> tuple[Path, dict[str, Json], Family]:
-    """Return what `read_model_config` does, checked against the store.
-
-    Raises:
-        ModelError, UsageError: as `load`, of which the weights need not be read.
-    """
+    """Return what `read_model_config` does, checked against the store."""
     folder, config, family_class = read_model_config(model_folder)
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
     parameters = inspect.signature(getattr(diffusers, family_class.model_class).__init__).parameters
@@ -176,11 +184,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
-    """Check that the store's captions were encoded for the family of a model with weights; `pipeline`: the model's, if named.
-
-    Raises:
-        ModelError: if they were encoded for another family.
-    """
+    """Check that the store's captions were encoded for the family of a model with weights, of a `pipeline` if that is named."""
     packed = family_named(family.store.family)
     is_named = family_of_pipeline(str(pipeline)) is not None
     if packed is None or packed.name == family.name or (not is_named and packed.takes(family.model_class, family.config)):
@@ -192,12 +196,18 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
     )
 
 
-def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
-    """Return the folder of a model's configuration, the configuration with the name of its present class, and the family.
+def refuse_no_model(folder: Path) -> None:
+    """Reject a folder without a denoiser."""
+    if not any((folder / name / "config.json").exists() for name in DENOISER_FOLDERS):
+        kind = "is a file" if folder.is_file() else "has neither unet/config.json nor transformer/config.json"
+        raise ModelError(
+            f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
+            "configuration without weights starts at random), or a .safetensors file"
+        )
 
-    Raises:
-        ModelError: if there is none, or no family has this class, or its pipeline takes images.
-    """
+
+def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
+    """Return the folder of a model's configuration, the configuration with the name of its present class, and the family."""
     refuse_no_model(model_folder)
     path = next(path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists())
     config = read_model_json(path)
@@ -263,9 +273,6 @@ def refuse_other_encoders(
 
     `encoders`: the store's record of its encoders; `file`: the single file that has the weights, if there is one. Only a VAE is
     loaded, if this `reads`. A folder without encoders passes, and a VAE that cannot be read.
-
-    Raises:
-        ModelError: if a part differs; the message names it and its digest.
     """
     text = encoders.get("text_encoder")
     text = text if isinstance(text, dict) else {}
@@ -296,9 +303,6 @@ def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None 
     """Load a VAE in 32 bits; return it and how it differs from the store's, or None if it does not.
 
     `file`: the single file that has the weights, if there is one; a VAE that it lacks comes from the folder.
-
-    Raises:
-        OSError, ValueError and others in `UNREADABLE`: if it cannot be loaded.
     """
     stored = encoders["vae"]
     assert isinstance(stored, dict)

@@ -16,8 +16,6 @@ from bucketline.model_file import cast
 from bucketline.train.config import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from bucketline.families.family import Family
@@ -40,19 +38,13 @@ LORA_METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft'
 IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
-def add_adapters(model: nn.Module, family: Family, config: TrainConfig, layers: Sequence[str] | None = None) -> None:
-    """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
-
-    `layers`: those of the run that is resumed; None: by `--lora-targets`.
-
-    Raises:
-        UsageError: if the model has no layers with the requested names.
-    """
+def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
+    """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits."""
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig, inject_adapter_in_model
 
     assert config.lora_rank is not None
-    targets = adapted_layers(model, family, config.lora_targets) if layers is None else [*layers]
+    targets = adapted_layers(model, family, config.lora_targets)
     model.requires_grad_(requires_grad=False)
     if config.precision is Precision.BF16:
         cast(model, torch.bfloat16)
@@ -71,11 +63,7 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig, layers: 
 
 
 def adapted_layers(model: nn.Module, family: Family, given: str | None) -> list[str]:
-    """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice.
-
-    Raises:
-        UsageError: if the model has no such layers.
-    """
+    """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice."""
     if given in list(Layers):
         return layers_by_word(model, Layers(given))
     targets = given.split(",") if given else list(family.lora_targets)

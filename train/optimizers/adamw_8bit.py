@@ -69,16 +69,6 @@ class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
         found: dict[str, Any] = super().state_dict()
         return {**found, "state": {number: _flat(entry) for number, entry in found["state"].items()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, entry in state_dict["state"].items():
-            own = self.state[parameters[number]] = {name: value for name, value in entry.items() if "." not in name}
-            for name in _MOMENTS:
-                if f"{name}.{_PARTS[0]}" in entry:
-                    parts = [entry[f"{name}.{part}"].to(parameters[number].device).contiguous() for part in _PARTS]
-                    own[name] = OptimState8bit(*parts, signed=name == _MOMENTS[0], dtype=parameters[number].dtype)
-
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}

@@ -53,10 +53,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part in self._parts:
             part.step()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
     def _share(self) -> None:
         """Set both parts to this one's state and groups, which torch replaces when it loads a state."""
         for part in self._parts:

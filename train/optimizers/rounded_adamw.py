@@ -81,13 +81,6 @@ class RoundedAdamW(torch.optim.Optimizer):
         if narrow:
             torch._foreach_copy_(narrow, _laid_out(self.rounding.rounded(flat), narrow))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state as it is; torch would cast it to the weights' dtype."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, entry in state_dict["state"].items():
-            device = parameters[number].device
-            self.state[parameters[number]] = {name: value.to(device) for name, value in entry.items()}
-
 
 def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield weights in lists of up to `CHUNK_VALUES` values, or of one larger weight."""

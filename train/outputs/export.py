@@ -31,14 +31,13 @@ from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.config import Objective
 from bucketline.train.models.load import locate, read_model, read_model_config
+from bucketline.train.models.lora_file import read_tensors
+from bucketline.train.models.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.noise import load_schedule
-from bucketline.train.outputs import saved_tensors
-from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.model_card import pipeline_card
 from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
 from bucketline.train.outputs.single_file import in_original_layout
-from bucketline.train.outputs.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.train.run_file import from_its_start
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.models.weights import Weights
     from bucketline.typed_json import Json
 
 _PARTS = ("unet", "transformer", ADAPTERS)
@@ -58,7 +57,7 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
     Raises:
         TrainError: if it cannot be written.
     """
-    with saved_tensors.written_aside(folder, card) as aside:
+    with checkpoint.written_aside(folder, card) as aside:
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))
 
 

@@ -13,8 +13,8 @@ from bucketline.families.family import MODULAR
 from bucketline.loader.mixture import StoreId
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train.checkpoint import CARD, folder_of_step
-from bucketline.train.outputs.run_dir import versions
-from bucketline.train.outputs.weights import Adapters, average_folder, weights_folder
+from bucketline.train.log import versions
+from bucketline.train.models.weights import Adapters, average_folder, weights_folder
 from bucketline.train.parallel import plain_class
 from bucketline.train.run_file import config_as_json
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
-    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.models.weights import Weights
     from bucketline.train.step import Training
     from bucketline.train.validation import ValidationResult
 

@@ -22,9 +22,7 @@ from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_R
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThreads
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
 from bucketline.store.remote.cache.line_download import LineDownload
-from bucketline.store.remote.deadlines import IN_TIME
-from bucketline.store.remote.pauses import pause_after
-from bucketline.store.remote.retries import is_wrong
+from bucketline.store.remote.retries import IN_TIME, is_wrong, pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
-from bucketline.store.remote.cache.cached_paths import cached_paths
+from bucketline.store.format.layout import ShardPaths
 from bucketline.store.remote.cache.cached_shard import CacheRemovedError
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S
-from bucketline.store.remote.deadlines import IN_TIME
-from bucketline.store.remote.retries import asked_again, is_wrong
+from bucketline.store.remote.retries import IN_TIME, asked_again, is_wrong
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
 from bucketline.store.shard.sidecar import PagedFile
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.remote.cache.cached_paths import CachedPaths
     from bucketline.store.remote.cache.folder import CacheFolder, StoreFolder
     from bucketline.store.remote.objects import ObjectFolder
 
@@ -219,3 +219,33 @@ class RemoteFiles:
 def _name(path: Path) -> str:
     """Return the name of a file's object."""
     return f"shards/{path.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPaths(ShardPaths):
+    """The files of one form of a shard."""
+
+    key: str  # 32 hexadecimal digits, of the digests of the shard's files
+    lists: Path  # folder of the list of dropped rows
+
+    def dropped(self, generation: int) -> Path:
+        return ShardPaths(folder=self.lists, name=self.name).dropped(generation)
+
+
+def cached_paths(store: Path, entry: ShardEntry) -> CachedPaths:
+    """Return the paths of a shard's files in a store's folder of the cache."""
+    key = _digest(
+        entry.name, entry.shard_id, *(f"{one.num_bytes}:{one.digest}" for one in (entry.lmdb, entry.extents, entry.index))
+    )
+    dropped = entry.dropped
+    of_list = key if dropped is None else _digest(key, f"{dropped.generation}:{dropped.num_bytes}:{dropped.digest}")
+    return CachedPaths(folder=store / key, name=entry.name, key=key, lists=store / of_list)
+
+
+def store_key(place: str, store_id: str) -> str:
+    """Return the name of a store's folder in the cache: `place` is its URL, and all else that decides what answers there."""
+    return _digest(place, store_id)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -13,14 +13,13 @@ import numpy as np
 from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock, OwnerProcess
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.cached_paths import store_key
 from bucketline.store.remote.cache.cached_shard import PINNED, PRESENT_SUFFIX, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
-from bucketline.store.remote.cache.remote_files import AT_ONCE, RemoteFiles
-from bucketline.store.remote.deadlines import within
+from bucketline.store.remote.cache.remote_files import AT_ONCE, RemoteFiles, store_key
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.retries import within
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.remote.cache.cached_paths import CachedPaths
     from bucketline.store.remote.cache.held_line import FetchStats
+    from bucketline.store.remote.cache.remote_files import CachedPaths
     from bucketline.store.remote.urls import RemoteOptions
 
 _FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
 
 
 class RemoteSource:
-    """The source of a store's shards (`store/shard/source.py`), shared by all who open the store in this process."""
+    """The source of a store's shards (`store/shard/reader.py`), shared by all who open the store in this process."""
 
     def __init__(self, objects: ObjectFolder, cache: Path, store_id: str) -> None:
         """Open the store's folder in the cache, and keep it there while this object lives."""

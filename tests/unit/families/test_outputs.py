@@ -13,45 +13,40 @@ from peft import PeftModel
 from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
 from bucketline.loader.batch import as_fields
-from bucketline.train.checkpoint import Start
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.export import export_model
 from bucketline.train.parallel import StopRequest
-from bucketline.train.setup import start_processes, tell_assumptions
-from bucketline.train.trainer import Trainer
 from tests.family_models import FORMS, open_pipeline
-from tests.unit.train.tiny_run import ALONE
+from tests.unit.train.tiny_run import ALONE, built
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from bucketline.loader import Batch
-    from bucketline.train.trainer import TrainSummary
+    from bucketline.train.run import Run, TrainSummary
     from tests.unit.families.packed import Packed
     from tests.unit.train.packed_families import Packed as PackedFamily
 
 
 @contextlib.contextmanager
-def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Trainer]:
+def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Run]:
     """Yield a trainer whose batches have both captions."""
     asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch": "2"}
     asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": "off", **changes}
-    config = TrainConfig(**asked)
-    start = Start(checkpoint=None, state=None)
-    with contextlib.closing(Trainer(config, ALONE, start_processes(config), start)) as trainer:
+    with contextlib.closing(built(TrainConfig(**asked))) as trainer:
         yield trainer
 
 
-def run(trainer: Trainer) -> TrainSummary:
+def run(trainer: Run) -> TrainSummary:
     """Train to the end."""
     trainer.config.output_dir.mkdir(exist_ok=True)
     with contextlib.closing(StopRequest(ALONE)) as stop:
-        return trainer.run(stop)
+        return trainer.train(stop)
 
 
 @torch.no_grad()
-def predicted(trainer: Trainer, batch: Batch, model: Any) -> torch.Tensor:
+def predicted(trainer: Run, batch: Batch, model: Any) -> torch.Tensor:
     """Return a model's prediction for each row by itself, as images are mostly drawn."""
     found = []
     for row, length in enumerate(batch.token_mask.sum(dim=1).tolist()):
@@ -97,8 +92,8 @@ def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Pa
 def test_an_empty_caption_that_is_no_negative_prompt_is_said(
     packed: Packed, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with trainer_of(packed, tmp_path / "run", caption_dropout=0.1) as trainer:
-        tell_assumptions(Start(checkpoint=None, state=None), trainer.config, trainer.training, trainer.loader, lambda _: None)
+    with trainer_of(packed, tmp_path / "run", caption_dropout=0.1):
+        pass
     said = "--caption-dropout is 0.1, and Ideogram4Pipeline guides by a second model" in caplog.text
     assert said is (packed.form in GUIDED_BY_ANOTHER)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.images.prompts import DrawingBatch
-    from bucketline.train.trainer import Trainer
+    from bucketline.train.run import Run
     from tests.unit.families.packed import Packed
 
 
@@ -44,7 +44,7 @@ class Recorded:
         setattr(self.pipeline, name, value)
 
 
-def drawn_by(pipeline: Any, trainer: Trainer, one: DrawingBatch) -> np.ndarray:
+def drawn_by(pipeline: Any, trainer: Run, one: DrawingBatch) -> np.ndarray:
     """Return the images, [B, H, W, 3] uint8, that a pipeline draws of a batch's embeddings and noise."""
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 

@@ -13,10 +13,10 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.folder import MissingObjectError
+from bucketline.store.folder import MissingObjectError, NoRangesError
 from bucketline.store.format.manifest import dump_manifest, sealed
 from bucketline.store.remote import generations
-from bucketline.store.remote.objects import NoRangesError, ObjectFolder
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push import push
 from tests.commands import call

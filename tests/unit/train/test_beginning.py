@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import BucketlineError, DeliveryError, TrainError, UsageError
+from bucketline.train import run as run_module
 from bucketline.train import step as step_module
-from bucketline.train import trainer as run_module
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.serving import serving
 from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store
 
@@ -44,9 +44,7 @@ def test_the_folder_of_a_run_that_made_no_step_is_taken_again(
         raise TrainError("no step is made")
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_module.Trainer, "_validate", fail) if not validates else patched.setattr(
-            run_module, "train_step", fail
-        )
+        patched.setattr(run_module.Run, "_validate", fail) if not validates else patched.setattr(run_module, "train_step", fail)
         with pytest.raises(TrainError, match="no step is made"):
             train(config(folder, max_steps=2, seed=3), ALONE)
     assert bool((asked.output_dir / "metrics.jsonl").read_bytes()) is validates

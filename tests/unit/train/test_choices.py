@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
+from bucketline.train import log
 from bucketline.train.compile import recomputed
 from bucketline.train.config import Objective
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.outputs import run_dir
-from bucketline.train.trainer import train
+from bucketline.train.log import read_metrics
+from bucketline.train.run import train
 from bucketline.train.values import Ema, LrSchedule
 from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
 
@@ -62,15 +62,19 @@ def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -
     assert rates == pytest.approx([1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 5e-4, 5e-4])
 
 
+def folders_of(checkpoint: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+
+
 def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_one(folder: Path) -> None:
     plain = config(folder, max_steps=2, ema=Ema())
     summary = train(plain, ALONE)
-    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["scheduler", "unet"]
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet"]
     assert "unet_ema" not in (summary.checkpoint / "README.md").read_text(encoding="utf-8")
     summary = train(dataclasses.replace(plain, max_steps=3, resume=True, ema=Ema(decay=0.9999)), ALONE)
-    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["scheduler", "unet", "unet_ema"]
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet", "unet_ema"]
     summary = train(dataclasses.replace(plain, max_steps=4, resume=True), ALONE)
-    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["scheduler", "unet"]
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet"]
 
 
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
@@ -93,10 +97,10 @@ def test_the_installed_torch_knows_what_it_is_told() -> None:
 def test_the_status_of_a_run_that_goes_on_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    run_dir.write_status(tmp_path, run_dir.RunStatus.RUNNING, 3)
+    log.write_status(tmp_path, log.RunStatus.RUNNING, 3)
     assert not synced
     assert json.loads((tmp_path / "status.json").read_bytes())["step"] == 3
-    run_dir.write_status(tmp_path, run_dir.RunStatus.DONE, 4)
+    log.write_status(tmp_path, log.RunStatus.DONE, 4)
     assert synced
 
 

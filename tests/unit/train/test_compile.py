@@ -22,7 +22,7 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.mixture import open_shares
 from bucketline.store import Store
 from bucketline.train import compile as compile_module
-from bucketline.train import data, setup
+from bucketline.train import data, model
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
 from bucketline.train.config import Compile, Objective
 from bucketline.train.ema import Average
@@ -31,8 +31,8 @@ from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks
+from bucketline.train.run import Run, train
 from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.trainer import train
 from bucketline.train.validation import validate
 from tests.family_models import tiny_vae
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, predicted, write_form
@@ -327,8 +327,8 @@ def compiled_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[
     def note(_training: object, batches: list[Batch], _say: object, *, validated: list[Batch], turn: object) -> None:
         found.append(([one.bucket for one in batches], [one.bucket for one in validated]))
 
-    monkeypatch.setattr(setup, "warm_up", note)
-    monkeypatch.setattr(setup, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(model, "warm_up", note)
+    monkeypatch.setattr(model, "compile_blocks", lambda *_, **__: None)
     monkeypatch.setattr(Prep, "_noise", property(lambda prep: prep._eager))
     return found
 
@@ -350,10 +350,10 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     asked = config(folder, max_steps=6, compile=Compile.ON)
     for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
         add_to_store(folder / "tiny.store", samples(more, str(more)))
-    oldest, due = Store.open(folder / "tiny.store", 1), iter([None, (2,), None, (3,), None, None])
+    oldest, due = Store.open(folder / "tiny.store", 1), iter([(2,), None, (3,), None, None, None])
     monkeypatch.setattr(data, "open_stores", lambda *_: open_shares(oldest))
-    monkeypatch.setattr(data.Follower, "has_newer", lambda _: False)
-    monkeypatch.setattr(data.Follower, "due", lambda *_, **__: next(due))
+    monkeypatch.setattr(Run, "_has_newer", lambda _: True)
+    monkeypatch.setattr(Loader, "newer", lambda _: next(due))
     run = train(dataclasses.replace(asked, follow=1), ALONE)
     assert run.steps_done == 6
     (first, validated), later = found[0], found[1:]

@@ -12,15 +12,14 @@ from safetensors.torch import load_file
 
 from bucketline.train.checkpoint import Start
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.outputs.weights import KOHYA_FILE
-from bucketline.train.setup import start_processes
+from bucketline.train.log import read_metrics
+from bucketline.train.models.weights import KOHYA_FILE
+from bucketline.train.run import Run, train
 from bucketline.train.step import train_step
-from bucketline.train.trainer import Trainer, train
 from bucketline.weight_files import LORA_FILE
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import FAMILIES, pack_family
-from tests.unit.train.tiny_run import ALONE
+from tests.unit.train.tiny_run import ALONE, built
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,9 +32,9 @@ A_FEW = [pytest.param(family, marks=() if family in ("sd", "dit", "flux") else p
 START = Start(checkpoint=None, state=None)
 
 
-def assembled(packed: Packed, output: Path, **changes: Any) -> Trainer:
+def assembled(packed: Packed, output: Path, **changes: Any) -> Run:
     asked = packed.config(output, **changes)
-    return Trainer(asked, ALONE, start_processes(asked), START)
+    return built(asked)
 
 
 @pytest.mark.parametrize("packed", A_FEW, indirect=True)

@@ -13,10 +13,10 @@ from bucketline.errors import UsageError
 from bucketline.loader.follow import GenerationWatch
 from bucketline.loader.recorded_run import read_run
 from bucketline.train import data as data_module
-from bucketline.train import trainer as run_module
+from bucketline.train import run as run_module
 from bucketline.train.config import parse
+from bucketline.train.run import train
 from bucketline.train.step import train_step
-from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import (
     ALONE,
     add_to_store,

@@ -15,8 +15,8 @@ from bucketline.store import Store
 from bucketline.train.config import ObjectiveOptions
 from bucketline.train.data import mean_weight
 from bucketline.train.noise import draw_timesteps, squared_error
+from bucketline.train.run import train
 from bucketline.train.step import loss_of
-from bucketline.train.trainer import train
 from bucketline.train.values import TimestepRange, Timesteps, TimestepSampling
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_batch, samples

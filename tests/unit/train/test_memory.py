@@ -18,8 +18,8 @@ from bucketline.train.compile import forward_backward
 from bucketline.train.config import Base
 from bucketline.train.data import open_loader, open_stores
 from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, try_step
-from bucketline.train.setup import build, resolved
-from bucketline.train.trainer import train
+from bucketline.train.model import build
+from bucketline.train.run import resolve, train
 from bucketline.train.values import Ema, EmaPlace
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch, Loader
     from bucketline.train.config import TrainConfig
-    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
 
 CPU = torch.device("cpu")
 NEW = Start(checkpoint=None, state=None)
+NO_LOADER: Any = None  # none is needed where the length is given
 WHOLE = ("--recompute 0.25", "--recompute 0.5", "--recompute 0.75", "--recompute 1.0", "--ema 0.9999:cpu:10")
 MOMENTS = ("--optimizer adamw-8bit",)
 ADAPTERS = (*WHOLE[:4], "--base int8", "--base nf4", "--offload-blocks 99")
@@ -174,7 +175,9 @@ OPTIMIZERS = ("adamw", "muon", "prodigy", "torch.optim:NAdam", pytest.param("ada
 def test_a_trial_changes_no_number(folder: Path, name: str) -> None:
     write_unet(folder / "model", block_out_channels=[8, 32])  # moments of 8 bits are for weights of 4096 values
     asked = config(folder, optimizer=name, max_steps=2, learning_rate=None, lora_dropout=0.1, lora_rank=2)
-    asked = resolved(asked if name == "prodigy" else dataclasses.replace(asked, lora_rank=None, lora_dropout=0.0), NEW, CPU)
+    asked = resolve(
+        asked if name == "prodigy" else dataclasses.replace(asked, lora_rank=None, lora_dropout=0.0), NEW, NO_LOADER, CPU
+    )
     loader, build_one = built(asked)
     with loader:
         training, _ = build_one(decided(asked))
@@ -203,7 +206,7 @@ def options_of(asked: TrainConfig) -> dict[str, Any]:
 def test_a_trial_has_the_state_of_a_later_step_and_gradients_of_an_earlier_micro_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = resolved(config(folder, accumulation=3), NEW, CPU)
+    asked = resolve(config(folder, accumulation=3), NEW, NO_LOADER, CPU)
     loader, build_one = built(asked)
     seen: list[tuple[int, bool]] = []
 
@@ -234,9 +237,9 @@ def test_a_rank_that_has_memory_enough_chooses_what_another_needs(folder: Path) 
         asked = config(folder, memory="1GiB", accumulation=1)
         with pytest.MonkeyPatch.context() as patched:
             ends_unless(patched, lambda one: ranks.rank == 0 or one.recompute == 1)
-            loader, build_one = built(resolved(asked, NEW, CPU), ranks)
+            loader, build_one = built(resolve(asked, NEW, NO_LOADER, CPU), ranks)
             with loader:
-                training, _ = built_to_fit(resolved(asked, NEW, CPU), ranks, NEW, loader, build_one, lambda _: None)
+                training, _ = built_to_fit(resolve(asked, NEW, NO_LOADER, CPU), ranks, NEW, loader, build_one, lambda _: None)
         assert training.config.recompute == 1
 
     fork_ranks(folder, body)

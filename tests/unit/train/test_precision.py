@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -12,8 +12,7 @@ import torch
 from bucketline.train.checkpoint import RunState, Start
 from bucketline.train.config import Precision
 from bucketline.train.models.load import load
-from bucketline.train.setup import resolved
-from bucketline.train.trainer import train
+from bucketline.train.run import resolve, set_up_device, train
 from tests.unit.train.tiny_run import ALONE, config, facts, losses
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: has_bf16 or including_emulation)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    assert resolved(config(tmp_path), start(before), device).precision is meant
+    assert resolve(config(tmp_path), start(before), cast("Any", None), device).precision is meant
 
 
 def test_fp32_on_a_gpu_uses_tf32_and_says_so(
@@ -61,9 +60,9 @@ def test_fp32_on_a_gpu_uses_tf32_and_says_so(
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     plain = config(tmp_path, precision=Precision.FP32)
     with caplog.at_level(logging.WARNING):
-        resolved(plain, start(None), CPU)
+        set_up_device(plain, CPU)
         assert (asked, caplog.messages) == ([], [])
-        resolved(plain, start(None), CUDA)
+        set_up_device(plain, CUDA)
     assert (asked, len(caplog.messages)) == (["high"], 1)
     assert "TF32" in caplog.text
 
@@ -73,7 +72,7 @@ def test_cudnn_searches_for_its_fastest_convolutions_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    resolved(config(tmp_path, precision=Precision.BF16), start(None), device)
+    set_up_device(config(tmp_path, precision=Precision.BF16), device)
     assert torch.backends.cudnn.benchmark is (device == CUDA)
 
 

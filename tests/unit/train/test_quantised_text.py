@@ -18,7 +18,7 @@ from bucketline.train import noise as noise_module
 from bucketline.train.config import Objective
 from bucketline.train.models.load import facts_of
 from bucketline.train.noise import NoiseSchedule, Prep
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.kit import quantised
 from tests.unit.train.tiny_run import ALONE, config, encoders, losses, samples, write_unet
 

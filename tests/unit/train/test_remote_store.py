@@ -10,7 +10,7 @@ import pytest
 
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.forked_ranks import ForkedRanks
 from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses
 

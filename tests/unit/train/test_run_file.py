@@ -124,7 +124,7 @@ save-every = "None"
         ("seed = ", "is not TOML: Invalid value"),
         pytest.param(f"seed = {'[' * 3000}", "is not TOML: maximum recursion", id="deep"),
         ("base = true", r"\[memory\] base is True, expected int8, fp8, nf4, off$"),
-        ("follow = false", r"\[run\] follow is False, expected 1 or more rows, or a run's folder$"),
+        ("follow = false", r"\[run\] follow is False, expected int$"),
         ("batch = 1\nlora_alpha = 1", r"--lora-alpha is 1.*\(--lora-alpha is set in .*own\.toml, \[method\]\)$"),
     ],
 )

@@ -8,37 +8,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bucketline.errors import ModelError, UsageError
+from bucketline.errors import ModelError
 from bucketline.families.family import Family
-from bucketline.loader import WeightedStore
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
-from bucketline.store.format.block import Column
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.format.schema import TextEntry, column_entries
-from bucketline.store.format.text_block import TextSpec
-from bucketline.train import setup
-from bucketline.train.checkpoint import Start
+from bucketline.train import model
 from bucketline.train.compile import recomputed, share_cores_of_compiler
 from bucketline.train.config import Compile, Objective, Precision
 from bucketline.train.models.load import load
-from bucketline.train.refusals import refuse_stores
-from bucketline.train.setup import refuse_model, start_processes
-from bucketline.train.trainer import Trainer, train
-from tests.kit import TEXT, rewrite_manifest
-from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
+from bucketline.train.run import start_processes, train
+from tests.kit import rewrite_manifest
+from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, built, config, make_training_store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.train.config import TrainConfig
-    from tests.unit.train.packed_families import Packed
 
 CPU = torch.device("cpu")
-
-
-def built_alone(asked: TrainConfig) -> Trainer:
-    return Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
 
 
 def rewritten(path: Path, **changes: Any) -> Store:
@@ -58,7 +45,6 @@ def latent_scale(store: Store) -> LatentScale:
 
 def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s")
-    refuse_stores([WeightedStore(store=store)])
     latents = torch.randn(3, 2, 4, 4)
     torch.testing.assert_close(latent_scale(store).apply(latents), (latents - 0.25) * 0.5)
 
@@ -66,7 +52,6 @@ def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) ->
 def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeline_undoes_it(tmp_path: Path) -> None:
     mean, std = [0.5, -1.0], [2.0, 4.0]
     store = with_vae(tmp_path / "s", shift_factor=None, latents_mean=mean, latents_std=std)
-    refuse_stores([WeightedStore(store=store)])
     scale, latents = latent_scale(store), torch.randn(3, 2, 4, 4)
     seen = scale.apply(latents)
     means, stds = (torch.tensor(values).view(1, 2, 1, 1) for values in (mean, std))
@@ -87,72 +72,6 @@ def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: P
     torch.testing.assert_close(scale.invert(scale.apply(latents)), latents)
 
 
-def test_a_shift_beside_a_mean_is_refused(tmp_path: Path) -> None:
-    store = with_vae(tmp_path / "s", latents_mean=[0.0, 1.0])
-    with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none in addition to latents_mean"):
-        refuse_stores([WeightedStore(store=store)])
-
-
-def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
-    path = make_training_store(tmp_path / "s").path
-    spec = TextSpec(tokens=(*TEXT.tokens, Column(name="others", dtype="F16", shape=(3,))))
-    entry = TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed={})
-    with pytest.raises(ModelError, match=r"text\.tokens others, tokens, expected one column"):
-        refuse_stores([WeightedStore(store=rewritten(path, text=entry))])
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or use --objective flow"),
-        (
-            {"objective": Objective.FLOW, "loss_weight": "min-snr:5"},
-            UsageError,
-            r"--loss-weight is min-snr:5, and the objective is flow; use cosmap, sigma-sqrt or sigma-squared",
-        ),
-        ({"objective": Objective.FLOW, "noise_offset": 0.1}, UsageError, "--noise-offset is 0.1, and the objective is a flow"),
-        ({"loss_weight": "cosmap"}, UsageError, "--loss-weight is cosmap, and the objective is epsilon; use min-snr:GAMMA"),
-        ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, UsageError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
-        ({"flip": 0.5}, UsageError, r"flip is 0\.5, .* has no latent_flipped"),
-    ],
-)
-def test_what_does_not_suit_the_model_or_the_store_is_refused_before_training(
-    folder: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        built_alone(config(folder, **changes))
-
-
-def test_what_does_not_suit_the_models_objective_is_refused_before_there_is_a_run(folder: Path) -> None:
-    asked = config(folder, loss_weight="cosmap")
-    with pytest.raises(UsageError, match="--loss-weight is cosmap"):
-        train(asked, ALONE)
-    assert not asked.output_dir.exists()
-
-
-@pytest.mark.parametrize(
-    ("preset", "better"),
-    [("sdxl-lora", "sd-lora"), ("sdxl", "sd"), ("flux-lora", "sd-lora"), ("dit", "sd"), ("sd-lora", None), ("sd", None)],
-)
-def test_a_preset_of_another_family_than_the_models_is_refused_with_that_of_its_own(
-    folder: Path, preset: str, better: str | None
-) -> None:
-    asked = config(folder, files=(preset,))
-    if better is None:
-        refuse_model(asked)
-        return
-    own = preset.removesuffix("-lora")
-    message = rf"the preset {preset} is for .* {own}, and .*model is a UNet2DConditionModel of sd; use the preset {better},"
-    with pytest.raises(UsageError, match=message):
-        refuse_model(asked)
-    refuse_model(replace(asked, resume=True))
-
-
-def test_each_preset_is_taken_for_the_model_of_its_family(packed: Packed) -> None:
-    own = {"dit": "dit", "pixart_alpha": "pixart", "pixart_sigma": "pixart"}.get(packed.family, packed.family)
-    refuse_model(packed.config(packed.store.parent / "unused", files=(own,)))
-
-
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
@@ -171,15 +90,15 @@ def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
         asked.append(named["dtype"])
         return load(*given, **named)
 
-    monkeypatch.setattr(setup, "load", noting)
-    built = built_alone(config(folder, **changes))
+    monkeypatch.setattr(model, "load", noting)
+    run = built(config(folder, **changes))
     assert asked == [wanted]
-    assert {parameter.dtype for parameter in built.training.model.parameters() if parameter.requires_grad} == {torch.float32}
+    assert {parameter.dtype for parameter in run.training.model.parameters() if parameter.requires_grad} == {torch.float32}
 
 
 def test_blocks_are_recomputed_without_saving_generators(folder: Path) -> None:
-    built = built_alone(config(folder, recompute=1.0))
-    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in built.training.model.modules()]
+    run = built(config(folder, recompute=1.0))
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in run.training.model.modules()]
     assert {function for function in functions if function} == {recomputed}
 
 
@@ -196,20 +115,7 @@ def test_another_vae_than_the_stores_is_refused_before_training(folder: Path) ->
     encoders = {"vae": {**VAE, "weights_hash": "0" * 32}, "text_encoder": dict(TEXT_ENCODER)}
     rewrite_manifest(folder / "tiny.store", encoders=encoders)
     with pytest.raises(ModelError, match=r"model/vae is not the VAE .*: its weights_hash is \w{32}, the store has 0{32}; "):
-        built_alone(config(folder))
-
-
-def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(folder: Path) -> None:
-    (folder / "model" / "text_encoder").mkdir()
-    path = folder / "model" / "text_encoder" / "config.json"
-    path.write_text('{"hidden_size": 5}', encoding="ascii")
-    for text in (
-        {**TEXT_ENCODER, "config_hash": "0" * 32},
-        {**TEXT_ENCODER, "parts": {"text_encoder": {"config_hash": "0" * 32}}},
-    ):
-        rewrite_manifest(folder / "tiny.store", encoders={"vae": dict(VAE), "text_encoder": text})
-        with pytest.raises(ModelError, match=r"model/text_encoder is not the text encoder .* the store has 0{32}; "):
-            built_alone(config(folder))
+        built(config(folder))
 
 
 def test_a_run_computes_no_attention_by_cudnn(tmp_path: Path) -> None:

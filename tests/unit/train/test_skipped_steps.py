@@ -13,15 +13,12 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.loader import Loader
+from bucketline.train import run as run_module
 from bucketline.train import step as step_module
-from bucketline.train import trainer as run_module
-from bucketline.train.checkpoint import Start
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.outputs.metrics import Scale, WindowRecorder
-from bucketline.train.setup import start_processes
+from bucketline.train.log import Scale, WindowRecorder, read_metrics
+from bucketline.train.run import train
 from bucketline.train.step import StepOutcome
-from bucketline.train.trainer import train
-from tests.unit.train.tiny_run import ALONE, config, losses
+from tests.unit.train.tiny_run import ALONE, built, config, losses
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -56,7 +53,7 @@ def seen_at(step: int, asked: TrainConfig) -> list[tuple[str, str]]:
 
 def test_samples_are_named_of_the_rank_whose_loss_is_not_finite(folder: Path) -> None:
     asked = config(folder, batch="1")
-    run = run_module.Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    run = built(asked)
     with contextlib.closing(run):
         run.ranks = replace(ALONE, world_size=2)
         run.loader.plan = replace(

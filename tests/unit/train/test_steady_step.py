@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train import trainer as run_module
-from bucketline.train.metrics_file import read_metrics
+from bucketline.train import run as run_module
+from bucketline.train.log import read_metrics
 from bucketline.train.parallel import StopRequest
+from bucketline.train.run import train
 from bucketline.train.step import train_step
-from bucketline.train.trainer import train
 from bucketline.train.validation import validate
 from tests.unit.train.tiny_run import ALONE, config
 

@@ -11,7 +11,7 @@ import pytest
 from bucketline.errors import UsageError
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.store import Store
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from bucketline.train.values import LrSchedule
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 

@@ -21,6 +21,7 @@ from tests.kit import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, ma
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from bucketline.train.run import Run
     from bucketline.typed_json import Json
 
 CHANNELS = 2
@@ -189,9 +190,18 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **as_fields(on_device))
 
 
+def built(asked: TrainConfig) -> Run:
+    """Return a run that is ready for its first step, without a folder."""
+    from bucketline.train.run import Run
+
+    run = Run(asked, ALONE)
+    run.build()
+    return run
+
+
 def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:
     """Train a run, and the same one stopped after `stop` steps and resumed; return the other's folder, of the same losses."""
-    from bucketline.train.trainer import train
+    from bucketline.train.run import train
 
     train(whole, ALONE)
     parts = replace(whole, output_dir=whole.output_dir.parent / "parts", max_steps=stop)
@@ -203,7 +213,7 @@ def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:
 
 def losses(run: Path) -> list[tuple[object, ...]]:
     """Return what must agree between two runs, of every line of their metrics."""
-    from bucketline.train.metrics_file import read_metrics
+    from bucketline.train.log import read_metrics
 
     names = ("step", "loss", "grad_norm", "lr", "samples", "buckets", "val_loss", "val_loss_per_timestep")
     return [tuple(json.dumps(line.get(name)) for name in names) for line in read_metrics(run)]

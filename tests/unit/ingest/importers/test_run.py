@@ -17,7 +17,7 @@ from bucketline.ingest.importers import captions, run
 from bucketline.ingest.importers.rows import row_of
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import TrainConfig
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.commands import call, forked_ranks
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
 from tests.unit.ingest.importers.writers import FORMS, kohya, kohya_latent, simpletuner

@@ -17,8 +17,8 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import StoreError
-from bucketline.store.folder import DeniedError, MissingObjectError
-from bucketline.store.remote.objects import NoRangesError, ObjectFolder, RemoteOptions
+from bucketline.store.folder import DeniedError, MissingObjectError, NoRangesError
+from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from bucketline.store.remote.web_server import WebError, WebServer, _Server
 from tests.leftovers import wait_until
 from tests.unit.loader.service.test_tcp import certificate_of

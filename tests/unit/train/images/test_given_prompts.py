@@ -13,7 +13,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.store import Store
 from bucketline.store.prompt_file import decode_prompts
 from bucketline.train.images.prompts import encode_given
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.commands import call
 from tests.unit.train.tiny_run import ALONE
 

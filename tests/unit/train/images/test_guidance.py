@@ -16,7 +16,7 @@ from bucketline.train.images import drawing
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.noise import load_schedule, sample_noise
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.family_models import tiny_vae
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import ALONE, config, facts, make_batch

@@ -11,7 +11,7 @@ from PIL import Image
 
 from bucketline.train.images.image_files import CELL_PX, GAP_PX, DrawnSample, contact_sheet, write_images
 from bucketline.train.report.loss_curve import draw_loss_curve
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.kit import make_sample
 from tests.unit.train.tiny_run import ALONE, add_to_store, config
 

@@ -21,9 +21,9 @@ from bucketline.train.images import drawing, pipeline
 from bucketline.train.images.drawing import draw_images
 from bucketline.train.noise import Prep, load_schedule
 from bucketline.train.parallel import whole
+from bucketline.train.run import train
 from bucketline.train.sharding import tensors_of
 from bucketline.train.step import Training
-from bucketline.train.trainer import train
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.test_sharding import CPU, sharded
 from tests.unit.train.tiny_run import ALONE, config, losses

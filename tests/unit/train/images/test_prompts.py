@@ -17,17 +17,15 @@ from bucketline.families.flux import Flux
 from bucketline.families.sd3 import Sd3
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.store import Store
-from bucketline.train.checkpoint import Start
 from bucketline.train.images import drawing, image_files
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import encode_given, load_prompts, prompt_batches
 from bucketline.train.models.load import facts_of
-from bucketline.train.setup import start_processes
-from bucketline.train.trainer import Trainer, train
+from bucketline.train.run import train
 from tests.commands import call
 from tests.kit import flip_bit
 from tests.unit.train.images.test_no_room import no_room
-from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, config, facts, losses, write_prompts
+from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, built, config, facts, losses, write_prompts
 
 if TYPE_CHECKING:
     from bucketline.store.prompt_file import Prompt
@@ -88,7 +86,7 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(folder: 
 
 def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(folder: Path) -> None:
     asked = prompted(folder, image_guidance=2.0)
-    run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    run = built(asked)
     run.close()
     vae = drawing.drawing_vae(asked, Store.open(asked.store[0]))
     assert vae is not None
@@ -161,7 +159,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     told_run: dict[str, Any] = {"num_images": 1, "image_prompts": (str(tmp_path / "p.safetensors"),)}
     bare = shutil.copytree(packed.model, tmp_path / "model", ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     asked = packed.config(tmp_path / "run", model=bare, image_steps=3, **told_run)
-    run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    run = built(asked)
     run.close()
     vae = drawing.drawing_vae(asked, run.loader.shares[0].store)
     assert vae is not None

@@ -14,9 +14,9 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, 
 from bucketline.errors import UsageError
 from bucketline.quantised_linear import QuantisedLinear, quantise_weight
 from bucketline.train.config import Base, Precision
+from bucketline.train.log import read_metrics
 from bucketline.train.lowbit.frozen_base import quantise_base
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.unit.train.packed_families import pack_family
 from tests.unit.train.tiny_run import ALONE, UNET

@@ -11,17 +11,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
-from bucketline.train import setup
-from bucketline.train.checkpoint import Start
+from bucketline.train import model
 from bucketline.train.compile import compile_blocks, graphs_compiled, recompute
 from bucketline.train.config import Base, Compile, Precision
 from bucketline.train.lowbit.offload import Offload
 from bucketline.train.parallel import repeated_blocks
-from bucketline.train.setup import start_processes
+from bucketline.train.run import Run, train
 from bucketline.train.step import loss_of, train_step
-from bucketline.train.trainer import Trainer, train
 from tests.unit.train.packed_families import FAMILIES
-from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
+from tests.unit.train.tiny_run import ALONE, built, config, losses, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,12 +32,12 @@ A_FEW = [pytest.param(family, marks=() if family == "sd" else pytest.mark.slow) 
 LORA: dict[str, Any] = {"lora_rank": 2, "learning_rate": 1e-2}
 
 
-def assembled(packed: Packed, output: Path, **changes: Any) -> Trainer:
+def assembled(packed: Packed, output: Path, **changes: Any) -> Run:
     asked = packed.config(output, **changes)
-    return Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    return built(asked)
 
 
-def steps(trainer: Trainer, number: int = 2) -> list[tuple[float, float]]:
+def steps(trainer: Run, number: int = 2) -> list[tuple[float, float]]:
     with trainer.loader as loader:
         batches = loader.forever()
         outcomes = [train_step(trainer.training, batches, step) for step in range(number)]
@@ -98,7 +96,7 @@ def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: P
     monkeypatch.setattr(Offload, "_run", run)
     write_unet(folder / "model", mid_block_type="UNetMidBlock2DCrossAttn", up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"])
     asked = config(folder, **LORA, accumulation=1, recompute=1.0, offload_blocks=99)
-    trainer = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    trainer = built(asked)
     num_blocks = len(repeated_blocks(trainer.training.model))
     with trainer.loader as loader:
         batches = loader.forever()
@@ -120,7 +118,7 @@ def test_compiled_blocks_take_part(packed: Packed, tmp_path: Path, monkeypatch: 
 
     kept = {name: getattr(dynamo.config, name) for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit")}
     kept |= {name: getattr(dynamo.config, name) for name in ("accumulated_recompile_limit", "fail_on_recompile_limit_hit")}
-    monkeypatch.setattr(setup, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(model, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
     asked = {**LORA, "accumulation": 1, "base": Base.NF4, "recompute": 1.0, "offload_blocks": 4}
     found = []
     with dynamo.config.patch(**kept):
@@ -139,7 +137,7 @@ def test_recomputing_keeps_fewer_activations(folder: Path) -> None:
     found = []
     for share in (1.0, 0.5, 0.0):
         asked = config(folder, accumulation=1, recompute=1 - share)
-        trainer = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+        trainer = built(asked)
         sizes: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:

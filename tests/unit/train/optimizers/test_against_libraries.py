@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch import nn
 
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.latent_scale import LatentScale
+from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, load_weights, write
 from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
+from bucketline.train.models.weights import WholeModel
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.optim import NAMED, learning_rate_at, make_optimizer
-from bucketline.train.outputs.saver import HostMemory, copied
-from bucketline.train.outputs.weights import WholeModel
-from bucketline.train.parallel import load_optimizer, repeated_blocks
+from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, begin_step, loss_of, train_step
+from tests.unit.train.outputs.test_checkpoint import state
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
@@ -158,18 +160,18 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_pat
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
-    """As in a checkpoint, but in memory; channels_last, as on a GPU."""
+    """By a checkpoint; channels_last, as on a GPU."""
     whole, resumed = (make_training(tmp_path, name) for _ in range(2))
     for training in (whole, resumed):
         training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     stream = batches()
     for step in range(2):
         train_step(whole, iter([stream[step]]), step)
-    copies = copied(HostMemory(), WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer)
-    torch.save(copies.optimizer, tmp_path / "state")
-    assert copies.last is not None
-    resumed.model.load_state_dict(copies.last)
-    load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True))
+    weights, folder = WholeModel(folder="unet"), tmp_path / CHECKPOINTS / folder_of_step(2)
+    copies = copied(weights, whole.model, Average(whole.model, 0.9), whole.optimizer)
+    write(folder, weights, weights.config(whole.model), copies, state(2), card="", keep=1)
+    load_weights(folder, weights, resumed.model)
+    load_optimizer(folder, resumed.model, resumed.optimizer)
     for step in (2, 3):
         for training in (whole, resumed):
             train_step(training, iter([stream[step]]), step)

@@ -14,7 +14,6 @@ from transformers import get_wsd_schedule
 
 from bucketline.errors import UsageError
 from bucketline.train.optim import learning_rate_at
-from bucketline.train.parallel import load_optimizer
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
@@ -137,24 +136,3 @@ def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedul
 def test_what_a_schedule_does_not_take_is_refused(tmp_path: Path, schedule: str) -> None:
     with pytest.raises(UsageError, match=f"^--lr-schedule is .?{schedule}"):
         asked(tmp_path, lr_schedule=schedule)
-
-
-def test_a_state_of_an_optimizer_in_which_only_matrices_decayed_is_continued() -> None:
-    """Older versions had two groups then, matrices first; now there is one."""
-
-    def stepped(*groups: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
-        for number, parameter in enumerate(model.parameters()):
-            parameter.grad = torch.full_like(parameter, number + 1.0)
-        optimizer.step()
-        return optimizer
-
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Linear(4, 4))
-    every = [*model.parameters()]
-    before = stepped([one for one in every if one.ndim > 1], [one for one in every if one.ndim <= 1])
-    now = torch.optim.AdamW(every)
-    load_optimizer(now, before.state_dict())
-    for parameter in every:
-        assert all(torch.equal(value, now.state[parameter][name]) for name, value in before.state[parameter].items())
-    with pytest.raises(ValueError, match="has a different number of parameters"):
-        load_optimizer(torch.optim.AdamW(every[:2]), torch.optim.AdamW(every[:3]).state_dict())

@@ -1,14 +1,15 @@
-"""Checkpoints are whole or passed over."""
+"""Checkpoints are whole or passed over, and are written while training continues."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import logging
 import os
 import pickle
 import shutil
 import sys
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,31 +18,39 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
-from bucketline.files.run_marker import CHECKPOINTS
+from bucketline.files.run_marker import CHECKPOINTS, METRICS
 from bucketline.loader.mixture import StoreId
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import checkpoint
-from bucketline.train.checkpoint import RunState, damage, last_whole, read_state
+from bucketline.train import save as save_module
+from bucketline.train.checkpoint import (
+    RunState,
+    copied,
+    damage,
+    folder_of_step,
+    last_whole,
+    load_optimizer,
+    load_weights,
+    read_state,
+    set_aside,
+)
 from bucketline.train.ema import Average
-from bucketline.train.outputs import saved_tensors
-from bucketline.train.outputs.saver import HostMemory, copied
-from bucketline.train.outputs.weights import WholeModel
+from bucketline.train.models.weights import WholeModel
+from bucketline.train.save import Output, Saver
+from bucketline.train.step import Training
 from tests.commands import spawn
 from tests.kit import flip_bit, tree
-from tests.unit.train.tiny_run import UNET
-
-BEFORE: dict[str, Json] = {
-    "guidance": 3.5,
-    "weights": "fp32",
-    "optimizer": "adamw",
-}  # of a state from before there were these options
+from tests.unit.train.tiny_run import ALONE, UNET, config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
 
-    from bucketline.typed_json import Json
+WAIT_S = 30.0
+WEIGHTS = WholeModel(folder="unet")
+MODEL, MOMENTS = "unet/diffusion_pytorch_model.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors"
 
 
 @dataclass(kw_only=True)
@@ -52,21 +61,22 @@ class Trained:
     average: Average
     optimizer: torch.optim.Optimizer
 
-
-WEIGHTS = WholeModel(folder="unet")
+    def step(self, seed: int = 0) -> None:
+        drawn = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=drawn))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def parts(seed: int = 0, layout: torch.memory_format = torch.contiguous_format, **changes: Any) -> Trained:
-    """Make a model that has taken one optimizer step."""
+    """Make a model that has taken one optimizer step, and an average of the weights before it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = UNet2DConditionModel.from_config({**UNET, **changes}).to(memory_format=layout)
-    average = Average(model, 0.9)  # of the weights before the step
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return Trained(model=model, average=average, optimizer=optimizer)
+    made = Trained(model=model, average=Average(model, 0.9), optimizer=torch.optim.AdamW(model.parameters(), fused=True))
+    made.step(seed)
+    return made
 
 
 def state(steps_done: int) -> RunState:
@@ -83,94 +93,117 @@ def state(steps_done: int) -> RunState:
 
 
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
-    copies = copied(HostMemory(), WEIGHTS, trained.model, trained.average, trained.optimizer)
-    folder = output_dir / CHECKPOINTS / checkpoint.folder_of_step(kept.steps_done)
-    saved_tensors.write(folder, WEIGHTS, copies, kept, card="# a card", keep=keep)
+    copies = copied(WEIGHTS, trained.model, trained.average, trained.optimizer)
+    folder = output_dir / CHECKPOINTS / folder_of_step(kept.steps_done)
+    checkpoint.begin_aside(folder)
+    checkpoint.write(folder, WEIGHTS, WEIGHTS.config(trained.model), copies, kept, card="# a card", keep=keep)
     return folder
 
 
 def load(folder: Path, trained: Trained) -> None:
-    saved_tensors.load_weights(folder, WEIGHTS, trained.model)
+    load_weights(folder, WEIGHTS, trained.model)
     with trained.average.applied():
-        saved_tensors.load_weights(folder, WEIGHTS, trained.model, averaged=True)
-    saved_tensors.load_saved_optimizer(folder, trained.optimizer)
+        load_weights(folder, WEIGHTS, trained.model, averaged=True)
+    load_optimizer(folder, trained.model, trained.optimizer)
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
-    saved, loaded = parts(0), parts(1)
+def unsaved(folder: Path) -> Trained:
+    """Return other parts, as at the start of a run: the optimizer has no state."""
+    made = parts(1)
+    made.optimizer = torch.optim.AdamW(made.model.parameters(), fused=True, weight_decay=0.5)
+    load(folder, made)
+    return made
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in (output_dir / CHECKPOINTS).iterdir())
+
+
+def test_what_is_loaded_is_what_was_saved_and_the_options_are_this_runs(tmp_path: Path) -> None:
+    saved = parts(0)
     folder = save(tmp_path, saved, state(5), keep=2)
-    load(folder, loaded)
-    for name, tensor in saved.model.state_dict().items():
-        assert torch.equal(tensor, loaded.model.state_dict()[name])
-    with saved.average.applied(), loaded.average.applied():
-        for name, tensor in saved.model.state_dict().items():
-            assert torch.equal(tensor, loaded.model.state_dict()[name])
+    loaded = unsaved(folder)
+    for averaged in (False, True):
+        with contextlib.ExitStack() as both:
+            for one in (saved, loaded) if averaged else ():
+                both.enter_context(one.average.applied())
+            own = loaded.model.state_dict()
+            assert all(torch.equal(tensor, own[name]) for name, tensor in saved.model.state_dict().items())
     before, after = saved.optimizer.state_dict()["state"], loaded.optimizer.state_dict()["state"]
     assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
-    assert read_state(folder) == dataclasses.replace(state(5), config={**BEFORE, **state(5).config})
+    assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert read_state(folder) == state(5)
 
 
-def test_options_have_their_names_of_now_in_a_state_of_the_last_version(tmp_path: Path) -> None:
-    then: dict[str, Json] = {"accum": 2, "seed": 0, "pictures_every": None, "ema_decay": 0.999}
-    now = {**BEFORE, "accumulation": 2, "seed": 0, "images_every": None, "ema": "0.999:device"}
-    assert read_state(save(tmp_path, parts(), dataclasses.replace(state(1), config=then), keep=1)).config == now
+@pytest.mark.parametrize("saved_as", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_moments_are_laid_out_as_their_parameters_and_the_next_step_is_the_same(
+    tmp_path: Path, saved_as: torch.memory_format
+) -> None:
+    """On a GPU parameters are channels_last; the fused step refuses moments of another layout there, and mixes them up here."""
+    saved, loaded = parts(0, saved_as), parts(1, torch.channels_last)
+    saved.step(2)
+    load(save(tmp_path, saved, state(1), keep=1), loaded)
+    for parameter in loaded.model.parameters():
+        entry = loaded.optimizer.state[parameter]
+        assert entry["exp_avg"].stride() == entry["exp_avg_sq"].stride() == parameter.stride()
+    for trained in (saved, loaded):
+        trained.step(3)
+    for name, tensor in saved.model.state_dict().items():
+        torch.testing.assert_close(loaded.model.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_the_newest_few_stay(tmp_path: Path) -> None:
+def test_the_newest_few_complete_ones_stay(tmp_path: Path) -> None:
     trained = parts()
     for steps_done in (1, 2, 3):
         save(tmp_path, trained, state(steps_done), keep=2)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    (tmp_path / CHECKPOINTS / "step-00000003" / MOMENTS).write_bytes(b"cut")
+    save(tmp_path, trained, state(4), keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    save(tmp_path, trained, state(5), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
-@pytest.mark.parametrize(
-    "file", ["unet/diffusion_pytorch_model.safetensors", "optimizer.pt", "state.json", "unet_ema/config.json"]
-)
-@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone", "no digests", "being written"])
 def test_a_torn_checkpoint_is_passed_over_with_a_warning_that_names_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, harm: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
-    trained = parts()
-    good = save(tmp_path, trained, state(1), keep=2)
-    torn = save(tmp_path, trained, state(2), keep=2) / file
-    if harm == "flipped":
-        flip_bit(torn, 4 * torn.stat().st_size)
-    elif harm == "cut":
-        torn.write_bytes(torn.read_bytes()[:-1])
-    else:
-        torn.unlink()
-    with caplog.at_level(logging.WARNING):
-        assert last_whole(tmp_path) == good
-    assert "step-00000002 is incomplete or damaged" in caplog.text
-    assert torn.name in caplog.text
-
-
-def test_a_checkpoint_without_its_digests_is_torn(tmp_path: Path) -> None:
-    folder = save(tmp_path, parts(), state(1), keep=1)
-    (folder / "digests.json").unlink()
-    assert damage(folder) is not None
+    good = save(tmp_path, parts(), state(1), keep=2)
+    torn = shutil.copytree(good, good.with_name("step-00000002.partial" if harm == "being written" else "step-00000002"))
+    whole = tree(torn)
+    for name in ("digests.json",) if harm == "no digests" else (MODEL, MOMENTS, "state.json", "unet_ema/config.json"):
+        if harm == "flipped":
+            flip_bit(torn / name, 4 * (torn / name).stat().st_size)
+        elif harm == "cut":
+            (torn / name).write_bytes(whole[name][:-1])
+        elif harm != "being written":
+            (torn / name).unlink()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert last_whole(tmp_path) == good
+        if harm != "being written":
+            assert "step-00000002 is incomplete or damaged" in caplog.text
+            assert name.rpartition("/")[2] in caplog.text
+        (torn / name).write_bytes(whole[name])
+    (good / "digests.json").unlink()
+    (torn / "digests.json").unlink()
     with pytest.raises(TrainError, match="no complete checkpoint"):
         last_whole(tmp_path)
 
 
-def test_a_checkpoint_that_was_being_written_is_not_taken(tmp_path: Path) -> None:
-    good = save(tmp_path, parts(), state(1), keep=1)
-    shutil.copytree(good, good.with_name("step-00000009.partial"))
-    assert last_whole(tmp_path) == good
-
-
-def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_resume_has_skipped_is_set_aside_and_what_a_killed_process_left_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained = parts()
-    save(tmp_path, trained, state(1), keep=1)
-    before = tree(tmp_path)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saved_tensors, "_sync_tree", full)
-    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: No space left on device, \d+ bytes are free"):
-        save(tmp_path, trained, state(2), keep=1)
-    assert tree(tmp_path) == before
+    resumed = save(tmp_path, trained, state(4), keep=2)
+    for _ in range(2):
+        save(tmp_path, trained, state(9), keep=2)
+        with caplog.at_level(logging.WARNING):
+            set_aside(resumed)
+    resumed.with_name("step-00000007.partial").mkdir()
+    save(tmp_path, trained, state(12), keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000009.damaged", "step-00000009.damaged1", "step-00000012"]
+    assert "step-00000009 is now step-00000009.damaged1 and does not count as kept; remove it" in caplog.text
 
 
 @pytest.mark.slow
@@ -179,8 +212,7 @@ def test_a_full_disk_is_called_that_whichever_library_writes_when_it_is_full(tmp
     assert ran.code == 0, ran.out + ran.err
     kind, *said, done = ran.out.splitlines()
     assert done.endswith("done")
-    assert any("safetensors" in line or "serializing" in line for line in said)
-    assert any("inline_container" in line or "iostream" in line for line in said)
+    assert said
     assert kind == "limit" or all("cannot be written: No space left on device, " in line for line in said)
 
 
@@ -190,17 +222,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         load(folder, parts(block_out_channels=[4, 8]))
 
 
-def with_right_digests(folder: Path, name: str, data: bytes) -> Path:
-    """Put other bytes into a checkpoint's file, which its digests say are those."""
-    (folder / name).write_bytes(data)
-    size, digest = file_digest(folder / name)
-    document = json.loads((folder / "digests.json").read_bytes())
-    document["files"][name] = {"num_bytes": size, "digest": digest}
-    (folder / "digests.json").write_text(json.dumps(document), encoding="utf-8")
-    assert damage(folder) is None
-    return folder
-
-
 class _Ran:
     """The function that a pickle of it calls when it is loaded."""
 
@@ -208,106 +229,117 @@ class _Ran:
         return os.mkdir, ("ran",)
 
 
-@pytest.mark.parametrize(
-    "data", [pickle.dumps(_Ran(), protocol=2), b"", b"\x80\x02"], ids=["a pickle that acts", "nothing", "a torn pickle"]
-)
-def test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs(
-    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+LIES = {
+    "a pickle that acts": (MOMENTS, pickle.dumps(_Ran(), protocol=2), "does not fit this model"),
+    "nothing": (MOMENTS, b"", "does not fit this model"),
+    "JSON without end": ("state.json", b"[" * 100_000, "state.json is not a checkpoint state"),
+    "another version": ("state.json", b'{"version": 99}', "has version 99, this trainer reads 1"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_file_that_is_something_else_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its digest is right."""
     monkeypatch.chdir(tmp_path)
-    folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "optimizer.pt", data)
-    with pytest.raises(StateError, match="does not fit this model"):
+    (name, data, message), folder = LIES[lie], save(tmp_path, parts(), state(1), keep=1)
+    (folder / name).write_bytes(data)
+    size, digest = file_digest(folder / name)
+    document = json.loads((folder / "digests.json").read_bytes())
+    document["files"][name] = {"num_bytes": size, "digest": digest}
+    (folder / "digests.json").write_text(json.dumps(document), encoding="utf-8")
+    assert damage(folder) is None
+    with pytest.raises(StateError, match=message):
         load(folder, parts())
     assert not (tmp_path / "ran").exists()
-
-
-def test_json_without_end_is_no_state_and_no_digests(tmp_path: Path) -> None:
-    deep = b"[" * 100_000
-    folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "state.json", deep)
-    with pytest.raises(StateError, match=r"state.json is not a checkpoint state"):
-        read_state(folder)
-    (folder / "digests.json").write_bytes(deep)
+    (folder / "digests.json").write_bytes(b"[" * 100_000)
     assert str(damage(folder)).startswith("digests.json: ")
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, parts(), state(1), keep=1)
-    document = json.loads((folder / "state.json").read_bytes())
-    (folder / "state.json").write_text(json.dumps({**document, "version": 99}), encoding="utf-8")
-    with pytest.raises(StateError, match="has version 99, this trainer reads 3"):
-        read_state(folder)
+# ---------------------------------------------------------------------------------------------- while training continues
 
 
-def test_a_torn_checkpoint_that_a_run_has_gone_back_behind_costs_no_whole_one(tmp_path: Path) -> None:
-    save(tmp_path, parts(), state(1), keep=1)
-    torn = save(tmp_path, parts(), state(9), keep=2)
-    (torn / "digests.json").unlink()
-    left = torn.with_name("step-00000007.partial")
-    left.mkdir()
-    saved = save(tmp_path, parts(), state(2), keep=1)
-    assert last_whole(tmp_path) == saved
-    assert not left.exists()
+class Gate:
+    """A stop for a thread, until it is opened."""
+
+    def __init__(self) -> None:
+        self.is_reached, self._is_open = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def holding(self, function: Any) -> Any:
+        def held(*arguments: Any, **options: Any) -> Any:
+            self.is_reached.set()
+            assert self._is_open.wait(WAIT_S)
+            return function(*arguments, **options)
+
+        return held
 
 
-def names(output_dir: Path) -> list[str]:
-    return sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+@pytest.fixture
+def trained() -> Trained:
+    return parts(0)
 
 
-def test_a_checkpoint_with_files_of_other_lengths_does_not_count_as_kept(tmp_path: Path) -> None:
-    trained = parts()
-    for steps_done in (1, 2, 3):
-        save(tmp_path, trained, state(steps_done), keep=9)
-    (tmp_path / "checkpoints" / "step-00000003" / "optimizer.pt").write_bytes(b"cut")
-    save(tmp_path, trained, state(4), keep=2)
-    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
-    save(tmp_path, trained, state(5), keep=2)
-    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+@pytest.fixture
+def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
+    training: Any = Training(
+        config=config(tmp_path),
+        family=None,  # type: ignore[arg-type]
+        model=trained.model,
+        optimizer=trained.optimizer,
+        average=trained.average,
+        prep=None,  # type: ignore[arg-type]
+        autocast=torch.autocast("cpu", enabled=False),
+    )
+    training.config.output_dir.mkdir()
+    (training.config.output_dir / METRICS).touch()
+    made = Saver(training, ALONE, WEIGHTS, None)
+    yield made
+    made.close()
 
 
-def test_what_a_resume_has_skipped_is_set_aside_under_its_own_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained = parts()
-    resumed = save(tmp_path, trained, state(4), keep=2)
-    for _ in range(2):
-        save(tmp_path, trained, state(9), keep=2)
-        with caplog.at_level(logging.WARNING):
-            checkpoint.set_aside(resumed)
-    save(tmp_path, trained, state(12), keep=2)
-    assert names(tmp_path) == ["step-00000004", "step-00000009.damaged", "step-00000009.damaged1", "step-00000012"]
-    assert "step-00000009 is now step-00000009.damaged1 and does not count as kept; remove it" in caplog.text
-
-
-def test_a_resumed_optimizer_has_this_runs_options_and_the_saved_state(tmp_path: Path) -> None:
-    trained, other = parts(), parts(1)
-    folder = save(tmp_path, trained, state(1), keep=1)
-    other.optimizer.param_groups[0]["weight_decay"] = 0.5
-    load(folder, other)
-    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
-    pairs = zip(trained.optimizer.state_dict()["state"].values(), other.optimizer.state_dict()["state"].values(), strict=True)
-    assert all(torch.equal(one["exp_avg"], two["exp_avg"]) for one, two in pairs)
-
-
-@pytest.mark.parametrize("saved_as", [torch.channels_last, torch.contiguous_format], ids=str)
-def test_moments_lie_in_memory_as_their_parameters_do_and_the_next_step_is_the_same(
-    tmp_path: Path, saved_as: torch.memory_format
+def test_steps_continue_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(
+    saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU parameters are channels_last; the fused step refuses moments of another layout there, and mixes them up here."""
+    gate = Gate()
+    monkeypatch.setattr(save_module, "write", gate.holding(checkpoint.write))
+    saver.save({Output.CHECKPOINT: "# a card"}, state(1))
+    assert gate.is_reached.wait(WAIT_S)
+    for _ in range(3):
+        trained.step()
+        saver.poll()
+    first = saver.saved[Output.CHECKPOINT]
+    assert not first.exists()
+    saving = threading.Thread(target=saver.save, args=({Output.CHECKPOINT: "# a card"}, state(4)))
+    saving.start()
+    saving.join(0.05)
+    assert saving.is_alive()
+    gate.open()
+    saving.join(WAIT_S)
+    assert first.exists(), "one at a time, in order"
+    saver.finish()
+    folders = (first, saver.saved[Output.CHECKPOINT])
+    assert [damage(folder) for folder in folders] == [None, None]
+    states = [unsaved(folder).optimizer.state_dict()["state"].values() for folder in folders]
+    assert [{int(entry["step"]) for entry in found} for found in states] == [{1}, {4}]
 
-    def step(trained: Trained, seed: int) -> None:
-        drawn = torch.Generator().manual_seed(seed)
-        for parameter in trained.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=drawn)
-            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-        trained.optimizer.step()
 
-    saved, loaded = parts(0, saved_as), parts(1, torch.channels_last)
-    step(saved, 2)
-    folder = save(tmp_path, saved, state(1), keep=1)
-    load(folder, loaded)
-    assert not all(parameter.is_contiguous() for parameter in loaded.model.parameters())
-    for parameter in loaded.model.parameters():
-        entry = loaded.optimizer.state[parameter]
-        assert entry["exp_avg"].stride() == entry["exp_avg_sq"].stride() == parameter.stride()
-    for trained in (saved, loaded):
-        step(trained, 3)
-    for name, tensor in saved.model.state_dict().items():
-        torch.testing.assert_close(loaded.model.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
+def test_a_failure_of_the_writer_is_raised_between_steps_and_once_and_earlier_ones_stay(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver.save({Output.CHECKPOINT: "# a card"}, state(1))
+    saver.finish()
+    before = tree(tmp_path / "run")
+    monkeypatch.setattr(checkpoint, "sync_tree", full)
+    saver.save({Output.CHECKPOINT: "# a card"}, state(2))
+    saver.close()
+    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: No space left on device, \d+ bytes are free"):
+        saver.poll()
+    saver.finish()
+    assert tree(tmp_path / "run") == before

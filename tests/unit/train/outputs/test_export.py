@@ -21,7 +21,7 @@ from bucketline.train.commands.export_model import ExportModel
 from bucketline.train.config import Objective
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.hub import HubUploads
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from bucketline.train.values import HubTarget
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, SCHEDULER, config
@@ -139,7 +139,7 @@ def test_others_may_read_the_files_of_a_run_that_the_umask_lets_them_read(folder
     train(asked, ALONE)
     assert ExportModel(folder=asked.output_dir, output=folder / "exported").run() == 0
     files = [path for place in (asked.output_dir, folder / "exported") for path in place.rglob("*") if path.is_file()]
-    assert sum(path.suffix == ".safetensors" for path in files) == 8
+    assert sum(path.suffix == ".safetensors" for path in files) == 9
     assert {path.stat().st_mode for path in files} == {probe.stat().st_mode}
 
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.families.registry import family_of_pipeline
-from bucketline.train.metrics_file import read_metrics
-from bucketline.train.models.lora import Layers, layers_by_word, plain_layers
-from bucketline.train.outputs.lora_file import start_from
-from bucketline.train.outputs.weights import KOHYA_FILE, Adapters
-from bucketline.train.trainer import train
+from bucketline.train.log import read_metrics
+from bucketline.train.models.lora import Layers, layers_by_word
+from bucketline.train.models.lora_file import start_from
+from bucketline.train.models.weights import KOHYA_FILE, Adapters
+from bucketline.train.run import train
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import FORMS, PIPELINES, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, losses
@@ -384,17 +384,6 @@ def test_a_run_begins_where_the_files_run_ended_and_resumes_to_the_bit_without_i
 def test_a_file_to_start_from_needs_a_rank(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"--lora-from is \S+, but --lora-rank is not given; add one, such as 16"):
         config(folder, lora_from=folder / "lora.safetensors")
-
-
-@pytest.mark.parametrize(("family", "word"), [("sd", Layers.ALL), ("pixart_sigma", Layers.ATTENTION)])
-def test_a_checkpoint_names_the_layers_with_adapters(family: str, word: Layers, tmp_path: Path) -> None:
-    """A resumed run adapts these, also if the default is another by now."""
-    model = adapted(family, word=word)
-    written(model, family, tmp_path / "lora")
-    weights = Adapters(part="unet" if family == "sd" else "transformer", pipeline=pipeline_of(family))
-    ends = weights.layers(tmp_path)  # which peft shortens if they are many
-    names = set(plain_layers(model))
-    assert {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)} == set(layers_by_word(model, word))
 
 
 def test_kohyas_file_has_the_magnitudes_of_dora_as_other_tools_read_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from bucketline.families.registry import FAMILIES
 from bucketline.train.outputs.model_card import card_fields
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from bucketline.train.config import Objective
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.export import export_model
 from bucketline.train.outputs.pipeline_folder import scheduler_of
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.conftest import once
 from tests.single_files import write_single_file
 from tests.unit.train.packed_families import CLASSES, Packed, pack_family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bucketline.train.outputs.progress import ProgressLine
+from bucketline.train.log import ProgressLine
 
 if TYPE_CHECKING:
     import pytest
@@ -16,8 +16,7 @@ LINE: dict[str, Json] = {"step": 9, "loss": 0.51234, "samples_per_s": 12.34, "da
 
 def shown(capsys: pytest.CaptureFixture[str], line: dict[str, Json], *, talks: bool = True) -> str:
     progress = ProgressLine(talks=talks)
-    progress.expect(10)
-    progress.begin(0)
+    progress.begin(0, 10)
     progress.window(line)
     progress.close()
     return capsys.readouterr().err

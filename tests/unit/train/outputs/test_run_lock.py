@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import LockedError, NoLocksError, UsageError
+from bucketline.train import log
+from bucketline.train import run as run_module
 from bucketline.train import step as step_module
-from bucketline.train import trainer as run_module
-from bucketline.train.checkpoint import Start
-from bucketline.train.outputs import run_dir
-from bucketline.train.outputs.run_dir import RunLock
-from bucketline.train.outputs.saver import Saver
-from bucketline.train.trainer import train
+from bucketline.train.log import RunLock
+from bucketline.train.run import FRESH, find_start, take_folder, train
+from bucketline.train.save import Saver
 from tests.kit import tree
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-FRESH = Start(checkpoint=None, state=None)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -68,30 +65,29 @@ def test_the_kernel_frees_the_folder_of_a_run_that_was_killed(folder: Path) -> N
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            RunLock(asked).take(FRESH)
+            take_folder(asked, RunLock(asked.output_dir), FRESH)
             os.write(writing, b".")
             signal.pause()
         os._exit(1)
     os.close(writing)
     assert os.read(reading, 1) == b"."
     with pytest.raises(LockedError, match=rf'"pid": {pid}'):
-        RunLock(asked).find_start()
+        find_start(asked, RunLock(asked.output_dir))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     os.close(reading)
-    lock = RunLock(asked)
-    assert lock.find_start() == FRESH
-    lock.take(FRESH)
-    lock.close()
+    with contextlib.closing(RunLock(asked.output_dir)) as lock:
+        assert find_start(asked, lock) == FRESH
+        take_folder(asked, lock, FRESH)
 
 
 def test_a_run_that_began_and_ended_since_the_folder_was_looked_at_is_seen(folder: Path) -> None:
     asked = config(folder, max_steps=1)
-    waiting = RunLock(asked)
-    start = waiting.find_start()
+    waiting = RunLock(asked.output_dir)
+    start = find_start(asked, waiting)
     train(asked, ALONE)
     with contextlib.closing(waiting), pytest.raises(UsageError, match="already has a run; continue it with --resume"):
-        waiting.take(start)
+        take_folder(asked, waiting, start)
 
 
 def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
@@ -100,6 +96,6 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     def refuse(*_: object, **__: object) -> object:
         raise NoLocksError("this file system has no advisory locks")
 
-    monkeypatch.setattr(run_dir, "FileLock", refuse)
+    monkeypatch.setattr(log, "FileLock", refuse)
     train(config(folder, max_steps=1), ALONE)
     assert "this file system has no advisory locks; nothing keeps another run from writing" in caplog.text

@@ -14,7 +14,7 @@ from bucketline.model_file import converter
 from bucketline.train.commands.export_model import ExportModel
 from bucketline.train.outputs.export import export_model
 from bucketline.train.outputs.single_file import in_original_layout
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.single_files import write_single_file
 from tests.unit.train.packed_families import Packed, pack_family
 from tests.unit.train.tiny_run import ALONE

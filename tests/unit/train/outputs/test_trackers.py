@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 
 from bucketline.errors import UsageError
-from bucketline.train.outputs.progress import ProgressLine, RunLog, expect_trackers
-from bucketline.train.trainer import train
+from bucketline.train.log import ProgressLine, RunLog, expect_trackers
+from bucketline.train.run import train
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from bucketline.train.report.page import page_of
 from bucketline.train.report.read_run import MAX_FRAMES, by_timestep, frames_of, read_reported_run, read_runs, run_differences
-from bucketline.train.trainer import train
+from bucketline.train.run import train
 from tests.commands import BIN, spawn
 from tests.pages import parsed
 from tests.unit.train.tiny_run import ALONE, config

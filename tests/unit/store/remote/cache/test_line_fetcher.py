@@ -14,7 +14,7 @@ from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache import cached_shard, fetch_threads, folder, line_fetcher
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
-from bucketline.store.remote.deadlines import IN_TIME
+from bucketline.store.remote.retries import IN_TIME
 from tests.leftovers import wait_until
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
 

@@ -80,7 +80,7 @@ class Adapters:
         return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-        from bucketline.train.outputs.lora_file import for_other_tools
+        from bucketline.train.models.lora_file import for_other_tools
 
         # The format of diffusers' `save_lora_weights` preserves rank, alpha and layers.
         metadata = {LORA_METADATA: config} if self.pipeline else {}
@@ -97,16 +97,6 @@ class Adapters:
     @property
     def _file(self) -> str:
         return LORA_FILE if self.pipeline else PEFT_FILE
-
-    def layers(self, checkpoint: Path) -> list[str]:
-        """Return the layers that have adapters in a checkpoint, as names or ends of names.
-
-        Raises:
-            OSError, ValueError, KeyError: if it has no such adapters.
-        """
-        from bucketline.train.outputs.lora_file import read_adapters
-
-        return [*read_adapters(checkpoint / self.folder / self._file)[1]["target_modules"]]
 
 
 Weights = WholeModel | Adapters

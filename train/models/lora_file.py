@@ -78,11 +78,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_adapters(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file; {} if neither is.
-
-    Raises:
-        OSError, SafetensorError, ValueError: if one of them cannot be read.
-    """
+    """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file, or {}."""
     tensors, metadata = read_tensors(path)
     beside = path.with_name(PEFT_CONFIG)
     is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
@@ -94,10 +90,6 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
     """Fill a model's adapters from a file, so that each has the file's strength whatever its alpha; others stay at 0.
 
     `pipeline`: diffusers' class that loads such files, if there is one.
-
-    Raises:
-        ModelError: if the file cannot be read, or has values that are not finite, or has anything but plain LoRA of this model.
-        UsageError: if it has another rank than the model's adapters, or more layers.
     """
     own = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     found = _read(path, model, pipeline)
@@ -150,9 +142,6 @@ def _scaled(tensors: Mapping[str, Tensor], alpha: float | None, path: Path) -> d
     """Return adapters whose `up` has been multiplied by alpha ÷ rank; an alpha that the file has is the rank from then on.
 
     So none is lost that a converter of names leaves out. `alpha`: that of the adapters without one; None: their rank.
-
-    Raises:
-        ModelError: if a tensor is not finite, or belongs to no pair of two matrices.
     """
     pairs: dict[str, dict[str, str]] = {}
     scaled = dict(tensors)
@@ -203,11 +192,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dic
 
 
 def _converted(tensors: Mapping[str, Tensor], pipeline: str, model: Any, path: Path) -> dict[str, Tensor]:  # noqa: ANN401 - diffusers'
-    """Return the tensors by diffusers' names of the layers, as its pipeline reads the names of original checkpoints.
-
-    Raises:
-        ModelError: if a tensor has no part in the result: diffusers leaves out what it does not know.
-    """
+    """Return the tensors by diffusers' names of the layers, as its pipeline reads the names of original checkpoints."""
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 

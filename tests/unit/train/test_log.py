@@ -1,0 +1,154 @@
+"""Windows of steps, against a plain reckoning of them, and cutting the file back."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import groupby
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketline.train.log import NotFiniteError, Scale, WindowRecorder, WindowState, cut_back, read_metrics
+from bucketline.train.step import StepOutcome
+from tests.unit.train.tiny_run import config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.typed_json import Json
+
+SAMPLES, FLOPS = {"train/64x64": 4, "train/96x64": 6}, {"train/64x64": 2e12, "train/96x64": 6e12}
+RANKS, SECONDS, WAITED = 3, 0.5, 0.1
+NAN, INF = math.nan, math.inf
+
+
+class Step(NamedTuple):
+    """What a step measures: a loss of rank 0, those of rank r are larger by r."""
+
+    bucket: str
+    loss: float
+    norm: float
+
+
+def outcome_of(one: Step) -> StepOutcome:
+    return StepOutcome(bucket=one.bucket, learning_rate=0.1, loss=torch.tensor(one.loss), grad_norm=torch.tensor(one.norm))
+
+
+MEASURED = (
+    [(0.5, 1.0), (1.0, 0.25), (2.25, 1.0)] * 5 + [(1.0, INF), (NAN, INF), (1.0, NAN), (NAN, NAN)] * 3 + [(NAN, 1.0), (INF, 1.0)]
+)
+steps_of_a_run = st.lists(
+    st.builds(lambda bucket, measured: Step(bucket, *measured), st.sampled_from(sorted(SAMPLES)), st.sampled_from(MEASURED)),
+    max_size=24,
+)
+
+
+def reckoned(steps: list[Step], first: int, log_every: int) -> list[dict[str, Any]]:
+    """Return the lines of all windows, the last one incomplete, up to the one that is an error, which is a line of its step."""
+    lines: list[dict[str, Any]] = []
+    in_a_row = 0
+    for _, numbered in groupby(enumerate(steps, first), lambda pair: pair[0] // log_every):
+        numbers, window = map(list, zip(*numbered, strict=True))
+        taken = [math.isfinite(one.norm) and math.isfinite(one.loss) for one in window]
+        for number, one, is_taken in zip(numbers, window, taken, strict=True):
+            in_a_row = 0 if is_taken else in_a_row + 1
+            if math.isfinite(one.norm) and not is_taken:
+                return [*lines, {"error": f"step {number} (in the window"}]
+            if in_a_row == 5:
+                return [*lines, {"error": f"step {number - 4} (bucket {steps[number - first - 4].bucket})"}]
+        kept = [one for one, is_taken in zip(window, taken, strict=True) if is_taken]
+        samples, seconds = sum(SAMPLES[one.bucket] for one in window), SECONDS * len(window)
+        rate = sum(FLOPS[one.bucket] for one in window) / seconds / 2
+        lines.append({
+            "step": numbers[-1], "skipped_steps": len(window) - len(kept), "samples": samples, "lr": 0.1,
+            "loss": fmean(one.loss + 1 for one in kept) if kept else None,
+            "grad_norm": fmean(one.norm for one in kept) if kept else None,
+            "samples_per_s": samples / seconds, "samples_per_s_per_device": samples / seconds / 2,
+            "data_wait_fraction": pytest.approx(WAITED / SECONDS), "step_s_p50": SECONDS, "step_s_p99": SECONDS,
+            "buckets": {name: n for name in SAMPLES if (n := sum(one.bucket == name for one in window))},
+            "tflops_per_s_per_device": rate / 1e12, "mfu": rate / 8e12,
+        })  # fmt: skip
+    return lines
+
+
+@given(
+    steps=steps_of_a_run,
+    first=st.integers(0, 5),
+    log_every=st.integers(1, 4),
+    looks=st.sets(st.integers(0, 23)),
+    cut=st.integers(0, 24),
+)
+def test_lines_are_those_of_a_plain_reckoning_each_one_window_late(
+    steps: list[Step], first: int, log_every: int, looks: set[int], cut: int
+) -> None:
+    """Also if the state is looked at meanwhile, or the run is cut by a checkpoint and goes on from its window."""
+    expected = reckoned(steps, first, log_every)
+
+    def recorder(begun: WindowState | None = None) -> WindowRecorder:
+        scale = Scale(num_devices=2, samples=SAMPLES, flops=FLOPS, peak_flops=8e12)
+        return WindowRecorder(
+            log_every=log_every, scale=scale, gather=lambda own: torch.cat([own + rank for rank in range(RANKS)]), begun=begun
+        )
+
+    windows, found, complete = recorder(), list[dict[str, Any]](), 0
+    try:
+        for number, one in enumerate(steps):
+            if number == cut:  # a checkpoint: first the lines of complete windows, then the open one
+                found += filter(None, [windows.flush()])
+                windows = recorder(windows.state())
+            line = windows.add(first + number, outcome_of(one), took=(10.0, 10.0 + SECONDS), wait_s=WAITED)
+            complete += (first + number + 1) % log_every == 0
+            assert line is None or (first + number + 1) % log_every == 0, "only when the next window ends"
+            found += filter(None, [line])
+            assert len(found) >= complete - 1
+            if number in looks:
+                windows.state()
+        found += filter(None, [windows.flush(), windows.partial()])
+    except NotFiniteError as error:
+        assert str(error).startswith(str(expected[-1].get("error"))), error  # noqa: PT017 - the lines before it count too
+        assert found == expected[: len(found)]
+        assert len(found) <= len(expected) - 1
+    else:
+        assert found == expected
+
+
+def test_the_ranks_whose_loss_is_not_finite_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    windows = WindowRecorder(
+        log_every=1,
+        scale=Scale(num_devices=2, samples=SAMPLES, peak_flops=None),
+        gather=lambda own: torch.cat([own, own / 0]),
+        samples_of=lambda step, ranks: f"sample {step} of {list(ranks)}",
+    )
+    windows.add(6, outcome_of(Step("train/64x64", 1.0, INF)), took=(0.0, 1.0), wait_s=0)
+    line = windows.flush()
+    assert line is not None
+    assert (line["loss"], "mfu" in line, bool(windows.skipped)) == (None, False, True)
+    assert "of sample 6 of [1], expected finite numbers; the step was skipped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "validate_every", "done", "window", "kept"),
+    [  # a validation is a negative step, -8 of step 8, or 0; `kept` are those that an uninterrupted run would have written
+        ((0, 3, -4, -6, 5, 7, -8), 4, 6, 4, (0, 3, -4)),
+        ((0, -2, -4), None, 5, None, (0, -2, -4)),
+        ((1, "cut"), 4, 4, None, (1,)),
+    ],
+)
+def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(
+    tmp_path: Path, steps: tuple[object, ...], validate_every: int | None, done: int, window: int | None, kept: tuple[int, ...]
+) -> None:
+    def line(step: object) -> dict[str, Json]:
+        assert isinstance(step, int)
+        return {"step": -step, "val_loss": 1.0} if step <= 0 else {"step": step, "loss": 1.0}
+
+    text = "".join('{"step": 2, "lo' if one == "cut" else json.dumps(line(one)) + "\n" for one in steps)
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    asked = config(tmp_path, output_dir=tmp_path, validate_every=validate_every)
+    validated = cut_back(asked, done, None if window is None else WindowState(first_step=window))
+    assert validated == [-one for one in kept if one <= 0]
+    assert read_metrics(tmp_path) == [line(one) for one in kept]

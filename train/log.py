@@ -1,0 +1,528 @@
+"""The record of a run in its folder: lock, `status.json`, `config.json`, `metrics.jsonl`; trackers, and progress on stderr.
+
+`metrics.jsonl` has a line for each window of steps, and one for each validation. A window's losses are read from the device
+when the *next* window ends, so that in the steady state nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import importlib.metadata
+import json
+import logging
+import math
+import platform
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from typing import TYPE_CHECKING, cast
+
+import torch
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bucketline.command_line import counted, per_second
+from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.locks import FileLock
+from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, STATUS
+from bucketline.loader.mixture import StoreId, redacted_store
+from bucketline.progress import stderr_console
+from bucketline.train.compile import graphs_compiled, seconds_between
+from bucketline.train.run_file import as_run_file, config_as_json
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from bucketline.loader import WeightedStore
+    from bucketline.train.compile import Mark
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.step import StepOutcome
+    from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
+
+TRACKED = "tracked"  # folder in the run's, for trackers that write files
+STATUS_EVERY_S = 5.0
+CURVE_EVERY_S = 10.0  # at least, between two drawings of the loss curve
+CURVE_SHARE = 0.005  # at most, of the run's time; a drawing takes about 0.2 s
+SKIPPED_IN_A_ROW = 5
+"""Consecutive non-finite steps that end a run: a single one may come from a bad sample, several mean bad weights."""
+_LOCK = ".lock"  # in the folder, where it stays
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+
+
+class RunLock:
+    """Exclusive use of a run's folder, on rank 0, until `close`; the kernel releases it when the process ends."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._lock: FileLock | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """True if a run has used the folder before; it is read only by one that holds it."""
+        return (self._output / _LOCK).exists()
+
+    def acquire(self) -> None:
+        """Take the folder, unless it is taken already."""
+        if self._lock is not None:
+            return
+        try:
+            self._lock = FileLock(self._output / _LOCK, item=self._output)
+        except LockedError as error:
+            raise LockedError(f"{error}, or choose another --output-dir") from error
+        except NoLocksError as error:
+            log.warning("%s; nothing keeps another run from writing to %s as well", error, self._output)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+class RunStatus(StrEnum):
+    """The state of a run."""
+
+    RUNNING = "running"
+    DONE = "done"  # all steps done
+    STOPPED = "stopped"  # by SIGTERM or SIGINT, after a checkpoint
+    FAILED = "failed"
+
+
+def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None, *, begins: bool = False) -> None:
+    """Replace the status, unless a rank has recorded a failure of this run: later ones only follow from the first.
+
+    `step`: optimizer steps done; `begins`: a recorded failure is of an earlier run. While a run continues, this waits for no
+    disk.
+    """
+    path = output_dir / STATUS
+    if not begins and state_of(path) == RunStatus.FAILED:
+        return
+    text = json.dumps({"state": state, "step": step, "reason": reason})
+    write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
+
+
+def state_of(path: Path) -> object:
+    """Return the state that a `status.json` has; None if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(path.read_bytes())["state"]
+    return None
+
+
+def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
+    """Write `config.json`: the resolved configuration, versions, commit, stores and encoders; and `run.toml`, to run it again.
+
+    `given`: the configuration before it was resolved.
+    """
+    document: dict[str, Json] = {
+        "config": config_as_json(config),
+        "started_in": str(Path.cwd()),
+        "world_size": world_size,
+        "versions": dict(versions()),
+        "commit": _commit(),
+        "stores": [encode(StoreId.of(share)) for share in shares],
+        "encoders": shares[0].store.manifest.encoders,
+    }
+    write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
+    derived = {
+        one.name: f"chosen by the run; given: {getattr(given, one.name)}"
+        for one in fields(config)
+        if getattr(config, one.name) != getattr(given, one.name)
+    }
+    shown = replace(config, store=tuple(redacted_store(str(path)) for path in config.store))
+    title = f"The run in {config.output_dir}, started in {Path.cwd()}, with all options as they were resolved."
+    again = as_run_file(shown, title, derived=derived)
+    write_durably(config.output_dir / RUN_FILE, again.encode(errors="backslashreplace"))
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that affect a run's results."""
+    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+
+
+@cache
+def _commit() -> str | None:
+    """Return the git commit of this code; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+# ---------------------------------------------------------------------------------------------- metrics.jsonl
+
+
+class NotFiniteError(TrainError):
+    """A loss, gradient or weight is NaN or infinite; a lower learning rate may help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Samples and FLOPs per step, to compute a window's throughput; buckets are added as a run takes them up."""
+
+    num_devices: int
+    peak_flops: float | None  # of one device; None: unknown
+    samples: dict[str, int] = field(default_factory=dict)  # per step of each bucket, over all devices
+    flops: dict[str, float] = field(default_factory=dict)  # likewise, forward and backward; {}: not counted
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the batches that the run is compiled for, by bucket
+
+
+@dataclass(slots=True, kw_only=True)
+class WindowState:
+    """A window of steps as far as it has been read back; a checkpoint has the incomplete one, for a resume to continue."""
+
+    first_step: int
+    losses: list[float | None] = field(default_factory=list)  # per step, the mean over ranks; None for a skipped step
+    grad_norms: list[float | None] = field(default_factory=list)
+    buckets: list[str] = field(default_factory=list)  # per step, including those still on the device
+    step_s: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
+    learning_rate: float = 0.0
+
+    def line(self, scale: Scale) -> dict[str, Json]:
+        """Return its line in the metrics; means are over the steps that were not skipped, None if all were."""
+        seconds = max(sum(self.step_s), 1e-9)
+        samples = sum(scale.samples[bucket] for bucket in self.buckets)
+        line: dict[str, Json] = {
+            "step": self.first_step + len(self.buckets) - 1,
+            "loss": _mean(self.losses),
+            "skipped_steps": self.losses.count(None),
+            "samples": samples,
+            "samples_per_s": samples / seconds,
+            "samples_per_s_per_device": samples / seconds / scale.num_devices,
+            "data_wait_fraction": min(1.0, self.wait_s / seconds),
+            "step_s_p50": percentile(self.step_s, 50),
+            "step_s_p99": percentile(self.step_s, 99),
+            "lr": self.learning_rate,
+            "grad_norm": _mean(self.grad_norms),
+            "buckets": dict(sorted(collections.Counter(self.buckets).items())),
+        }
+        if scale.flops:
+            rate = sum(scale.flops[bucket] for bucket in self.buckets) / seconds / scale.num_devices
+            line["tflops_per_s_per_device"] = rate / 1e12
+            if scale.peak_flops is not None:
+                line["mfu"] = rate / scale.peak_flops
+        return line
+
+
+def _mean(values: list[float | None]) -> float | None:
+    taken = [value for value in values if value is not None]
+    return statistics.fmean(taken) if taken else None
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return the smallest of the values that at least `percent` of them do not exceed (nearest rank).
+
+    >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 99)
+    (2.0, 4.0)
+    """
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+class WindowRecorder:
+    """Collect steps into windows; a window's line is returned when the next window ends."""
+
+    def __init__(
+        self,
+        *,
+        log_every: int,
+        scale: Scale,
+        gather: Callable[[Tensor], Tensor],
+        begun: WindowState | None = None,
+        samples_of: Callable[[int, Sequence[int]], str] | None = None,
+    ) -> None:
+        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order; `begun`: a checkpoint's window.
+
+        `samples_of` names the samples that some ranks read at a step, for a message; None on ranks that print none.
+        """
+        self._log_every, self._scale, self._gather, self._samples_of = log_every, scale, gather, samples_of
+        self._open = copy.deepcopy(begun)
+        self._on_device: list[tuple[Tensor, Tensor]] = []  # losses and gradient norms of the open window's latest steps
+        self._took: list[tuple[Mark, Mark]] = []  # likewise
+        self._pending: Callable[[], WindowState] | None = None  # reads what the last complete window's steps have measured
+        self.skipped: list[str] = []  # the last steps read back, if they were skipped, possibly because of bad weights
+
+    def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
+        """Add a step with its begin and end marks; if it completes a window, return the previous window's line."""
+        window = self._open = self._open or WindowState(first_step=step)
+        self._on_device.append((outcome.loss, outcome.grad_norm))
+        self._took.append(took)
+        window.buckets.append(outcome.bucket)
+        window.wait_s += wait_s
+        window.learning_rate = outcome.learning_rate
+        if (step + 1) % self._log_every:
+            return None
+        sent = self._sent(window)
+        line = self.flush()
+        self._open, self._pending = None, sent
+        return line
+
+    def flush(self) -> dict[str, Json] | None:
+        """Return the line of the last complete window now, if it has not been returned yet; errors as of `add`."""
+        read, self._pending = self._pending, None
+        return None if read is None else read().line(self._scale)
+
+    def state(self) -> WindowState | None:
+        """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
+        return None if self._open is None else copy.deepcopy(self._sent(self._open)())
+
+    def partial(self) -> dict[str, Json] | None:
+        """Return the line of the incomplete window, or None if it is empty; for the end of a run."""
+        state = self.state()
+        return None if state is None else state.line(self._scale)
+
+    def _sent(self, window: WindowState) -> Callable[[], WindowState]:
+        """Start copying the window's values from the device to the host; return what waits for them and adds them to it.
+
+        A step with a non-finite gradient was skipped, and gets None for both values.
+        """
+        if not self._on_device:
+            return lambda: window
+        on_device, took, self._on_device, self._took = self._on_device, self._took, [], []
+        losses, norms = map(torch.stack, zip(*on_device, strict=True))
+        # [1 + W, n] float32: gradient norms, then each rank's losses; into pinned memory
+        values = torch.cat([norms, self._gather(losses)]).view(-1, len(on_device))
+        on_host = values.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+        def read() -> WindowState:
+            if copied is not None:
+                copied.synchronize()
+            norms, losses = on_host[0], on_host[1:]
+            for norm, loss, each in zip(norms.tolist(), losses.double().mean(0).tolist(), losses.T.tolist(), strict=True):
+                bad = [rank for rank, own in enumerate(each) if not math.isfinite(own)]
+                is_taken = self._is_taken(window, loss, norm, bad or range(len(each)))
+                window.losses.append(loss if is_taken else None)
+                window.grad_norms.append(norm if is_taken else None)
+            window.step_s += [seconds_between(begin, end) for begin, end in took]
+            return window
+
+        return read
+
+    def _is_taken(self, state: WindowState, loss: float, norm: float, ranks: Sequence[int]) -> bool:
+        """Return whether a window's next step changed the weights: a step with a non-finite gradient was skipped.
+
+        `ranks`: those whose own loss is not finite, or all of them.
+        """
+        if math.isfinite(norm) and math.isfinite(loss):
+            self.skipped.clear()
+            return True
+        step, bucket = state.first_step + len(state.losses), state.buckets[len(state.losses)]
+        found = f"the loss is {loss} and the gradient's norm {norm}"
+        if self._samples_of is not None:
+            found += f", of {self._samples_of(step, ranks)}"
+        if math.isfinite(norm):
+            last = state.first_step + len(state.buckets) - 1
+            raise NotFiniteError(
+                f"step {step} (in the window of steps {state.first_step} to {last}), bucket {bucket}: {found}, "
+                "expected finite numbers; checkpoints only hold earlier weights"
+            )
+        self.skipped.append(f"step {step} (bucket {bucket}): {found}")
+        log.warning("%s, expected finite numbers; the step was skipped", self.skipped[-1])
+        if len(self.skipped) == SKIPPED_IN_A_ROW:
+            raise NotFiniteError(
+                f"{self.skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
+                "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
+            )
+        return False
+
+
+def read_metrics(output_dir: Path) -> list[dict[str, Json]]:
+    """Return the lines as objects, up to a truncated or invalid one."""
+    lines = []
+    for text in (output_dir / METRICS).read_bytes().split(b"\n")[:-1]:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def has_steps(output_dir: Path) -> bool:
+    """Return whether a run's metrics contain a window of steps; validation lines do not count."""
+    return (output_dir / METRICS).exists() and any("loss" in line for line in read_metrics(output_dir))
+
+
+def cut_back(config: TrainConfig, steps_done: int, window: WindowState | None) -> list[int]:
+    """Keep only the lines that an uninterrupted run would have written by step `steps_done`; return the validations' steps.
+
+    Remove windows that end later, the line of a partial `window` that continues, later validations, and a validation made only
+    because the run ended here.
+    """
+    path, kept, validated = config.output_dir / METRICS, b"", []
+    for line in read_metrics(config.output_dir) if path.exists() else ():
+        step = line["step"]
+        assert isinstance(step, int)
+        if is_window := "loss" in line:
+            stays = step < (window.first_step if window else steps_done)
+        else:
+            is_scheduled = step == 0 or (config.validate_every is not None and step % config.validate_every == 0)
+            stays = step < steps_done or (step == steps_done and is_scheduled)
+        if stays:
+            kept += json.dumps(line).encode() + b"\n"
+            validated += [] if is_window else [step]
+    write_durably(path, kept)
+    return validated
+
+
+# ---------------------------------------------------------------------------------------------- on stderr, and to trackers
+
+
+def expect_trackers(names: Sequence[str]) -> None:
+    """Check that each tracker is known and installed: Accelerate silently ignores the others."""
+    known = sorted(str(kind) for kind in LoggerType if kind is not LoggerType.ALL)
+    available = {str(kind) for kind in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--track-with is {name}, expected one of {', '.join(known)}")
+        if name not in available:
+            package = "'bucketline[tensorboard]'" if name == "tensorboard" else name
+            raise UsageError(f"--track-with is {name}, whose package is not installed; pip install {package}, or leave it out")
+
+
+class ProgressLine(logging.Handler):
+    """Print the progress of a run and its log messages; silent on all ranks but 0."""
+
+    def __init__(self, *, talks: bool) -> None:
+        """`talks`: True on rank 0."""
+        super().__init__(logging.WARNING)
+        self.console = stderr_console(quiet=not talks, highlight=False, soft_wrap=True)
+        self._max_steps = 0  # until `begin`
+        self._began = (0, time.monotonic())
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[news]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=None, news="")
+
+    def __enter__(self) -> ProgressLine:
+        """Print the trainer's log messages from now on."""
+        logging.getLogger("bucketline.train").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("bucketline.train").removeHandler(self)
+        self.close()
+
+    def begin(self, steps_done: int, max_steps: int) -> None:
+        """Show the bar and start the timer."""
+        self._began, self._max_steps = (steps_done, time.monotonic()), max_steps
+        self._bar.reset(self._task, completed=steps_done, total=max_steps)
+        self._bar.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False)
+
+    def step(self, steps_done: int) -> None:
+        self._bar.update(self._task, completed=steps_done)
+
+    def window(self, line: dict[str, Json]) -> None:
+        if "val_loss" in line:
+            loss, zero_loss = line["val_loss"], line["val_zero_loss"]
+            after = counted(cast("int", line["step"]), "step")
+            self.say(f"validation after {after}: loss {loss:.4f}, predicting zero scores {zero_loss:.4f}")
+            return
+        rate, wait = line["samples_per_s"], line["data_wait_fraction"]
+        loss = "no loss" if line["loss"] is None else f"loss {line['loss']:.4f}"
+        news = f"{loss}  {per_second(cast('float', rate), 'sample')}  data wait {wait:.1%}"
+        if skipped := cast("int", line.get("skipped_steps", 0)):
+            news += f"  {counted(skipped, 'step')} skipped: gradients not finite"
+        if "mfu" in line:
+            news += f"  MFU {line['mfu']:.1%}"
+        self._bar.update(self._task, news=news)
+        if not self.console.is_terminal:
+            done, (since, at) = cast("int", line["step"]) + 1, self._began
+            # by all steps since the start, including pauses between them
+            left_s = round((time.monotonic() - at) / max(1, done - since) * (self._max_steps - done))
+            self.say(f"step {done} of {self._max_steps}  {news}  {timedelta(seconds=left_s)} left")
+
+    def close(self) -> None:
+        self._bar.stop()
+        super().close()
+
+
+class RunLog:
+    """Records a run's lines, on rank 0."""
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: ProgressLine) -> None:
+        """Open `metrics.jsonl` for appending, and start the trackers with the run's configuration."""
+        from bucketline.train.report.loss_curve import draw_loss_curve
+
+        self._output, self._accelerator, self._progress, self._plot = config.output_dir, accelerator, progress, draw_loss_curve
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in config_as_json(config).items()
+        }
+        accelerator.init_trackers(self._output.name, config=plain)
+        self._file = (self._output / METRICS).open("ab")
+        self._graphs_before = graphs_compiled()
+        self._status_written = time.monotonic()
+        self._curve_due = time.monotonic() + CURVE_EVERY_S
+
+    def write(self, line: dict[str, Json], steps_done: int) -> None:
+        """Append a line, so that readers see it at once, and tell all who follow the run."""
+        if is_window := "loss" in line:
+            device, rss_kib = self._accelerator.device, getrusage(RUSAGE_SELF).ru_maxrss
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else rss_kib << 10
+            line["peak_memory_mib"] = peak >> 20
+            line["recompiles"] = graphs_compiled() - self._graphs_before
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        values = dict(_numbers(line))
+        self._accelerator.log(values, step=int(values.pop("step")) + is_window)  # a window's step is its last, from 0
+        self._progress.window(line)
+        if time.monotonic() - self._status_written > STATUS_EVERY_S:
+            write_status(self._output, RunStatus.RUNNING, steps_done)
+            self._status_written = time.monotonic()
+        if time.monotonic() >= self._curve_due:
+            self.draw_curve()
+
+    def draw_curve(self) -> None:
+        """Redraw the loss curve, and decide when the next time is: the longer it takes, the later."""
+        began = time.monotonic()
+        self._plot(read_metrics(self._output), self._output / LOSS_CURVE)
+        ended = time.monotonic()
+        self._curve_due = ended + max(CURVE_EVERY_S, (ended - began) / CURVE_SHARE)
+
+    def close(self) -> None:
+        """End the trackers; close the file and ignore errors: each line was flushed, or its error was raised."""
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _numbers(line: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in line.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield prefix + name, value

@@ -1,0 +1,636 @@
+"""A training run from start to end: what it is made of, the loop, and what is due between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import logging
+import time
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from torch.distributed.fsdp import FSDPModule
+
+from bucketline.attention import avoid_cudnn_attention
+from bucketline.command_line import counted
+from bucketline.errors import BucketlineError, PlanError, TrainError, UsageError
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS, STATUS
+from bucketline.loader.mixture import StoreId
+from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
+from bucketline.loader.recorded_run import PLANS, append_plan
+from bucketline.option_types import OnResume, options_on_resume
+from bucketline.train import checkpoint, data
+from bucketline.train.checkpoint import RunState, Start, expect_finite_weights, folder_of_step, way_on
+from bucketline.train.compile import mark
+from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.log import (
+    TRACKED,
+    NotFiniteError,
+    ProgressLine,
+    RunLock,
+    RunLog,
+    RunStatus,
+    WindowRecorder,
+    WindowState,
+    cut_back,
+    expect_trackers,
+    state_of,
+    write_config,
+    write_status,
+)
+from bucketline.train.model import build, count_work, scale_of
+from bucketline.train.models.load import weight_files
+from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
+from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
+from bucketline.train.rules import FOLDER_RULES, RULES, Facts, refuse
+from bucketline.train.run_file import config_as_json
+from bucketline.train.save import Output, Saver
+from bucketline.train.sharding import shard_ranks_of
+from bucketline.train.step import train_step
+from bucketline.train.validation import validate
+from bucketline.train.values import LrSchedule
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from bucketline.loader import Loader
+    from bucketline.train.images.prompts import StoredPrompt
+    from bucketline.train.outputs.hub import HubUploads
+    from bucketline.train.parallel import Agreed
+    from bucketline.train.validation import ValidationResult
+    from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
+
+COLLECT_EVERY_STEPS = 5000
+MOST_NAMED = 16  # samples of a step that was skipped
+FRESH = Start(checkpoint=None, state=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """The result of a run."""
+
+    steps_done: int
+    steps_before: int = 0  # of them, before a resume
+    stopped_by: str | None
+    validation: ValidationResult | None
+    checkpoint: Path
+    images: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        done = counted(self.steps_done, "step")
+        if self.stopped_by:
+            lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume {self.checkpoint.parent.parent}"]
+        elif self.steps_before == self.steps_done:
+            lines = [f"already at step {self.steps_done}: nothing to train; a larger --max-steps trains on"]
+        else:
+            lines = [f"trained {done}"]
+        if self.validation is not None:
+            loss, zero_loss = self.validation.loss, self.validation.zero_loss
+            share = f"{loss / zero_loss:.3f} of what predicting zero scores ({zero_loss:.4f})"
+            lines.append(f"validation loss  {loss:.4f}, {share}")
+        lines.append(f"checkpoint       {self.checkpoint}")
+        lines += [f"image            {path}" for path in self.images]
+        return "\n".join(lines)
+
+
+def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
+    """Train from step 0 or a checkpoint until its last step or a signal.
+
+    Raises:
+        BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
+    """
+    accelerator = start_processes(config)
+    data.wait_for_rows(config, ranks)
+    with (
+        contextlib.closing(StopRequest(ranks)) as stop,
+        ProgressLine(talks=ranks.is_main) as progress,
+        contextlib.closing(RunLock(config.output_dir)) as lock,
+    ):
+        start = from_rank_zero(ranks, lambda: find_start(config, lock))
+        with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run:
+            former = from_rank_zero(ranks, lambda: take_folder(config, lock, start))
+            with failures_recorded(run, former):
+                run.build()
+                summary = run.train(stop)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
+            # aborts the process (pytorch/pytorch#179291)
+            time.sleep(0.2)
+        if run.uploads is not None:  # after everything else: the run is complete without them
+            run.uploads.finish(lambda: stop.is_asked)
+    return summary
+
+
+def start_processes(config: TrainConfig) -> Accelerator:
+    """Join the process group that torchrun started, on GPUs if available."""
+    expect_trackers(config.track_with)
+    avoid_cudnn_attention()
+    on_gpu = torch.cuda.is_available()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")  # it warns that all cores are used, which is intended
+        return Accelerator(
+            cpu=not on_gpu,
+            mixed_precision="no",  # the step has its own autocast
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=10) if on_gpu else DISK_TIME)],
+            log_with=list(config.track_with) or None,
+            project_config=ProjectConfiguration(logging_dir=str(config.output_dir / TRACKED)),
+        )
+
+
+def find_start(config: TrainConfig, lock: RunLock) -> Start:
+    """Return the start of a run: a fresh folder, or with `--resume` the newest complete checkpoint. Write nothing."""
+    if lock.is_used:
+        lock.acquire()
+    refuse(FOLDER_RULES, Facts(config=config))
+    if not config.resume:
+        return FRESH
+    folder = checkpoint.last_whole(config.output_dir)
+    return Start(checkpoint=folder, state=checkpoint.read_state(folder))
+
+
+def take_folder(config: TrainConfig, lock: RunLock, start: Start) -> bytes:
+    """Claim the run's folder, which is made unless it exists; remove the metrics of an earlier run that recorded no step.
+
+    Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
+    set aside.
+    """
+    output = config.output_dir
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        if not config.resume:
+            refuse(FOLDER_RULES, Facts(config=config))  # another run may have begun and ended there since
+        former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
+        write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
+        if start.checkpoint is None:  # an earlier validation was of other weights
+            (output / METRICS).unlink(missing_ok=True)
+        else:
+            checkpoint.set_aside(start.checkpoint)
+    except OSError as error:
+        raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
+    return former
+
+
+@contextlib.contextmanager
+def failures_recorded(run: Run, former: bytes) -> Iterator[None]:
+    """Record a failure of the body in `status.json`, except what only follows from another rank's.
+
+    A run that the body refuses to resume keeps its `former` status.
+    """
+    output, ranks = run.config.output_dir, run.ranks
+    try:
+        yield
+    except OtherRankFailedError:
+        raise
+    except BaseException as error:
+        reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
+        explained = ""
+        is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)  # which has no class of its own
+        is_lost_peer = ranks.world_size > 1 and (is_gloos or isinstance(error, dist.DistError))
+        if isinstance(error, OSError):
+            reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
+            explained = f"{reason}; {way_on(output, first='fix that, then ')}"
+        elif isinstance(error, NotFiniteError):
+            reason = explained = f"{error}; {way_on(output)}, with a lower --learning-rate"
+        elif is_lost_peer:
+            reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
+            explained = f"{reason}; the cause is that rank's own message, also in status.json in {output}"
+        is_refusal = isinstance(error, BucketlineError | KeyboardInterrupt) or is_lost_peer
+        with contextlib.suppress(OSError):  # on a failing disk, report the first failure
+            if not run.is_built and run.start.checkpoint is not None and is_refusal:
+                if state_of(output / STATUS) == RunStatus.RUNNING:  # no rank has recorded a failure, or undone it already
+                    write_durably(output / STATUS, former) if former else (output / STATUS).unlink()
+            else:
+                write_status(output, RunStatus.FAILED, run.steps_done, reason)
+        if explained:
+            raise TrainError(explained) from error
+        raise
+
+
+def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.device) -> TrainConfig:
+    """Return the configuration with what its options leave open: learning rate, precision, length, the schedule's end."""
+    recorded = {} if start.state is None else start.state.config
+    if start.state is not None:
+        from bucketline.train.memory import with_recorded
+
+        config = with_recorded(config, recorded)
+    if config.learning_rate is None:
+        config = replace(config, learning_rate=usual_learning_rate(config))
+    if config.precision is Precision.AUTO:
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        usual = Precision.BF16 if has_bf16 else Precision.FP32
+        config = replace(config, precision=Precision(str(recorded.get("precision") or usual)))
+    if config.epochs is not None:
+        if config.new_plan or (start.state is not None and num_plans(config.output_dir / PLANS) > 1):
+            raise UsageError(f"--epochs is {config.epochs:g}, and the run has had several plans; give --max-steps")
+        whole, part = divmod(config.epochs, 1)
+        first, after = (loader.plan.steps_before(int(whole) + n) for n in range(2))
+        if (steps := first + round(part * (after - first))) == 0:
+            raise PlanError(loader.plan.without_step())
+        if start.steps_done > steps:
+            raise UsageError(
+                f"--epochs is {config.epochs:g}, {counted(steps, 'step')}, and {start.checkpoint} is already at step "
+                f"{start.steps_done}; give more"
+            )
+        config = replace(config, max_steps=steps, epochs=None)
+    if (schedule := config.lr_schedule).end is None and schedule.ends:
+        before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
+        config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
+    return config
+
+
+def num_plans(path: Path) -> int:
+    """Return the number of plans that a run has had, by its `plans.jsonl`, whose lines may be of one on other ranks."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return len({json.loads(line)["loader"]["plan"] for line in lines})
+
+
+class Run:
+    """A training run: made of its configuration and start, then built, then trained.
+
+    Making it opens the stores and refuses what does not suit, before anything of the run is written.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: TrainRanks,
+        accelerator: Accelerator | None = None,
+        start: Start = FRESH,
+        progress: ProgressLine | None = None,
+    ) -> None:
+        """Open the stores and the loader, and resolve the configuration."""
+        self.ranks, self.start, self._given = ranks, start, config
+        self._accelerator = accelerator or start_processes(config)
+        self._progress = progress or ProgressLine(talks=False)
+        self.device = self._accelerator.device
+        self.is_built, self.steps_done = False, start.steps_done
+        self.uploads: HubUploads | None = None
+        self._at_end = contextlib.ExitStack()
+        shares = data.open_stores(config, ranks, start)
+        facts = Facts(config=config, world_size=ranks.world_size, start=start, shares=shares)
+        from_rank_zero(ranks, lambda: refuse(RULES, facts))
+        data.expect_service(config, ranks, shares)
+        self.loader = self._at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
+        try:
+            self._window = self._continue()
+            self.config = resolve(config, start, self.loader, self.device)
+            set_up_device(self.config, self.device)
+            refuse_combinations(self.config, ranks.world_size)
+            find_optimizer(self.config)  # a missing library is told before anything is made
+            shard_ranks_of(self.config, ranks)
+            expect_equal("the plan's digest", self.loader.plan.digest)
+        except BaseException:
+            self.close()
+            raise
+        if config.epochs is not None:
+            self._progress.say(f"{counted(self.config.num_steps, 'step')}: --epochs is {config.epochs:g}")
+
+    def _continue(self) -> WindowState | None:
+        """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
+        if (state := self.start.state) is None:
+            return None
+        if self._given.new_plan:  # keep weights and optimizer, use the current stores
+            self.loader.start_anew(state.loader)  # at the same step, so that no random draw is repeated
+            return None
+        self.loader.load_state_dict(state.loader)
+        return state.window  # its buckets are those of this plan
+
+    def build(self) -> None:
+        """Load the model and the start's checkpoint, and check them against each other; write only encoded prompts."""
+        config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
+        given: dict[str, bytes] = {}
+        if config.image_prompts:  # before the model takes its memory
+            from bucketline.train.images.prompts import encode_given
+
+            given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
+        from bucketline.train.memory import built_to_fit
+
+        self.training, self._weights = built_to_fit(
+            config, ranks, start, self.loader, lambda one: build(one, ranks, start, self.loader), say
+        )
+        self.config = config = self.training.config
+        self._prompts: tuple[StoredPrompt, ...] = ()
+        if config.num_images:
+            from bucketline.train.images.prompts import load_prompts
+
+            self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
+        self._tell_assumptions()
+        self.loader.start()  # to read ahead while the rest compiles
+        self.scale = scale_of(config, ranks, self.device)
+        count_work(self.training, ranks, self.loader, say, self.scale)
+        self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
+        self._to_save: set[Output] = set()
+        if config.push_to_hub and ranks.is_main:
+            from bucketline.train.outputs.hub import HubUploads
+
+            self.uploads = HubUploads(config.push_to_hub.repository, say)
+        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
+        self._at_end.enter_context(contextlib.closing(self.saver))
+        self._recorder = WindowRecorder(
+            log_every=config.log_every,
+            scale=self.scale,
+            gather=self._accelerator.gather,
+            begun=self._window,
+            samples_of=self._samples_of if ranks.is_main else None,
+        )
+        self._log: RunLog | None = None  # on rank 0, once the run begins
+        self.is_built = True
+
+    def close(self) -> None:
+        """Release files and threads; a checkpoint in progress is complete when this returns."""
+        self._at_end.close()
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self, stop: StopRequest) -> TrainSummary:
+        """Train until the last step or a signal, then write the results."""
+        with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
+            self._validations = from_rank_zero(self.ranks, self._open_log)
+            if not self.loader.rows.buckets("val"):
+                self._progress.say(
+                    f"{self.loader.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
+                )
+            self._validate_if_due()
+            with rare_collection():
+                stopped_by = self._loop(stop)
+            return self._finish(stopped_by)
+
+    def _open_log(self) -> dict[int, ValidationResult | None]:
+        """Truncate the metrics to the start, and open them; return the validations that remain."""
+        write_config(self.config, self._given, self.loader.shares, self.ranks.world_size)
+        validated = cut_back(self.config, self.steps_done, self._recorder.state())
+        self._record_plan()
+        self._log = self._at_end.enter_context(contextlib.closing(RunLog(self.config, self._accelerator, self._progress)))
+        return dict.fromkeys(validated)
+
+    def _loop(self, stop: StopRequest) -> str | None:
+        """Train until the last step or a signal, whose name is returned."""
+        batches, waited = self.loader.forever(), 0.0
+        self._progress.begin(self.steps_done, self.config.num_steps)
+        self.saver.restart_clock()
+        began = mark(self.device)
+        while self.steps_done < self.config.num_steps:
+            outcome = train_step(self.training, batches, self.steps_done)
+            ended = mark(self.device)
+            self.steps_done += 1
+            waited_before, waited = waited, self.loader.stats().waited_s
+            took = (began, ended)
+            self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
+            self._progress.step(self.steps_done)
+            self.saver.poll()
+            agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._has_newer())
+            if agreed.stopped_by is not None:
+                return agreed.stopped_by
+            # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
+            began = mark(self.device) if self._pause(agreed) else ended
+        return None
+
+    def _pause(self, agreed: Agreed) -> bool:
+        """Run the tasks that are due between two steps; return whether there was one."""
+        config, done = self.config, self.steps_done
+        is_pause = (agreed.takes_up and self._take_up()) | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
+        if agreed.saves or _due(self.saver.every_steps, done):
+            self._to_save.add(Output.CHECKPOINT)
+        if _due(config.export_every, done):
+            self._to_save.add(Output.EXPORT)
+        if self._to_save:
+            is_pause = True
+            self._save()
+        is_due, is_first = _due(config.images_every, done), done == self.start.steps_done + 1
+        if config.num_images and done < config.num_steps and (is_due or is_first):
+            is_pause = True
+            sheet = config.output_dir / IMAGES_FOLDER / f"{folder_of_step(done)}.png"
+            self._draw(sheet if is_due else None)  # with all that a step leaves in memory: the first one tells what lacks
+        if is_pause:
+            gc.collect()
+        return is_pause
+
+    def _finish(self, stopped_by: str | None) -> TrainSummary:
+        """Write the last validation, checkpoint, export, curve, images, card and status."""
+        output = self.config.output_dir
+        if stopped_by is None and self.loader.rows.buckets("val") and self._validations.get(self.steps_done) is None:
+            self._validate()
+        self._to_save.add(Output.CHECKPOINT)
+        if self.steps_done == self.config.num_steps and (self.config.export_every or self.config.push_to_hub):
+            self._to_save.add(Output.EXPORT)
+        self._save(is_last=True)
+        self.saver.finish()
+        self._write(self._recorder.partial())
+        if self._log is not None:
+            self._log.draw_curve()
+        images = [output / LOSS_CURVE]
+        if stopped_by is None and self._draw(output / IMAGES):
+            images.append(output / IMAGES)
+        if self.ranks.is_main:
+            write_durably(output / checkpoint.CARD, self._card().encode())
+            write_status(output, RunStatus.STOPPED if stopped_by else RunStatus.DONE, self.steps_done, stopped_by)
+        return TrainSummary(
+            steps_done=self.steps_done,
+            steps_before=self.start.steps_done,
+            stopped_by=stopped_by,
+            validation=self._validations.get(self.steps_done),
+            checkpoint=self.saver.saved[Output.CHECKPOINT],
+            images=tuple(images),
+        )
+
+    # ------------------------------------------------------------------ what is due between two steps
+
+    def _write(self, line: dict[str, Json] | None) -> None:
+        if line is not None and self._log is not None:
+            self._log.write(line, self.steps_done)
+
+    def _has_newer(self) -> bool:
+        """Return True on rank 0 of a run that follows its stores, if there are newer generations; never wait."""
+        return self.config.follow is not None and self.ranks.is_main and self.loader.newer() is not None
+
+    def _record_plan(self) -> None:
+        if self.ranks.is_main:
+            append_plan(self.config.output_dir / PLANS, self.loader, self.steps_done)
+
+    def _take_up(self) -> bool:
+        """Take up rank 0's newer generations, before this step's checkpoint, which then has them; return whether any."""
+        if self.steps_done == self.config.num_steps or (generations := from_rank_zero(self.ranks, self.loader.newer)) is None:
+            return False
+        self._write(self._recorder.flush())
+        self._recorder.state()  # what it says of earlier steps is of the present plan
+        self.loader.take_up(generations)
+        expect_equal("the plan's digest", self.loader.plan.digest)
+        self._record_plan()
+        facts = Facts(config=self.config, shares=self.loader.shares)
+        refuse([rule for rule in RULES if rule.name == "ignored"], facts)
+        self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
+        count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)
+        rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
+        named = ", ".join(map(str, generations))
+        self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        return True  # and `_pause` collects: stores and their buckets know each other
+
+    def _validate_if_due(self) -> bool:
+        is_scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
+        is_due = is_scheduled and self.steps_done not in self._validations and bool(self.loader.rows.buckets("val"))
+        if is_due:
+            self._validate()
+        return is_due
+
+    def _validate(self) -> None:
+        with data.open_val_loader(self.config, self.ranks, self.loader.shares, self.device) as batches:
+            result = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
+        self._write(self._recorder.flush())  # earlier windows come first in the file
+        if self.steps_done not in self._validations:  # after a resume, the file may have it already
+            self._write(result.line(self.steps_done))
+        self._validations[self.steps_done] = result
+
+    def _save(self, *, is_last: bool = False) -> None:
+        """Begin to write what is to be saved; called on every rank.
+
+        After a skipped step, that is postponed to the next step that is not skipped, except at the end of the run.
+        """
+        self._write(self._recorder.flush())
+        window = self._recorder.state()
+        expect_finite_weights(self.training.bare_model, self.steps_done)
+        # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
+        if self._recorder.skipped and not is_last:
+            return
+        state = RunState(
+            version=checkpoint.VERSION,
+            steps_done=self.steps_done,
+            world_size=self.ranks.world_size,
+            stores=tuple(map(StoreId.of, self.loader.shares)),
+            plan_digest=self.loader.plan.digest,
+            loader={name: encode(value) for name, value in self.loader.state_dict().items()},
+            window=window,
+            config=config_as_json(self.config),
+        )
+        cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
+        self.saver.save(cards, state)
+        self._to_save.clear()
+
+    def _card(self, *, of_export: bool = False) -> str:
+        from bucketline.train.outputs.model_card import model_card
+
+        validation = self._validations.get(self.steps_done)
+        return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
+
+    def _draw(self, sheet: Path | None) -> bool:
+        """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
+        if self.config.num_images == 0:
+            return False
+        from bucketline.train.images.drawing import draw_images
+
+        of, done = (self.training, self.loader.shares, self._prompts), self.steps_done
+        draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=self.ranks.is_main)
+        return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
+
+    # ------------------------------------------------------------------ what is told
+
+    def _samples_of(self, step: int, ranks: Sequence[int]) -> str:
+        """Name the samples that some ranks read at a step of the present plan."""
+        per_step = self.config.accumulation
+        parts = [(step, rank * per_step + micro_step) for rank in ranks for micro_step in range(per_step)]
+        drawn = self.loader.plan.draw(parts, self.ranks.world_size * per_step)
+        rows = np.concatenate([one.rows for one in drawn])
+        names = self.loader.rows.bucket(drawn[0].bucket).sample_ids(rows[:MOST_NAMED])
+        more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
+        return f"{', '.join(names)}{more}"
+
+    def _tell_assumptions(self) -> None:
+        """Print what is derived; warn of a start at random, a new plan, changes by a resume, small buckets."""
+        config, family, start = self.config, self.training.family, self.start
+        if config.caption_dropout and not family.is_guidable:
+            log.warning(
+                "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this "
+                "one learns for the empty caption is never a negative prompt there; leave it out, unless captions are to count "
+                "less",
+                *(config.caption_dropout, family.pipelines[0]),
+            )
+        if start.state is None and (derived := self._left_open()):
+            self._progress.say("left open: " + ", ".join(f"{option} {value} ({why})" for option, value, why in derived))
+        if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
+            log.warning("%s", small)
+        if start.state is None:
+            if config.model.is_dir() and not weight_files(config.model / family.folder):
+                fits = "; the adapters fit only this random base, of this seed, and no published model"
+                log.warning(
+                    "%s has a configuration but no weights: the model starts at random, from --seed %d%s",
+                    *(config.model, config.seed, fits if config.lora_rank else ""),
+                )
+            return
+        if config.new_plan:
+            before, now = (
+                ", ".join(f"{store.path} generation {store.generation}" for store in stores)
+                for stores in (start.state.stores, map(StoreId.of, self.loader.shares))
+            )
+            log.warning(
+                "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
+                *(start.checkpoint, before, start.steps_done, now),
+            )
+        present = config_as_json(config)
+        told = {*options_on_resume(TrainConfig, OnResume.WARN)} - (set() if family.is_told_guidance else {"guidance"})
+        for name, value in start.state.config.items():
+            if name in told and present[name] != value:
+                log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])
+
+    def _left_open(self) -> list[tuple[str, object, str]]:
+        """Return the options that were not given and that are derived, each with its value and the reason."""
+        given, config, on_gpu = self._given, self.config, self.device.type == "cuda"
+        device = "a GPU" if on_gpu else "a CPU"
+        no_bf16 = " without bf16" if on_gpu and config.precision is Precision.FP32 else ""
+        window = self.loader.config.window
+        is_alpha_open = config.lora_rank is not None and given.lora_alpha is None and given.lora_from is None
+        every = (
+            (given.objective is None, "--objective", self.training.prep.objective, "the model's scheduler"),
+            (given.precision is Precision.AUTO, "--precision", config.precision, f"{device}{no_bf16}"),
+            (given.compile is Compile.AUTO, "--compile", "on" if self.training.prep.compiled else "off", device),
+            (given.learning_rate is None, "--learning-rate", f"{config.learning_rate:g}", f"{config.optimizer}'s"),
+            (is_alpha_open, "--lora-alpha", config.lora_rank, "the rank"),
+            (given.window is None and window, "--window", window, "what the cache of a URL holds"),
+        )
+        return [(option, value, why) for is_open, option, value, why in every if is_open]
+
+
+def set_up_device(config: TrainConfig, device: torch.device) -> None:
+    """On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions."""
+    if config.precision is Precision.FP8:
+        from bucketline.train.lowbit.float8 import expect_float8
+
+        expect_float8(config, device)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # convolutions of each size are timed once, in the warm-up
+    if config.precision is Precision.FP32 and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        log.warning("--precision is fp32: products are computed in TF32, at half the speed of bf16 at best")
+
+
+@contextlib.contextmanager
+def rare_collection() -> Iterator[None]:
+    """Disable automatic garbage collection so that it never pauses the loop; freeze the objects that already exist."""
+    was_on = gc.isenabled()  # a program that calls `train` may have it off
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def _due(every: int | None, steps_done: int) -> bool:
+    return every is not None and steps_done % every == 0
