@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
+
 def at_generations(
     shares: Sequence[WeightedStore], wanted: Sequence[int | None], config: LoaderConfig
 ) -> tuple[WeightedStore, ...]:

@@ -170,6 +170,11 @@ class EpochLoader(ABC):
         """Return True if nothing of the present epoch remains."""
         return self._cursor.step >= self._span.end and (self._is_begun or self._span.first < self._span.end)
 
+    @property
+    def is_between_epochs(self) -> bool:
+        """True if an epoch has ended and another one follows, of which no batch was delivered."""
+        return self._is_done() and self._has_next()
+
     def _following(self) -> int:
         return 0 if self.config.rewind else self._span.number + 1
 

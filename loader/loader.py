@@ -140,7 +140,7 @@ class Loader(EpochLoader):
         address = None if service is None else ServiceAddress.of(service)
         if follow:
             expect_agreement(rank, world_size)
-        self._follows = follow
+        self.follows = follow
         chosen = ("lanes", "window") if config.window != 0 else ()
         self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = device_of(device)
@@ -216,7 +216,7 @@ class Loader(EpochLoader):
         )
 
     def _renew(self) -> bool:
-        if not self._follows:
+        if not self.follows:
             return False
         shares = agreed(
             lambda: newest_generations(self.shares, self.config), self.config, self._rank, self._world_size, are_chosen=False
@@ -224,12 +224,13 @@ class Loader(EpochLoader):
         numbers = [share.store.manifest.generation for share in shares]
         if numbers == [share.store.manifest.generation for share in self.shares]:
             return False
-        why = None
+        readable, why = None, None
         try:
             readable = expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
         except BucketlineError as error:
             why = str(error)
-        if refused := [one for one in gathered(why) if one is not None]:
+        refused = [one for one in gathered(why) if one is not None]
+        if readable is None or refused:
             warnings.warn(f"generation {', '.join(map(str, numbers))} is not read: {refused[0]}", stacklevel=2)
             return False
         self._end_stream()
@@ -285,7 +286,7 @@ class Loader(EpochLoader):
         """
         self._end_iteration("load_state_dict() was called")
         parsed = parse_state(state)
-        if self._follows or not self._has_stores:
+        if self.follows or not self._has_stores:
             self._turn_to(parsed)
         saved = {name: value for name, value in saved_choices(parsed, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
@@ -308,7 +309,7 @@ class Loader(EpochLoader):
         Every iteration of a loader with `follow` does so. A loop over `forever()` that calls it between two steps, on every
         rank, knows of a newer generation before it has its first batch.
         """
-        return self._follows and self._is_done() and self._has_next() and self._begin_next()
+        return self.follows and self.is_between_epochs and self._begin_next()
 
     def start_anew(self, state: Mapping[str, object]) -> None:
         """Continue at a saved state's step by this loader's own plan, whatever plan the state has.
@@ -370,7 +371,7 @@ class Loader(EpochLoader):
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
-        ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
+        ranks = (self._rank, self._world_size, self.device, self._service, self.follows)
         config = replace(self.config, **dict.fromkeys(self._chosen))  # type: ignore[arg-type] # the state sets these
         # at an epoch's end, the state is at the next one, which nobody has begun
         is_begun = self._is_begun and not self._is_done()
