@@ -173,5 +173,5 @@ def test_a_generation_that_cannot_be_read_is_left_out_with_a_warning(tmp_path: P
 
 def test_ranks_that_cannot_agree_are_refused(tmp_path: Path) -> None:
     path = make_store(tmp_path / "s", PARTS[0]).path
-    with pytest.raises(UsageError, match="follow is set for rank 0 of 2, .* torch.distributed is not initialised"):
+    with pytest.raises(UsageError, match=r"follow is set for rank 0 of 2, .* torch.distributed is not initialised"):
         Loader(path, config_of(), world_size=2, follow=True)
