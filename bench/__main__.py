@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - tyro reads it
+from pathlib import Path  # noqa: TC003 - a command's annotations are read
 from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.bench.harness import Case, header, print_table, run_case
-from bucketline.command_line import guarded, print_json
+from bucketline.command_line import guarded, parse_command, print_json
 from bucketline.errors import BucketlineError, UsageError
 
 if TYPE_CHECKING:
@@ -152,9 +152,7 @@ def main() -> int:
         own = run.full.split() if "--full" in given else [one for one in run.quick.split() if one in flags]
         return run_case(run.case, [*own, *(one for one in given if one not in (*flags, "--full"))])
 
-    import tyro
-
-    return guarded(lambda: tyro.cli(All, prog="python -m bucketline.bench", config=(tyro.conf.FlagCreatePairsOff,)).run())
+    return guarded(lambda: parse_command(All, sys.argv[1:], "python -m bucketline.bench").run())
 
 
 if __name__ == "__main__":

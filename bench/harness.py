@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline import __version__
-from bucketline.command_line import guarded, print_json
+from bucketline.command_line import guarded, parse_command, print_json
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -351,9 +351,8 @@ def counted_threads(number: int) -> str:
 
 def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:
     """Parse a case's command line, measure, print and return the exit code."""
-    import tyro
 
     def parse_and_run() -> int:
-        return tyro.cli(case, args=args, config=(tyro.conf.FlagCreatePairsOff,)).run()
+        return parse_command(case, sys.argv[1:] if args is None else args, "python -m bucketline.bench").run()
 
     return guarded(parse_and_run)

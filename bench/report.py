@@ -9,13 +9,14 @@ import json
 import sys
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path  # noqa: TC003 - tyro reads it
+from pathlib import Path  # noqa: TC003 - a command's annotations are read
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bucketline.bench.cases.peers import COLD, CPU, FIRST, FROM_SERVER, HOT, LIMITS, NET, ONE_THREAD, REMOTE, WALL
 from bucketline.bench.peers.registry import OURS
-from bucketline.command_line import guarded
+from bucketline.command_line import guarded, parse_command
 from bucketline.errors import BucketlineError
+from bucketline.options import Positional  # noqa: TC001 - a command's annotations are read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -207,9 +208,9 @@ class Publish:
     Example: python -m bucketline.bench.report docs/benchmarks/results.json docs/benchmarks
     """
 
-    results: Path
+    results: Positional[Path]
     """Output of `python -m bucketline.bench --json`, or a published results.json."""
-    folder: Path
+    folder: Positional[Path]
     """Folder for results.json, RESULTS.md and the plots. Existing ones are replaced."""
 
     def run(self) -> int:
@@ -231,9 +232,7 @@ def read_document(path: Path) -> dict[str, Json]:
 
 def main() -> int:
     """Parse the command line and publish."""
-    import tyro
-
-    return guarded(lambda: tyro.cli(Publish, config=(tyro.conf.PositionalRequiredArgs,)).run())
+    return guarded(lambda: parse_command(Publish, sys.argv[1:], "python -m bucketline.bench.report").run())
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     import torch
+
+T = TypeVar("T")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
@@ -63,3 +65,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     from torch import OutOfMemoryError  # here, since this module is imported before torch looks for a GPU
 
     return isinstance(error, OutOfMemoryError) or any(said in str(error) for said in _LIBRARIES_SAY)
+
+
+class NoRoom(Exception):  # noqa: N818 - a result: nothing is wrong with the caller
+    """Device memory has ended, in the words of torch or of a library of CUDA."""
+
+
+def attempt(make: Callable[[], T]) -> T | NoRoom:
+    """Return what `make` returns, or that device memory has ended: then it has left no tensor."""
+    try:
+        return make()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        found = NoRoom(str(error))  # the traceback of the error itself would keep the tensors of the failed call alive
+    import torch
+
+    torch.cuda.empty_cache()
+    return found

@@ -46,25 +46,14 @@ def _run() -> int:
         return 0
     if name in COMMANDS:
         return run_one_of("bucketline", "", COMMANDS, [name, *rest])
-    if name in ("--version", "--complete", "-h", "--help"):
-        print(_answer(name, rest), end="")
+    if name in ("--version", "-h", "--help"):
+        print(f"{__version__}\n" if name == "--version" else _USAGE, end="")
         return 0
-    from bucketline.help_screen import suggestion
+    from bucketline.options import suggestion
 
     problem = f"there is no command {name!r}{suggestion(name, _NAMES)}" if name else "no command is given"
     print(f"error: {problem}\n\n{_USAGE}", end="", file=sys.stderr)
     return 2
-
-
-def _answer(name: str, rest: list[str]) -> str:
-    """Return the version, the help, or to a shell's script what may stand for a command line's last word."""
-    if name == "--version":
-        return f"{__version__}\n"
-    if name != "--complete":
-        return _USAGE
-    from bucketline.completion import candidates
-
-    return "".join(f"{word}\t{about}\n" for word, about in candidates(rest))
 
 
 if __name__ == "__main__":

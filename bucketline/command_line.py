@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.extensions import Extensions
@@ -25,9 +25,6 @@ from bucketline.progress import as_log, as_results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from bucketline.typed_line import TypedLine
 
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
@@ -64,66 +61,20 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
     return Extensions(f"a command of `{program}` called", f"bucketline.{program}_commands", ours, is_command)
 
 
-def parse_options(command: type[_C], args: Sequence[str], prog: str) -> _C:
+def parse_command(command: type[_C], args: Sequence[str], prog: str) -> _C:
     """Return a command's options from its command line.
 
     Raises:
         UsageError: if an option is unknown or invalid, or an argument is missing.
-        SystemExit: after `--help`, and if tyro refuses what was not refused before.
+        SystemExit: after `--help`.
     """
     from bucketline.help_screen import asked_for_help, command_help
-    from bucketline.typed_line import read_line
+    from bucketline.options import parse_options
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
         raise SystemExit(0)
-    return parse_line(command, read_line(command, args), prog)
-
-
-def parse_line(command: type[_C], line: TypedLine, prog: str, from_file: Sequence[str] = ()) -> _C:
-    """Return a command's options; its `complete` is told which fields the command line gives.
-
-    `from_file`: what a file gives, spelt as on a command line; it may have options that a command line lacks (`ONLY_IN_FILE`).
-
-    Raises:
-        UsageError: if an option is invalid, or an argument is missing.
-        SystemExit: if tyro refuses what was not refused before.
-    """
-    from bucketline.typed_line import field_of
-
-    words = line.checked(prog, {field_of(word.partition("=")[0]) for word in from_file})
-    import tyro
-
-    has_files = getattr(command, "FROM_FILES", False)
-    settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction if has_files else tyro.conf.FlagCreatePairsOff)
-    with _option_values():
-        options = tyro.cli(command, prog=prog, args=[*from_file, *words], config=settings)
-    complete = getattr(command, "complete", None)
-    return options if complete is None else complete(options, line.given)
-
-
-def _option_values() -> AbstractContextManager[Any]:
-    """Return tyro's rule by which an `OptionValue` is one word, which its command's dataclass parses."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    from bucketline.option_value import OptionValue, is_option_value
-
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def one_word(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        kind = next((one for one in (info.type, *get_args(info.type)) if is_option_value(one)), None)
-        if kind is None:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=kind.metavar(),
-            instance_from_str=lambda words: None if words[0] == str(None) else words[0],
-            is_instance=lambda value: value is None or isinstance(value, OptionValue),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
+    return parse_options(command, args, prog)
 
 
 def run_one_of(
@@ -138,7 +89,8 @@ def run_one_of(
     """
 
     def parse_and_run() -> int:
-        from bucketline.help_screen import HELP, group_help, suggestion
+        from bucketline.help_screen import HELP, group_help
+        from bucketline.options import suggestion
 
         name, *rest = [*(sys.argv[1:] if args is None else args)] or [""]
         if name == "version":
@@ -160,7 +112,7 @@ def run_one_of(
             problem = f"there is no command `{prog} {name}`{suggestion(name, [*found])}" if name else "no command is given"
             print(f"error: {printable(problem)}\n\n{shown}", end="", file=sys.stderr)
             return 2
-        return parse_options(command, rest, f"{prog} {name}").run()
+        return parse_command(command, rest, f"{prog} {name}").run()
 
     return guarded(parse_and_run, prog.rpartition(" ")[2])
 

@@ -28,9 +28,6 @@ RESUME_FREE, RESUME_FIXED = {"resume": OnResume.FREE}, {"resume": OnResume.FIXED
 DECIDES_NOTHING = {"decides": False}
 """The `metadata` of a field of LoaderConfig that by itself does not decide what is delivered: a state resumes with another."""
 
-COMMAND_LINE_ONLY = {"command_line_only": True}
-"""The `metadata` of a field that no run file has."""
-
 
 def options_on_resume(options: type, kind: OnResume) -> Iterator[str]:
     """Yield the names of the fields that a resumed run treats so."""

@@ -29,21 +29,13 @@ class TypedJsonError(ValueError):
 
 
 def decode(cls: type[T], value: object, at: str = "") -> T:
-    """Return a `cls` (a dataclass) built from parsed JSON.
-
-    Raises:
-        TypedJsonError: if a value does not fit; the message has the field, what was found and what was expected.
-    """
+    """Return a `cls` (a dataclass) built from parsed JSON."""
     result: T = _decode(cls, value, at or cls.__name__)
     return result
 
 
 def decode_field(cls: type[Any], name: str, value: object, at: str) -> Any:  # noqa: ANN401 - of the field's type
-    """Return the value of one field of a dataclass, from parsed JSON or TOML.
-
-    Raises:
-        TypedJsonError: as `decode`.
-    """
+    """Return the value of one field of a dataclass, from parsed JSON or TOML."""
     hints = _hints(cls)  # type: ignore[arg-type]
     return _decode(hints[name], value, at)
 
@@ -125,11 +117,7 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
 
 
 def _shallow(value: object, at: str, depth: int) -> object:
-    """Return a parsed value unchanged.
-
-    Raises:
-        TypedJsonError: if it is nested too deeply.
-    """
+    """Return a parsed value unchanged."""
     if depth == 0:
         raise TypedJsonError(f"{at} is nested more than {_MAX_DEPTH} deep")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

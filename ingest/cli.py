@@ -18,7 +18,6 @@ COMMANDS = commands(
         "scan": "bucketline.ingest.commands.scan:Scan",
         "prompts": "bucketline.ingest.commands.prompts:Prompts",
         "peek": "bucketline.ingest.commands.peek:PeekSource",
-        "previews": "bucketline.ingest.commands.previews:PreviewsCommand",
     },
 )
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import tyro
-
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.help_screen import ALONE, ONLY_IN_FILE
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.bucket_grid import refuse_other_form
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
@@ -19,6 +16,7 @@ from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
+from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Hidden, Positional, Repeated
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
@@ -90,21 +88,21 @@ class SourceArguments(StorageArguments, SourceOptions):
     SECTION = "source: how a source and its captions are read"
     FILE = "a data set file"
 
-    captions_from: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME|.EXT")] = ()
+    captions_from: Annotated[Repeated[tuple[str, ...]], Arg(metavar="NAME|.EXT")] = ()
     """Source of the captions: a column of tables and datasets (or a field of JSON files), or the extension of the files next
     to the images. Repeatable. Default: text, caption, captions, prompt or prompts; .txt, .caption or .json."""
-    caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
+    caption_template: Annotated[Repeated[tuple[str, ...]], Arg(metavar="TEXT")] = ()
     """Store captions in this form, as in `a photo of {caption}, film`; repeatable, each stores a caption. One without {caption}
     is a trigger word: it comes before every caption, with a comma, and is the only one of an image without captions."""
-    shuffle_tags: Annotated[str | None, tyro.conf.arg(metavar="N[:KEEP[:SEED]]")] = None
+    shuffle_tags: Annotated[str | None, Arg(metavar="N[:KEEP[:SEED]]")] = None
     """Store comma-separated tags in N orders, the first KEEP tags in place; the loader draws one at each step. The orders are
     drawn by sample id and SEED. Default: as they are."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
-    caption: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = field(default=None, metadata=ONLY_IN_FILE)
+    caption: Annotated[str | None, Arg(metavar="TEXT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Caption of images that have none. Default: the empty caption."""
-    dataset_splits: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar='["NAME[=train|val]", …]')] = (
-        field(default=(), metadata=ONLY_IN_FILE)
+    dataset_splits: Annotated[Repeated[tuple[str, ...]], Arg(metavar='["NAME[=train|val]", …]')] = field(
+        default=(), metadata=ONLY_IN_FILE
     )
     """Splits of the source to pack. Default: all but test. `test=train` packs test as training data."""
 
@@ -125,14 +123,14 @@ class RulesOptions:
 
     SECTION = "rules: what is stored of an image, kept in the manifest"
 
-    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
+    grid: Annotated[str | None, Arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
-    max_crop: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    max_crop: Annotated[float | None, Arg(metavar="SHARE")] = None
     """Reject images whose crop would lose a larger share of their area; 1 sets no limit. Default: 0.75 in a new store, and an
     existing store keeps its limit."""
-    val_fraction: Annotated[str, tyro.conf.arg(metavar="SHARE[:folder]")] = "0.0"
+    val_fraction: Annotated[str, Arg(metavar="SHARE[:folder]")] = "0.0"
     """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the image's folder
     instead of its id, so that crops of one image stay in one split."""
     min_size_px: int = 64
@@ -149,9 +147,9 @@ class RulesOptions:
     text: PackText | None = None
     """plain: store the last hidden state of the model's only text encoder, also if its pipeline is not known and may encode
     captions in another way. Default: as the pipeline that model_index.json names."""
-    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    max_tokens: Annotated[int | None, Arg(metavar="INT")] = None
     """Token limit per caption for the T5 of SD3, Flux and PixArt, or an encoder of no known family; default: its own limit."""
-    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = field(default=None, metadata=ONLY_IN_FILE)
+    max_upscale: Annotated[float | None, Arg(metavar="FLOAT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Enlarge images at most by this factor to fill a bucket, and reject those that need more. Default: no limit."""
     background: str = field(default="#ffffff", metadata=ONLY_IN_FILE)
     """Background colour of transparent images: white, black, grey or #RRGGBB."""
@@ -171,7 +169,7 @@ class EncodeOptions:
 
     SECTION = "encoding: encoders, devices, shards"
 
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     encode_dtype: EncodeDtype = "F32"
     """Data type in which the encoders compute; bf16 is faster on a GPU, where fp32 is TF32 in the VAE's convolutions. A VAE
@@ -179,7 +177,7 @@ class EncodeOptions:
     `quantised`); what else they have computes in bf16, the VAE in fp32."""
     batch_size: int = 8
     """Images per encoder batch; all images of a batch share one bucket."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     phases: Phases = field(default=Phases.AUTO, metadata=ONLY_IN_FILE)
     """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
@@ -187,7 +185,7 @@ class EncodeOptions:
     1 GiB. Stored bytes are the same."""
     shard_size: ByteSize = field(default=USUAL_SHARD, metadata=ONLY_IN_FILE)
     """Seal a shard at this size and begin the next."""
-    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
+    decode_threads: Annotated[int | None, Arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Decoder threads; default: one per core, divided among the processes on this machine."""
 
 
@@ -256,32 +254,32 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
         "dry_run",
     )
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    source: Annotated[Positional[str], Arg(metavar="SOURCE")]
     """Images to pack. A folder is searched recursively; links to folders are not followed."""
-    place: tyro.conf.Positional[StorePlace]
+    place: Positional[StorePlace]
     """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    model: Annotated[str, Arg(metavar="MODEL")] = ""
     """Folder in diffusers layout, one .safetensors checkpoint, or a hub model's name, needed for a new store. The folder has
     vae/, text_encoder/ and tokenizer/. Default: the model of the last pack into STORE on this machine."""
     check: Check = Check.SIZE_TIME
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
-    prune: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = field(default=None, metadata={ALONE: PRUNE})
+    prune: Annotated[str | None, Arg(metavar="N|FRACTION")] = field(default=None, metadata={ALONE: PRUNE})
     """Drop samples whose images are no longer in the source. Nothing is pruned if any image could not be read; nor, with exit
     code 1, if these are more of the store's samples than the count or fraction: without one, 0.1, or 10 if that is more."""
     recaption: bool = False
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
-    max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
+    max_rejects: Annotated[str | None, Arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
     publish_every: Duration | None = None
     """During packing, publish what is packed so far after each such time, such as 10m, so that readers see it. Default:
     publish once, at the end."""
-    work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    work: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     dry_run: bool = False
     """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
     """Print the summary as one JSON object."""
-    left_out: tyro.conf.Suppress[frozenset[str]] = frozenset()
+    left_out: Hidden[frozenset[str]] = frozenset()
     """Fields that are taken from the store, if there is one, since the command line left them out: its rules, and its model."""
 
     def __post_init__(self) -> None:
@@ -338,19 +336,19 @@ class ScanConfig(RulesOptions, SourceArguments):
     SECTION = "scan: how closely to look, and where to write it"
     FIRST = ("model", "grid", "crop", "val_fraction", "max_crop", "min_size_px", "full", "output", "json")
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    source: Annotated[Positional[str], Arg(metavar="SOURCE")]
     """Images to look at, as for `ingest pack`."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
-    max_crop: Annotated[float, tyro.conf.arg(metavar="SHARE")] = DEFAULT_MAX_CROP
+    max_crop: Annotated[float, Arg(metavar="SHARE")] = DEFAULT_MAX_CROP
     """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
     full: bool = False
     """Decode every image to find damage after the header, too."""
-    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
+    decode_threads: Annotated[int | None, Arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)
     """Reader threads; default: one per core, at most four."""
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = None
+    output: Annotated[Path | None, Arg(aliases=("-o",), metavar="HTML")] = None
     """HTML file to write: a contact sheet of each bucket's 24 worst crops and the rejects."""
     json: bool = False
     """Print the report as one JSON object, including every reject."""

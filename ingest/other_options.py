@@ -22,9 +22,6 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Schema,
     """Check that a run makes what it adds to a store as the store was made; `--recaption` allows other caption rules.
 
     `with_captions`: also compare the caption rules, of which `contents` has the store's.
-
-    Raises:
-        FingerprintError: if anything differs; the message has all that does, and the options that the store was made with.
     """
     if isinstance(imported := stored.rules.get("import"), dict):
         raise FingerprintError(

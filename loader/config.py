@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bucketline.errors import UsageError
-from bucketline.help_screen import ONLY_IN_FILE
 from bucketline.option_types import DECIDES_NOTHING, RESUME_FIXED, RESUME_FREE, check_fields
+from bucketline.options import ONLY_IN_FILE
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:

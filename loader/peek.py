@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import WeightedStore
-    from bucketline.store.report.latent_rgb import LatentRgb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +82,10 @@ def _peeked(loader: Loader, batch: Batch, rank: int) -> PeekedBatch:
     )
 
 
-def peek_page(
-    stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], vae: dict[str, Any], factors: LatentRgb | None
-) -> bytes:
+def peek_page(stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], vae: dict[str, Any]) -> bytes:
     """Return the contact sheet; `vae`: what the store records of its VAE."""
     latents = [latent for batch in batches if batch.latents is not None for latent in batch.latents]
-    made, how = latent_images(latents, vae, factors)
+    made, how = latent_images(latents, vae)
     images = iter(made)
     groups = []
     for batch in batches:

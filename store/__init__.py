@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.store.change.add_column import ColumnAdded
+    from bucketline.store.change.add_column import ColumnAdded, add_column
     from bucketline.store.format.block import BlockSpec, Column
     from bucketline.store.format.manifest import Manifest, read_manifest
     from bucketline.store.format.sample_record import SampleRecord
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from bucketline.store.parallel.write_store import WriteSummary, write_store
     from bucketline.store.read.preadv import FileGather
     from bucketline.store.read.store import Bucket, OpenShards, Store
-    from bucketline.store.sync.add_column import add_column
     from bucketline.store.write.part_writer import PartWriter
     from bucketline.store.write.ragged_form import RaggedGroup
     from bucketline.store.write.row_form import Axis, LatentColumn, RowColumn, new_record
@@ -62,7 +61,7 @@ _PLACES = {
     "StoreWriter": "write.store_writer",
     "TextSpec": "format.text_block",
     "WriteSummary": "parallel.write_store",
-    "add_column": "sync.add_column",
+    "add_column": "change.add_column",
     "new_record": "write.row_form",
     "quantised_spec": "format.text_block",
     "read_manifest": "format.manifest",

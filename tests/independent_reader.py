@@ -100,7 +100,7 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
             elif key == b"meta":
                 shard_id = bytes.fromhex(entry["shard_id"])
                 meta = msgpack.unpackb(value)
-                assert meta.pop("text_error", None) in (None, entry.get("text_error"))
+                meta.pop("text_error", None)
                 assert meta == {"format_version": 1, "shard": entry["name"], "shard_id": shard_id}
             elif group == b"text":
                 own = open_block(value)

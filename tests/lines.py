@@ -21,7 +21,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "ingest": {
         "importers": ("importers", "commands/import_cache.py"),
         "ray": ("on_ray",),
-        "peek": ("sheet", "peek.py", "commands/peek.py", "commands/previews.py"),
+        "peek": ("sheet", "peek.py", "commands/peek.py"),
         "prompts": ("prompts.py", "commands/prompts.py"),
     },
     "loader": {

@@ -12,17 +12,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from bucketline.command_line import parse_line, parse_options
+from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.help_screen import ALONE, ONLY_IN_FILE, asked_for_help
+from bucketline.help_screen import asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
-from bucketline.option_types import COMMAND_LINE_ONLY, RESUME_FIXED, RESUME_FREE
-from bucketline.train.run_file import as_run_file, from_files, with_places, words_of_values
+from bucketline.option_types import RESUME_FIXED, RESUME_FREE
+from bucketline.options import ALONE, COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, parse_fields
+from bucketline.train.run_file import Files, as_run_file, with_places
 from bucketline.train.values import (
     ADAMS_BETAS,
     CONSTANT_RATE,
@@ -44,7 +43,6 @@ from bucketline.train.values import (
     TimestepRange,
     Timesteps,
 )
-from bucketline.typed_line import read_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -88,7 +86,7 @@ class MethodOptions:
     """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
     dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)
     """Train a magnitude of each output next to the adapters' direction: DoRA (Liu et al. 2024). About a third more time."""
-    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
+    lora_from: Annotated[Path | None, Arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
     """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
     keep their strength, whatever their alpha."""
 
@@ -125,11 +123,11 @@ class OptimizerOptions:
 
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
-    optimizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
+    optimizer: Annotated[str | None, Arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
     """Optimizer: adamw; adamw-8bit, with moments in 8 bits; muon (adamw outside the blocks' matrices); prodigy, which finds its
     rate; or any other, as module:Class (torch.optim:NAdam). The extra `optimizers` has the libraries of adamw-8bit and prodigy.
     None: adamw, or what --memory chooses."""
-    optimizer_arg: tuple[Annotated[str, tyro.conf.arg(metavar="NAME=VALUE")], ...] = field(default=(), metadata=RESUME_FIXED)
+    optimizer_arg: Repeated[tuple[Annotated[str, Arg(metavar="NAME=VALUE")], ...]] = field(default=(), metadata=RESUME_FIXED)
     """Argument of an optimizer that is given as module:Class, such as lr_decay=0.1 or betas=(0.9,0.98); may be repeated."""
     learning_rate: float | None = None
     """Learning rate after the warm-up; None: 1e-4; for prodigy 1, a factor of the rate that it finds."""
@@ -222,7 +220,7 @@ class WatchingOptions:
     num_images: int = 4
     """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
     With --image-prompts all of these instead."""
-    image_prompts: tuple[Annotated[str, tyro.conf.arg(metavar="TEXT|FILE")], ...] = field(default=(), metadata=RESUME_FREE)
+    image_prompts: Repeated[tuple[Annotated[str, Arg(metavar="TEXT|FILE")], ...]] = field(default=(), metadata=RESUME_FREE)
     """Prompt to draw: a text; a file with one per line; or NAME.safetensors, which `ingest prompts` made of such a file. May be
     repeated. Texts are encoded once, before training, with the model's text encoders. Default: stored captions."""
     image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
@@ -232,7 +230,7 @@ class WatchingOptions:
     guidance input; 1: none; None: as the model's pipeline."""
     images_every: int | None = None
     """Optimizer steps between images in images/; None: only at the end."""
-    track_with: tuple[str, ...] = field(default=(), metadata=RESUME_FREE)
+    track_with: Repeated[tuple[str, ...]] = field(default=(), metadata=RESUME_FREE)
     """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
 
@@ -285,9 +283,8 @@ class TrainConfig(
         *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
-    FROM_FILES = True
 
-    store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...] = field(metadata=RESUME_FREE)
+    store: Repeated[tuple[Annotated[str | Path, Arg(metavar="STORE")], ...]] = field(metadata=RESUME_FREE)
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
     `photos.store:0.5` reads half of them, others in each. `photos.store@0.5` has half the weight in the loss; only the ratio
     of the stores' weights counts. Less than the others' suits images that only keep what the model knows (prior preservation).
@@ -307,19 +304,19 @@ class TrainConfig(
     epochs: float | None = field(default=None, metadata=RESUME_FREE)
     """Passes over the stores, instead of --max-steps: over all their rows, with repeats; also a part of one, such as 0.5. The
     steps that they take are computed from the plan and recorded."""
-    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PRESET|FILE …")] = field(
+    files: Annotated[Positional[tuple[str, ...]], Arg(metavar="PRESET|FILE …")] = field(
         default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
     )
     """Presets and run files (TOML): the names that `bucketline train presets` lists, and paths. Of an option in several of
     these, the last one counts, and those on the command line override all."""
-    write: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = field(default=None, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
+    write: Annotated[Path | None, Arg(metavar="FILE")] = field(default=None, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """Write all options to a run file, each with its explanation, and train nothing; `bucketline train FILE` runs it."""
-    resume: Annotated[bool, tyro.conf.arg(metavar="[RUN]")] = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
+    resume: Annotated[bool, Arg(metavar="[RUN]")] = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """Resume the run in the folder RUN: from its newest checkpoint, with its options, on its stores' generations. Options given
     next to it override its own. Without RUN: the run in --output-dir, with the options given."""
     new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
+    follow: Annotated[int | None, Arg(metavar="ROWS")] = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
     """Read the newest generation of the stores in each epoch, as `ingest pack --publish-every` publishes them, and start once
     the stores have so many training rows; without a number, 1."""
 
@@ -454,16 +451,35 @@ def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -
 
     Raises:
         UsageError: if an option is invalid, or a file is; of a value in a file, the message has the place.
-        SystemExit: if the command line cannot be parsed, or contains `--help`.
+        SystemExit: if the command line contains `--help`.
     """
+    return _parsed(arguments, prog, commands)[0]
+
+
+def _parsed(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> tuple[TrainConfig, frozenset[str]]:
+    """Return the configuration, and the fields that are given."""
     if asked_for_help(arguments) is not None:
-        return parse_options(TrainConfig, arguments, prog)
-    line = read_line(TrainConfig, arguments)
-    values = from_files(line, commands)
+        parse_command(TrainConfig, arguments, prog)
+    words, run = _resumed(arguments)
+    files = Files(options=TrainConfig, run=run, commands=commands)
     try:
-        return parse_line(TrainConfig, line, prog, words_of_values(values))
+        values = parse_fields(TrainConfig, words, prog, files)
+        return TrainConfig(**values), frozenset(values)
     except UsageError as error:
-        raise with_places(error, values) from error
+        raise with_places(error, files.places) from error
+
+
+def _resumed(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the command line with a bare `--resume`, and the folder that followed it; None without one."""
+    words, run = [*arguments], None
+    end = words.index("--") if "--" in words else len(words)
+    for at in reversed([n for n, word in enumerate(words[:end]) if word.partition("=")[0] == "--resume"]):
+        if "=" in words[at]:
+            run = words[at].partition("=")[2] or None
+        elif at + 1 < end and not words[at + 1].startswith("-"):
+            run = words.pop(at + 1)
+        words[at] = "--resume"
+    return words, run
 
 
 def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) -> None:
@@ -475,8 +491,7 @@ def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) ->
     """
     if path.exists():
         raise UsageError(f"--write is {path}, which exists; choose another path, or remove it")
-    line = read_line(TrainConfig, arguments)
-    given = line.given | from_files(line).keys()
+    _, given = _parsed(arguments, "bucketline train")
     text = as_run_file(config, f"A training run, in {config.output_dir}.", given)
     write_or_explain(path, text.encode(errors="backslashreplace"))
 
@@ -486,7 +501,7 @@ def parse_on(rank: int, arguments: Sequence[str], prog: str, commands: Collectio
 
     Raises:
         UsageError: if an option is invalid, or a file is; only on the first rank.
-        SystemExit: if the command line cannot be parsed, or contains `--help`; on other ranks also instead of a UsageError.
+        SystemExit: if the command line contains `--help`; on other ranks also instead of a UsageError.
     """
     if rank == 0:
         return parse(arguments, prog, commands)

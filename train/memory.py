@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import importlib.util
 import math
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from bucketline.allocator import is_out_of_memory
+from bucketline.allocator import NoRoom, attempt, free_memory
 from bucketline.errors import UsageError
 from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
@@ -74,27 +73,24 @@ def built_to_fit(
         return build(decided(config))
     savings, config = [*savings_of(config, ranks.world_size)], decided(config)
     batch = largest_batch(config, ranks, loader)
+
+    def tried() -> tuple[Training, Weights]:
+        built = build(config)
+        try_step(built[0], batch, limit)
+        return built
+
     while True:
-        built, short = None, ""
-        try:
-            built = build(config)
-            try_step(built[0], batch, limit)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            short = str(error)  # the traceback of the error itself would keep the tensors of the failed call alive
-        found = [said for said in gathered(short) if said]  # all ranks choose alike
-        if built is not None and not found:
-            return built
-        built = None
+        made = attempt(tried)
+        short = [said for said in gathered(isinstance(made, NoRoom) and f"{made} ") if said]  # all choose alike
+        if not isinstance(made, NoRoom) and not short:
+            return made
+        del made
         torch._dynamo.reset()  # compiled blocks keep tensors
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)
         rows = f"memory is short for a step of {len(batch.latents)} rows of {batch.bucket}"
         if not savings:
             raise UsageError(
-                f"{rows}, with all that saves memory and is not given otherwise: {found[0]:.200}. Use a smaller --batch with a "
+                f"{rows}, with all that saves memory and is not given otherwise: {short[0]:.200}. Use a smaller --batch with a "
                 "larger --accumulation, --lora-rank 16, a larger --memory, or --memory off to train until it ends"
             )
         saving = savings.pop(0)

@@ -38,11 +38,7 @@ def usual_learning_rate(config: TrainConfig) -> float:
 
 
 def arguments_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments of --optimizer-arg; a value is a Python literal, else a text.
-
-    Raises:
-        UsageError: if one is not NAME=VALUE, or has an option of its own.
-    """
+    """Return the arguments of --optimizer-arg; a value is a Python literal, else a text."""
     found: dict[str, Any] = {}
     for given in config.optimizer_arg:
         name, _, value = given.partition("=")
@@ -58,11 +54,7 @@ def arguments_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def refuse_combinations(config: TrainConfig, world_size: int) -> None:
-    """Check that the chosen optimizer and the dtype of the weights suit each other and the run.
-
-    Raises:
-        UsageError: if there is no such optimizer, or two options exclude each other; the message says what to do.
-    """
+    """Check that the chosen optimizer and the dtype of the weights suit each other and the run."""
     name, own = config.optimizer or "adamw", f"--optimizer is {config.optimizer}"
     arguments_of(config)
     is_bf16, adamws = config.weights is WeightDtype.BF16, " or ".join(ADAMWS)
@@ -102,11 +94,7 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
 
 
 def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of ours, or any class of an optimizer
-    """Return what makes the chosen optimizer, whose library this imports.
-
-    Raises:
-        UsageError: if another one's class cannot be imported or used.
-    """
+    """Return what makes the chosen optimizer, whose library this imports."""
     if (name := config.optimizer or "adamw") in NAMED:
         if name == "prodigy":
             imported("prodigyopt:Prodigy")
@@ -132,11 +120,7 @@ def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of 
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> Optimizer:
-    """Return the chosen optimizer of a model's trained weights, which are on their devices.
-
-    Raises:
-        UsageError: if another one's class cannot be imported, or takes other arguments.
-    """
+    """Return the chosen optimizer of a model's trained weights, which are on their devices."""
     assert config.learning_rate is not None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]

@@ -11,28 +11,25 @@ import json
 import re
 import textwrap
 import tomllib
-from dataclasses import MISSING, dataclass, fields
-from enum import StrEnum
-from itertools import chain
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from bucketline import coming_from
-from bucketline.dtype_names import choice_of
 from bucketline.errors import UsageError
 from bucketline.files.run_marker import CONFIG
-from bucketline.help_screen import ALONE, options_of, sections_of, suggestion
-from bucketline.option_types import COMMAND_LINE_ONLY
-from bucketline.option_value import OptionValue, as_option, value_fields
-from bucketline.typed_json import TypedJsonError, as_toml, decode, encode
+from bucketline.option_value import OptionValue
+from bucketline.options import COMMAND_LINE_ONLY, options_of, sections_of, suggestion
+from bucketline.typed_json import as_toml, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
-    from bucketline.help_screen import Option
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+    from bucketline.options import Option
     from bucketline.typed_json import Json
-    from bucketline.typed_line import TypedLine
 
 _PRESETS = Path(__file__).parent / "presets"
 _SUFFIX = ".toml"
@@ -45,14 +42,6 @@ PLACES = (
     *("service", "service_token", "service_certificate"),
 )
 """Options that name files; a run's relative ones are of the folder in which it was started."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """The value of an option in a file, as TOML has it, and the place for messages: the file and its section."""
-
-    value: object
-    place: str
 
 
 def preset_names() -> list[str]:
@@ -83,26 +72,11 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
         raise UsageError(f"the run file {path} cannot be read: {reason}") from error
 
 
-def resumed_run(line: TypedLine) -> str | None:
-    """Return the folder of the run that a command line resumes by its name; None if it names none.
-
-    Raises:
-        UsageError: if it names another folder as the output.
-    """
-    run = next(filter(None, reversed(line.values("resume"))), None)
-    for other in line.values("output_dir"):
-        if run is not None and Path(other) != Path(run):
-            raise UsageError(
-                f"--resume is {run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
-            )
-    return run
-
-
-def values_of_file(options: type, given: str, commands: Collection[str] = ()) -> dict[str, Value]:
+def values_of_file(options: type, given: str, commands: Collection[str] = ()) -> dict[str, Any]:
     """Return what a run file or a preset gives, by the names of the fields.
 
     Raises:
-        UsageError: if it is not there or not TOML, or has an option or a section that is unknown, misplaced or of another type.
+        UsageError: if it is not there or not TOML, or has an option or a section that is unknown or misplaced.
     """
     try:
         document = tomllib.loads(read_run_file(given, commands))
@@ -110,37 +84,35 @@ def values_of_file(options: type, given: str, commands: Collection[str] = ()) ->
         raise UsageError(f"{given} is not TOML: {error}") from error
     known = {one.field: one for one in options_of(options)}
     sections = [*filter(None, sections_of(options))]
-    found: dict[str, Value] = {}
+    found: dict[str, Any] = {}
     for top, entries in document.items():
         if isinstance(entries, dict) and top not in sections:
-            nearest = suggestion(top, sections)
             raise UsageError(
-                f"{given} has the section [{top:.80}], which does not exist{nearest}; expected {', '.join(sections)}"
+                f"{given} has the section [{top:.80}], which does not exist{suggestion(top, sections)}; expected "
+                f"{', '.join(sections)}"
             )
         section = top if isinstance(entries, dict) else None
         for name, value in (entries if isinstance(entries, dict) else {top: entries}).items():
-            option = _known_option(options, known, given, section, name)
-            place = f"{given}, [{option.section}]"
+            place = given if section is None else f"{given}, [{section}]"
+            option = _known_option(options, known, place, section, name)
             if option.field in found:
                 raise UsageError(f"{place} has {option.field} twice")
-            found[option.field] = Value(value=_checked(options, option.field, value, f"{place} {option.field}"), place=place)
+            if isinstance(value, bool) is not option.is_flag and (value is not True or option.alone is None):
+                expected = option.metavar or "true or false"
+                raise UsageError(f"{place} has {option.field} = {value!r:.80}, expected {expected}")
+            found[option.field] = option.alone if value is True and not option.is_flag else value
     return found
 
 
-def _known_option(options: type, known: Mapping[str, Option], given: str, section: str | None, name: str) -> Option:
+def _known_option(options: type, known: Mapping[str, Option], place: str, section: str | None, name: str) -> Option:
     """Return the option that a name in a file means.
 
     Raises:
         UsageError: if there is none, or it belongs to another section, or is for the command line only.
     """
-    place = given if section is None else f"{given}, [{section}]"
     if (option := known.get(name.replace("-", "_"))) is None:
-        spelt = {one.replace("_", "-"): found for one, found in known.items()}
-        nearest = suggestion(name, [*spelt])
-        near = next((found for one, found in spelt.items() if f"'{one}'" in nearest), None)
-        answer = f"; did you mean {near.field!r}, of [{near.section}]?" if near else ""
-        elsewhere = coming_from.answer("train", name, [as_option(one) for one in known])
-        answer = f"; {elsewhere}" if elsewhere else answer
+        elsewhere = coming_from.answer("train", name, [name for one in known.values() for name in one.names])
+        answer = f"; {elsewhere}" if elsewhere else suggestion(name, [*known])
         raise UsageError(f"{place} has {name!r:.80}, which is not an option{answer}")
     if section is not None and option.section != section:
         raise UsageError(f"{place} has {name}, which belongs to [{option.section}]")
@@ -153,45 +125,7 @@ def _is_command_line_only(options: type, name: str) -> bool:
     return any(one.name == name and COMMAND_LINE_ONLY.items() <= one.metadata.items() for one in fields(options))
 
 
-def _checked(options: type, name: str, value: object, item: str) -> object:
-    """Return the value of an option in a file, whose type fits: of one that may be given several times, as a list.
-
-    Raises:
-        UsageError: if it does not fit.
-    """
-    hint: Any = get_type_hints(options)[name]
-    if get_origin(hint) is tuple and not isinstance(value, list):
-        value = [value]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value == _NONE and NoneType in get_args(hint):
-        return value
-    kinds = (hint, *get_args(hint))
-    is_alone = value is True and any(one.name == name and ALONE in one.metadata for one in fields(options))
-    if (own := value_fields(options).get(name)) is not None:  # it is spelt as on the command line, which checks it
-        if not (is_alone or is_number or isinstance(value, str)):
-            raise UsageError(f"{item} is {value!r:.80}, expected {own.expected()}")
-        return value if is_alone else str(value)
-    is_of_several = len({*get_args(hint)} - {NoneType}) > 1  # of which `decode` takes any value
-    if is_of_several and isinstance(value, bool) and not is_alone:
-        expected = ", ".join(chain.from_iterable(map(_choices, kinds)))
-        raise UsageError(f"{item} is {value}, expected {expected or 'another value, or leave it out'}")
-    if isinstance(value, str) and (found := choice_of(value, [*chain.from_iterable(map(_choices, kinds))])) is not None:
-        return found
-    try:
-        decode(hint, value, item)
-    except TypedJsonError as error:
-        raise UsageError(str(error)) from error
-    return value
-
-
-def _choices(kind: Any) -> Sequence[str]:  # noqa: ANN401 - a type
-    """Return the words that a type takes; none if it is not a choice."""
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return [*kind]
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-def values_of_run(options: type, folder: str) -> dict[str, Value]:
+def values_of_run(options: type, folder: str) -> dict[str, Any]:
     """Return the options with which a run was started.
 
     Raises:
@@ -206,11 +140,10 @@ def values_of_run(options: type, folder: str) -> dict[str, Value]:
             f"there is no run in {folder} to resume: {path} cannot be read ({reason}); name the folder of one, "
             "or leave out --resume to begin one there"
         ) from error
-    values = from_its_start(values, Path(folder))
-    known = {one.name: one for one in fields(options) if not _is_command_line_only(options, one.name)}
+    known = {one.field: one for one in options_of(options) if not _is_command_line_only(options, one.field)}
     return {
-        name: Value(value=_NONE if value is None else value, place=str(path))
-        for name, value in values.items()
+        name: _NONE if value is None else value
+        for name, value in from_its_start(values, Path(folder)).items()
         if name in known and (value is not None or known[name].default is not None) and name != "output_dir"
     }
 
@@ -232,48 +165,49 @@ def from_its_start(recorded: Mapping[str, Json], place: Path) -> dict[str, Json]
     return values
 
 
-def words_of_values(values: Mapping[str, Value]) -> list[str]:
-    """Return options as a command line spells them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """What gives cyclopts the options that a command line does not: the run that it resumes, and its files.
 
-    >>> words_of_values({"seed": Value(value=3, place=""), "verify": Value(value=False, place="")})
-    ['--seed=3', '--no-verify']
+    `commands`: other words that may have been meant by one that is not a preset. `places` is filled in: where an option is set.
     """
-    words = []
-    for name, one in values.items():
-        spelt = name.replace("_", "-")
-        if isinstance(one.value, bool):
-            words.append(f"--{spelt}" if one.value else f"--no-{spelt}")
-        else:
-            words += [f"--{spelt}={each}" for each in (one.value if isinstance(one.value, list) else [one.value])]
-    return words
+
+    options: type
+    run: str | None
+    commands: Collection[str] = ()
+    places: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Set the arguments that have no value yet.
+
+        Raises:
+            UsageError: if a file cannot be read, or has an option that is unknown.
+        """
+        from cyclopts.config import Dict
+
+        words = {one.field_info.name: [token.value for token in one.tokens] for one in arguments if one.tokens}
+        sources = [(str(Path(self.run) / CONFIG), values_of_run(self.options, self.run))] if self.run is not None else []
+        sources += [(given, values_of_file(self.options, given, self.commands)) for given in words.get("files", ())]
+        if self.run is not None:
+            if other := next((one for one in words.get("output_dir", ()) if Path(one) != Path(self.run)), None):
+                raise UsageError(
+                    f"--resume is {self.run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
+                )
+            sources.append((f"--resume {self.run}", {"output_dir": self.run}))
+        given = {*words}
+        for place, values in reversed(sources):
+            own = {name: value for name, value in values.items() if name not in given and _INSTEAD.get(name) not in given}
+            given |= own.keys()
+            sections = {one.field: one.section for one in options_of(self.options)}
+            self.places.update({name: f"{place}, [{sections[name]}]" for name in own})
+            Dict({name: value for name, value in own.items() if value != []}, source=place)(app, commands, arguments)
 
 
-def from_files(line: TypedLine, commands: Collection[str] = ()) -> dict[str, Value]:
-    """Return what a resumed run and the files of a command line give, without what the command line itself gives.
-
-    Raises:
-        UsageError: if one cannot be read, or has an option that is unknown or of another type.
-    """
-    run = resumed_run(line)
-    values = {} if run is None else values_of_run(line.command, run)
-    for given in line.by_place:
-        own = values_of_file(line.command, given, commands)
-        values = _without(values, own) | own
-    values |= {} if run is None else {"output_dir": Value(value=run, place=f"--resume {run}")}
-    return _without(values, line.given)
-
-
-def _without(values: Mapping[str, Value], later: Collection[str]) -> dict[str, Value]:
-    """Return the values of options that those given later do not override."""
-    replaced = {*later, *(_INSTEAD[name] for name in later if name in _INSTEAD)}
-    return {name: value for name, value in values.items() if name not in replaced}
-
-
-def with_places(error: UsageError, values: Mapping[str, Value]) -> UsageError:
+def with_places(error: UsageError, places: Mapping[str, str]) -> UsageError:
     """Return a refusal with the places of the options that it names, where files have given them."""
-    named = [name for word in re.findall(r"--([a-z][a-z-]*)", str(error)) if (name := word.replace("-", "_")) in values]
-    places = [f"--{name.replace('_', '-')} is set in {values[name].place}" for name in dict.fromkeys(named)]
-    return UsageError(f"{error} ({'; '.join(places)})") if places else error
+    named = [name for word in re.findall(r"--([a-z][a-z-]*)", str(error)) if (name := word.replace("-", "_")) in places]
+    shown = [f"--{name.replace('_', '-')} is set in {places[name]}" for name in dict.fromkeys(named)]
+    return UsageError(f"{error} ({'; '.join(shown)})") if shown else error
 
 
 def config_as_json(config: Any) -> dict[str, Json]:  # noqa: ANN401 - a TrainConfig, whose file imports this one

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path  # noqa: TC003 - tyro reads it
+from pathlib import Path  # noqa: TC003 - a command's annotations are read
 from typing import TYPE_CHECKING, Any, Literal
 
 from bucketline.bench.harness import Case, Mark, Result

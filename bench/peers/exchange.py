@@ -22,7 +22,7 @@ from bucketline.bench.peers.formats.cache_files import (
     write_mds,
     write_simpletuner,
 )
-from bucketline.command_line import counted, guarded
+from bucketline.command_line import counted, guarded, parse_command
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
@@ -243,9 +243,7 @@ def _compare(all_values: dict[str, Any], some: dict[str, Any], item: str) -> int
 
 def main() -> int:
     """Write, import, export and compare."""
-    import tyro
-
-    return guarded(lambda: tyro.cli(Exchange).run())
+    return guarded(lambda: parse_command(Exchange, sys.argv[1:], "python -m bucketline.bench.peers.exchange").run())
 
 
 if __name__ == "__main__":

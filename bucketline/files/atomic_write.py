@@ -30,12 +30,7 @@ def is_aside(name: str) -> bool:
 
 
 def create_held(path: Path) -> int:
-    """Create an unfinished file and return its descriptor, open for writing; until that is closed, the file is this process's.
-
-    Raises:
-        FileExistsError: if there is a file of this name.
-        OSError: if it cannot be created.
-    """
+    """Create an unfinished file and return its descriptor, open for writing; until that is closed, it is this process's."""
     while True:
         fd = os.open(path, CREATE, FILE_MODE)
         with suppress(OSError):  # a file system without locks, where no store is changed
@@ -52,11 +47,7 @@ def create_aside(path: Path) -> tuple[Path, int]:
 
 
 def remove_unless_held(path: Path, lock: Path | None = None) -> None:
-    """Remove a file, unless a process holds its lock: that of the file `lock`, which is removed too, by default its own.
-
-    Raises:
-        OSError: if it cannot be removed.
-    """
+    """Remove a file, unless a process holds its lock: that of the file `lock`, which is removed too, by default its own."""
     lock = lock or path
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,11 +87,7 @@ def write_durably(path: Path, data: bytes, *, syncs: bool = True) -> None:
 
 
 def write_or_explain(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, like `write_durably`.
-
-    Raises:
-        StoreError: if it cannot be written; the previous content is kept.
-    """
+    """Replace `path` with `data`, like `write_durably`."""
     try:
         write_durably(path, data)
     except OSError as error:
@@ -109,11 +96,7 @@ def write_or_explain(path: Path, data: bytes) -> None:
 
 @contextmanager
 def explaining(item: Path) -> Iterator[None]:
-    """Convert an OSError in this block to a StoreError that names the file, or else `item`.
-
-    Raises:
-        StoreError: if the block raises an OSError.
-    """
+    """Convert an OSError in this block to a StoreError that names the file, or else `item`."""
     try:
         yield
     except OSError as error:

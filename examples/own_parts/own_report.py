@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import tyro  # noqa: TC002 - read when the command is parsed
-
 from bucketline.command_line import print_json
+from bucketline.options import Positional  # noqa: TC001 - commands read their annotations at run time
 from bucketline.store.commands.place import ReadingArguments, StorePlace
 from bucketline.store.read.iter_samples import Selection, live_samples
 
@@ -39,7 +38,7 @@ class CaptionLengths(ReadingArguments):
     Example: store caption-lengths photos.store --json
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
     json: bool = False
     """Print the result as one JSON object."""

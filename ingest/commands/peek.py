@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, one_line, print_json, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.config import FILE_TABLES, SourceArguments
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, shown, store_place
 
 
@@ -31,19 +30,19 @@ class PeekSource(SourceArguments, ReadingArguments):
     SECTION = "peek: crops, sizes, the VAE's device"
     FIRST = ("model", "samples", "grid", "crop", "device", "json")
 
-    place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="STORE|SOURCE")]
+    place: Annotated[Positional[str], Arg(metavar="STORE|SOURCE")]
     """Folder or URL of the store; or a source, as for `ingest pack`."""
-    id: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ID")] = None
+    id: Annotated[Positional[str | None], Arg(metavar="ID")] = None
     """Sample id: the path in the source, with extension. Without it, a contact sheet of a source is written."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG|HTML")]
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="PNG|HTML")]
     """PNG file to write, which must not exist yet, or HTML file of a source's sheet."""
     samples: int = 60
     """Images of a source to show."""
-    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
+    grid: Annotated[str | None, Arg(metavar="GRID")] = None
     """Bucket sizes for a source, as for `ingest pack`. Default: area:512:64."""
     crop: Crop = Crop.CENTER
     """Crop position in images of a source, as for `ingest pack`."""
@@ -51,7 +50,7 @@ class PeekSource(SourceArguments, ReadingArguments):
     """Maximum number of captions per sample of a source."""
     min_size_px: int = 64
     """Reject images of a source whose shorter side has fewer pixels."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""

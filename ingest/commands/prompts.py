@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 _NAMED = 3  # prompts that were cut
@@ -27,19 +26,19 @@ class Prompts(ChangingArguments):
     Example: ingest prompts prompts.txt photos.store --model stable-diffusion-v1-5
     """
 
-    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    file: Annotated[Positional[Path], Arg(metavar="FILE")]
     """Text file with a prompt a line, or JSON lines."""
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, Arg(metavar="MODEL")]
     """Model that the store was packed with, as for `ingest pack`; only its text encoders and tokenizers are used."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
+    output: Annotated[Path | None, Arg(aliases=("-o",), metavar="FILE")] = None
     """File to write, NAME.safetensors. Default: FILE with that suffix."""
-    size: Annotated[str | None, tyro.conf.arg(metavar="HEIGHTxWIDTH")] = None
+    size: Annotated[str | None, Arg(metavar="HEIGHTxWIDTH")] = None
     """Size in px of prompts without one. Default: that of the bucket with the most training samples."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""

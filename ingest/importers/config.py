@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
+from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - commands read their annotations at run time
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
-from bucketline.option_value import ByteSize  # noqa: TC001 - tyro reads the annotations at run time
+from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
@@ -39,24 +38,24 @@ class ImportConfig(ChangingArguments):
     SECTION = "import: everything else about the cache and the store"
     FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
 
-    kind: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="KIND")]
+    kind: Annotated[Positional[str], Arg(metavar="KIND")]
     """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or auto, which recognises it.
     Also one of a package that you installed."""
-    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    source: Annotated[Positional[Path], Arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
-    place: tyro.conf.Positional[StorePlace]
+    place: Positional[StorePlace]
     """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Model whose VAE made the latents: a folder in diffusers layout, one .safetensors checkpoint, or a hub model's name."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     vae: VaeName | None = None
     """Published VAE that made the latents, if its model is not at hand. Text is imported only with --model."""
-    variant: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    variant: Annotated[str | None, Arg(metavar="NAME")] = None
     """Architecture to import, if the cache has several or does not say: as its file names call it (sdxl, flux, fk …)."""
-    captions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    captions: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Folder of caption files (NAME.txt, .caption, .json) by the samples' names, for caches without captions."""
-    trigger: Annotated[str | None, tyro.conf.arg(metavar="WORD")] = None
+    trigger: Annotated[str | None, Arg(metavar="WORD")] = None
     """Word or prompt that the trainer put into the captions of files: ai-toolkit's trigger_word, SimpleTuner's instance_prompt,
     sd-scripts' caption_prefix or class_tokens. It replaces [trigger] in ai-toolkit's, and else goes before the caption."""
     text: TextOption | None = None
@@ -66,17 +65,17 @@ class ImportConfig(ChangingArguments):
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
-    columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
+    columns: Annotated[str | None, Arg(metavar="ROLES")] = None
     """Columns to store next to the latents where the cache has them: mask, control/NAME, separated by commas, or none. Default:
     those of the samples that are checked first."""
-    prefix: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    prefix: Annotated[str | None, Arg(metavar="NAME")] = None
     """Import as NAME/ID: for a second cache whose files have the names of one that the store has."""
     replace: bool = False
     """Replace rows of the store that came from another folder or other images. Those of this cache are always replaced if its
     files have changed."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
-    val_fraction: Annotated[str, tyro.conf.arg(metavar="SHARE[:folder]")] = "0.0"
+    val_fraction: Annotated[str, Arg(metavar="SHARE[:folder]")] = "0.0"
     """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes their folders."""
     max_captions: int = 8
     """Maximum number of captions per sample."""
@@ -86,19 +85,19 @@ class ImportConfig(ChangingArguments):
     """Data type of stored tokens, as for `ingest pack`. Default: that of --dtype."""
     encode_dtype: EncodeDtype = "F32"
     """Data type in which text encoders compute, as for `ingest pack`."""
-    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    max_tokens: Annotated[int | None, Arg(metavar="INT")] = None
     """Token limit per caption, as for `ingest pack`: 256 for a cache of Flux schnell."""
     batch_size: int = 8
     """Captions encoded together."""
     shard_size: ByteSize = USUAL_SHARD
     """Seal a shard at this size and begin the next."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the text encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    threads: Annotated[int | None, Arg(metavar="INT")] = None
     """Reader threads; default: one per core, at most four."""
-    max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
+    max_rejects: Annotated[str | None, Arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more samples are rejected, as a count (10) or a fraction (0.01); the others are imported all the same."""
-    work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    work: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     dry_run: bool = False
     """Read and check everything, and print what would be imported and rejected. Writes nothing."""

@@ -270,8 +270,7 @@ class _CachePacker:
             if isinstance(captions, RejectedError):
                 self.account.reject(row.record.id, captions)
                 continue
-            # the same caption, embedded by another program, may differ in its last bits
-            part.add_record(row.record, row.columns, captions, is_repeat_checked=False)
+            part.add_record(row.record, row.columns, captions)
             self._count(row)
 
     def _read(

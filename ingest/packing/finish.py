@@ -28,7 +28,6 @@ from bucketline.ingest.summary import (
 )
 from bucketline.pack_options import PLAIN_FAMILY
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.read.info import joined_error
 from bucketline.store.shard.reader import as_keys
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def finish(run: PackRun) -> PackResult:
         kept_unreadable_ids=account.kept[:NAMED_IDS],
         kept_beyond_limit=kept_beyond_limit,
         too_many_rejects=dropping.too_many_rejects,
-        text_error=joined_error(published),
+        text_error=published.text_error,
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),
         generation=published.generation,

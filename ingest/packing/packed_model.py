@@ -74,12 +74,7 @@ def note_model(config: PackConfig, *, is_compared: bool) -> list[str]:
 
 
 def with_packed_model(config: _C) -> _C:
-    """Return the options with the model of the last pack into the store, if `--model` was left out; of several, theirs.
-
-    Raises:
-        UsageError: if the store is new or at a URL, or none is noted; or the stores of a data set file have several.
-        ModelError: if the model is no longer there.
-    """
+    """Return the options with the model of the last pack into the store, if `--model` was left out; of several, theirs."""
     if MODEL not in config.left_out:
         return config
     needs = f"{redacted(str(config.place))} needs --model MODEL"

@@ -29,7 +29,6 @@ from bucketline.dtype_names import choice_of
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import Overlap, overlap, why_not_there
 from bucketline.files.regular_file import why_unread
-from bucketline.help_screen import options_of, suggestion
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.folder import FolderSource
@@ -38,6 +37,7 @@ from bucketline.ingest.sources.open_source import is_pattern, open_source
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.tar.tar_source import has_scheme
 from bucketline.option_value import value_fields
+from bucketline.options import options_of, suggestion
 from bucketline.typed_json import TypedJsonError, decode, decode_field, encode
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, print_json
 from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.options import Arg
 from bucketline.store.commands.place import shown
 
 
@@ -28,14 +27,12 @@ class Peek(PlannedOptions):
 
     step: int
     """Optimizer step, from 0."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")]
     """HTML file to write; a page of an earlier run is replaced."""
     caption_dropout: float = 0.0
     """Probability of replacing a caption with the empty one."""
     flip: float = 0.0
     """Probability of a horizontal flip; requires a store packed with --flip."""
-    preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
     json: bool = False
     """Print the ids and captions as one JSON object."""
 
@@ -47,17 +44,15 @@ class Peek(PlannedOptions):
     def run(self) -> int:
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.pages.page import refuse_page
-        from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.latents import vae_of
 
         refuse_page(self.output)
-        factors = None if self.preview_factors is None else read_factors(self.preview_factors)
         shares, config, world_size, number = self.planned(self.step)
         from bucketline.loader.peek import peek_page, read_step
 
         batches = read_step(shares, config, number, world_size)
         names = self.stores or tuple(str(share.store.place) for share in shares)
-        write_or_explain(self.output, peek_page(names, self.step, batches, dict(vae_of(shares[0].store)), factors))
+        write_or_explain(self.output, peek_page(names, self.step, batches, dict(vae_of(shares[0].store))))
         rows = sum(len(batch.rows) for batch in batches)
         if self.json:
             print_json(

@@ -6,10 +6,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.options import Arg
 
 if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
@@ -39,9 +38,9 @@ class PlanCommand(PlannedOptions):
 
     epochs: int = 1
     """Passes over the rows."""
-    columns: Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME")] = None
+    columns: Annotated[str | None, Arg(metavar="NAME,NAME")] = None
     """Roles of columns, such as target,control/depth: print their bytes per micro-batch. Default: none."""
-    list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
+    list_batches: Annotated[bool, Arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     json: bool = False
     """Print one JSON object."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import tyro
-
 from bucketline.errors import StateError, UsageError
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import OrderOptions, Remainder
 from bucketline.option_value import ONE_OR_MORE, FieldForm, OptionValue
+from bucketline.options import Arg, Positional
 
 if TYPE_CHECKING:
     from typing import Self
@@ -60,11 +59,11 @@ class PlannedOptions(BatchOptions):
 
     SECTION = OrderOptions.SECTION
 
-    stores: tyro.conf.Positional[tuple[str, ...]] = ()
+    stores: Positional[tuple[str, ...]] = ()
     """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass,
     and `photos.store:0.5` to read half of them, others in each.
     A folder packed from a data set file stands for its stores and their repeats. With --run: only if they have moved."""
-    of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
+    of_run: Annotated[Path | None, Arg(name="run", metavar="RUN")] = None
     """Folder of a run, a checkpoint in it, or a loader's state as JSON: take stores, seed, batch, ranks and all that
     decides the order from it."""
     world_size: WorldSize = ONE_RANK

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from bucketline.command_line import counted, one_line, print_json, print_json_line, printable
 from bucketline.errors import UsageError
 from bucketline.files.regular_file import why_unread
+from bucketline.options import Arg, Positional, Repeated
 from bucketline.store.remote.arguments import RemoteArguments
 from bucketline.typed_json import encode
 
@@ -37,14 +36,14 @@ class SeenCommand(RemoteArguments):
 
     SECTION = "seen: samples to tell of"
 
-    stores: tyro.conf.Positional[tuple[str, ...]] = ()
+    stores: Positional[tuple[str, ...]] = ()
     """Folders or URLs of the run's stores that have moved."""
-    of_run: Annotated[Path | None, tyro.conf.arg(name="run", metavar="RUN")] = None
+    of_run: Annotated[Path | None, Arg(name="run", metavar="RUN")] = None
     """Folder of the run (up to its newest checkpoint), a checkpoint in it, or a JSON file with a loader's `state_dict()`, with
     the loop's `plans.jsonl` next to it if its plan changed. Required."""
-    id: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID")] = ()
+    id: Annotated[Repeated[tuple[str, ...]], Arg(metavar="ID")] = ()
     """Sample id: the path in the source, including the extension. May be repeated."""
-    ids: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    ids: Annotated[Path | None, Arg(metavar="FILE")] = None
     """Read sample ids from a file, one per line."""
     all: bool = False
     """List every sample of the run's split: how often, and at which steps first and last."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
+from bucketline.options import Arg, Positional, Repeated
 from bucketline.store.commands.place import shown
 from bucketline.store.remote.arguments import RemoteArguments
 
@@ -33,18 +32,18 @@ class Serve(RemoteArguments):
     SECTION = "serve: where to serve, and what to report"
     FIRST = ("token_file", "certificate", "metrics", "every", "json")
 
-    stores: tyro.conf.Positional[tuple[str, ...]]
+    stores: Positional[tuple[str, ...]]
     """Folders of the stores, or their URLs: this process then fetches them for all others of the machine."""
-    at: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ADDRESS")]
+    at: Annotated[Repeated[tuple[str, ...]], Arg(metavar="ADDRESS")]
     """Address for clients to connect to: unix:PATH, a socket of at most 107 bytes for processes of this user, or tcp://HOST:PORT
     for machines that have no store; without a host (tcp://PORT), for this machine only. Give one or both."""
-    token_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    token_file: Annotated[Path | None, Arg(metavar="FILE")] = None
     """File with the token that clients over TCP must have too, readable by its owner only. It is never sent."""
-    certificate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [KEY]")] = ()
+    certificate: Annotated[tuple[Path, ...], Arg(metavar="FILE [KEY]")] = ()
     """Serve TCP by TLS, with the certificate chain in this file (PEM), and its private key there or in a second file."""
-    metrics: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    metrics: Annotated[str | None, Arg(metavar="HOST:PORT")] = None
     """Answer Prometheus at HOST:PORT; without a host, only this machine can ask. Everything that can connect can read them."""
-    every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
+    every: Annotated[float, Arg(metavar="SECONDS")] = 10.0
     """Seconds between statistics reports. A last report is printed at exit."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from bucketline.options import Arg, Positional
 
 if TYPE_CHECKING:
     from bucketline.loader.service.address import ServiceAddress
@@ -21,11 +21,11 @@ class StatsCommand:
     Example: loader stats unix:/run/user/1000/photos.sock --json
     """
 
-    address: tyro.conf.Positional[str]
+    address: Positional[str]
     """Address of the service: unix:PATH (or only the path), or tcp://HOST:PORT."""
-    token_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    token_file: Annotated[Path | None, Arg(metavar="FILE")] = None
     """File with the token of a service over TCP, readable by its owner only."""
-    certificate: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    certificate: Annotated[Path | None, Arg(metavar="FILE")] = None
     """File (PEM) with the certificates to trust, of a service with TLS."""
     json: bool = False
     """Print one JSON object."""

@@ -1,36 +1,29 @@
 """Add a column to rows that are there: a file next to each shard, of the same rows in the same order; nothing is rewritten.
 
-A file is complete when it has its name under `shards/`. Those that a killed call left are found again, so that only the other
-shards' values are requested. All are published in one generation.
+A file is complete when it has its name under `shards/`. Those that a killed call left are found again: the
+next one begins at the first shard without one. All are published in one generation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from bucketline.command_line import counted
 from bucketline.errors import LockedError, StoreError, UsageError
 from bucketline.files.locks import FileLock
 from bucketline.option_types import expect, unlike
-from bucketline.store.change.column_values import (
-    CalledValues,
-    ColumnForms,
-    ShardValues,
-    Spool,
-    SpooledValues,
-    UnknownFormError,
-    named,
-)
+from bucketline.store.change.column_values import CalledValues, ColumnForms, UnknownFormError
 from bucketline.store.change.commit import commit_change, newest_base
 from bucketline.store.change.drop import NAMED_SAMPLES
 from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, role_of, stored_name
 from bucketline.store.format.schema import AddedColumn
 from bucketline.store.read.lost_files import files_of_column
 from bucketline.store.remote.generations import listed_generations, read_generation
+from bucketline.store.remote.urls import is_url
 from bucketline.store.write.column_shard import (
     ADDING_LOCK,
     FoundColumn,
@@ -42,17 +35,13 @@ from bucketline.store.write.column_shard import (
 from bucketline.store.write.publish import prepare_store, remove_unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from bucketline.store.change.commit import WorkFolder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.read.store import Store
-    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.shard.reader import SealedShard
     from bucketline.store.write.change_base import ChangeBase
-
-Values: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]] | Callable[[str], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,148 +51,107 @@ class ColumnAdded:
     generation: int  # newest generation afterwards
     rows: int  # that have got a value
     filled: int  # of them, those that have got the fill value
-    ignored: int  # values of ids that the store lacks
     rows_without: int  # live rows that lack the column: another writer has added them meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeColumn:
+class _Made:
     """A column's files that no generation lists yet."""
 
-    name: str
     forms: ColumnForms
     files: dict[str, FoundColumn]  # by shard
     shards: dict[str, SealedShard]  # by name, with the rows that were dropped when the files were made
     rows: int
     filled: int
-    ignored: int
-
-    def result(self, newest: Manifest) -> ColumnAdded:
-        """Return the result of adding the column, as of the newest generation."""
-        return ColumnAdded(
-            generation=newest.generation,
-            rows=self.rows,
-            filled=self.filled,
-            ignored=self.ignored,
-            rows_without=sum(entry.live_samples for entry in newest.shards if self.name not in entry.added),
-        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnRequest:
-    """A column to add."""
+def add_column(
+    store: Path | str,
+    name: str,
+    values: Callable[[str], Any],
+    *,
+    fill: Any = None,  # noqa: ANN401 - a number or an array
+) -> ColumnAdded:
+    """Add a column to the rows of a store on a disk, and publish a generation with it; nothing that is there is written again.
 
-    role: str
-    values: Values
-    fill: Any = None  # what rows without a value get; None: these are refused
-    ignore_unknown: bool = False  # whether values of ids that the store lacks are left out, not refused
+    `name` is a role: `mask`, `audio`, `control/NAME`, `reference/NAME`, `features/NAME`, or one of these (or `target`) with
+    `/flipped` appended. `values` returns the array or tensor of a sample's id, or None, and is called shard by shard; of a
+    mapping, its `get` does. All have one dtype, and those of a bucket one shape.
 
-    @property
-    def called(self) -> Callable[[str], Any]:
-        """The function that returns the value of an id."""
-        assert callable(self.values)
-        return self.values
-
-    def __post_init__(self) -> None:
-        expect("name", self.role, str, "a role, such as 'mask' or 'features/dino'")
-        if not callable(self.values) and not isinstance(self.values, Iterable):
-            raise unlike("values", self.values, "pairs (id, array), a mapping, or a function of an id")
-        if not ROLE.fullmatch(role_of(self.role)):
-            raise UsageError(
-                f"name is {self.role!r:.80}, expected mask, audio, control/NAME, reference/NAME or features/NAME, or one of "
-                "these with /flipped appended, for mirror images"
-            )
-
-
-def add_to(place: Path | ObjectFolder, request: ColumnRequest, work: WorkFolder | None = None) -> ColumnAdded:
-    """Add a column to a store; see `store.sync.add_column`. `work`: of a store in object storage."""
-    path = work.made if work is not None else place
-    assert isinstance(path, Path)
-    with newest_base(place, work):
-        prepare_store(path)
-    with FileLock(path / "pending" / ADDING_LOCK):
-        with newest_base(place, work) as base:
-            made = make_column(base.store, path, request)
-        try:
-            _, after = commit_change(place, lambda base: with_column(base, made), adopting=False, work=work)
-        except LockedError as error:
-            raise LockedError(f"{error}; the values are kept: the same call publishes them then") from error
-        if work is not None:  # they are in the bucket
-            for entry in after.shards:
-                for file, _ in files_of_column(path, entry, made.name) if made.name in entry.added else ():
-                    file.unlink(missing_ok=True)
-    return made.result(after)
-
-
-def make_column(store: Store, path: Path, request: ColumnRequest) -> MadeColumn:
-    """Write the files of a column for the shards that lack it, and publish nothing. Call under `ADDING_LOCK`.
-
-    `path` is the folder of the files, laid out as a store: on a disk the store's.
+    Rows without a value are refused, or get `fill`, a number or an array. Rows that have the column keep it, so a second call
+    changes nothing, and one after new rows were packed gives it to these. A killed call begins again at its shard.
 
     Raises:
-        UsageError: if the column cannot be added, a value does not fit, or an id is given twice.
-        StoreError: if rows get no value, or ids are unknown; the message has their number and the first of them.
+        UsageError: if the column cannot be added, or a value does not fit.
+        StoreError: if rows have no value, or something cannot be read or written; nothing is published.
+        LockedError: if another process adds a column, or changes the store when the values are to be published.
     """
-    name = stored_name(request.role)
+    expect("a store's place", store or None, str | Path, "a path, such as 'photos.store'")
+    expect("name", name, str, "a role, such as 'mask' or 'features/dino'")
+    if is_url(store):
+        raise UsageError(f"{store} is a URL; add the column to the store on a disk, and push it")
+    if not callable(values):
+        raise unlike("values", values, "a function of an id; of a mapping, its get")
+    if not ROLE.fullmatch(role_of(name)):
+        raise UsageError(
+            f"name is {name!r:.80}, expected mask, audio, control/NAME, reference/NAME or features/NAME, or one of "
+            "these with /flipped appended, for mirror images"
+        )
+    path = Path(store)
+    with newest_base(path):
+        prepare_store(path)
+    with FileLock(path / "pending" / ADDING_LOCK):
+        with newest_base(path) as base:
+            made = _make(base.store, path, name, values, fill)
+        try:
+            _, after = commit_change(path, lambda base: _with_column(base, made), adopting=False)
+        except LockedError as error:
+            raise LockedError(f"{error}; the values are kept: the same call publishes them then") from error
+    return ColumnAdded(
+        generation=after.generation,
+        rows=made.rows,
+        filled=made.filled,
+        rows_without=sum(entry.live_samples for entry in after.shards if made.forms.name not in entry.added),
+    )
+
+
+def _make(store: Store, path: Path, role: str, values: Callable[[str], Any], fill: Any) -> _Made:  # noqa: ANN401
+    """Write the files of a column for the shards that lack it, and publish nothing."""
+    name = stored_name(role)
     if holders := [bucket.name for bucket in store.manifest.buckets if name in bucket.columns]:
         raise UsageError(
-            f"{store.place} has a column {request.role!r} already, written with the rows of {holders[0]}; choose another name"
+            f"{store.place} has a column {role!r} already, written with the rows of {holders[0]}; choose another name"
         )
     base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))
-    if (
-        base not in store.manifest.added
-        and any(base not in bucket.columns for bucket in store.manifest.buckets)
-        and base != name
-    ):
-        raise UsageError(
-            f"{request.role!r} is the mirror image of {role_of(base)!r}, which {store.place} lacks; add that first"
-        )
+    has_base = base in store.manifest.added or all(base in bucket.columns for bucket in store.manifest.buckets)
+    if base != name and not has_base:
+        raise UsageError(f"{role!r} is the mirror image of {role_of(base)!r}, which {store.place} lacks; add that first")
     remove_unfinished(path)
-    forms = ColumnForms(store.manifest, name)
+    forms = ColumnForms(store.manifest, name, fill)
     files = _left_by_a_killed_call(store, path, name, forms)
-    lacking = [n for n, shard in enumerate(store.shards) if name not in shard.entry.added and shard.entry.live_samples]
-    wanted = [n for n in lacking if store.shards[n].name not in files]
-    if callable(request.values):
-        return _written(store, path, request, forms, files, wanted, None)
-    with closing(Spool(store, path, wanted, forms)) as spool:
-        spool.take(request.values.items() if isinstance(request.values, Mapping) else request.values)
-        if not request.ignore_unknown:
-            spool.refuse_unknown()
-        return _written(store, path, request, forms, files, wanted, spool)
-
-
-def _written(
-    store: Store,
-    path: Path,
-    request: ColumnRequest,
-    forms: ColumnForms,
-    files: dict[str, FoundColumn],
-    wanted: list[int],
-    spool: Spool | None,
-) -> MadeColumn:
-    """Write the files of a column for the shards `wanted`, whose values wait in `spool` or are requested."""
-    forms.set_fill(request.fill)
-    missing, filled = list[ShardValues](), 0
     rows = sum(entry.live_samples for entry in store.manifest.shards if entry.name in files)
-    for n in wanted:
-        shard = store.shards[n]
-        own = SpooledValues(shard, forms, spool, n) if spool else CalledValues(shard, forms, request.called)
-        found = _write_one(path, shard, forms.name, own, is_filled=request.fill is not None)
+    missing, filled = list[CalledValues](), 0
+    for shard in store.shards:
+        if shard.name in files or name in shard.entry.added or not shard.entry.live_samples:
+            continue
+        own = CalledValues(shard, forms, values)
+        found = _write_one(path, shard, name, own, is_filled=fill is not None)
         rows, filled = rows + shard.entry.live_samples, filled + own.num_missing
         if found is None:
             missing.append(own)
         else:
             files[shard.name] = found
-    _refuse_missing(store, request.role, missing)
-    return MadeColumn(
-        name=forms.name,
-        forms=forms,
-        files=files,
-        shards={shard.name: shard for shard in store.shards if shard.name in files},
-        rows=rows,
-        filled=filled,
-        ignored=spool.num_unknown if spool else 0,
-    )
+    if number := sum(own.num_missing for own in missing):
+        ids = [one for own in missing for one in own.missing][:NAMED_SAMPLES]
+        named = (
+            f"{', '.join(f'{one!r:.200}' for one in ids)}{' and others' if number > len(ids) else ''} ({counted(number, 'id')})"
+        )
+        raise StoreError(
+            f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named}; nothing was "
+            "added; give them one, or a fill value for all of them (fill=0), or `store drop` them"
+        )
+    shards = {shard.name: shard for shard in store.shards if shard.name in files}
+    return _Made(forms=forms, files=files, shards=shards, rows=rows, filled=filled)
 
 
 def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnForms) -> dict[str, FoundColumn]:
@@ -240,7 +188,7 @@ def _every_entry(store: Store) -> Iterator[ShardEntry]:
             yield from read_generation(store.folder, generation, store.manifest).shards
 
 
-def _write_one(path: Path, shard: SealedShard, name: str, values: ShardValues, *, is_filled: bool) -> FoundColumn | None:
+def _write_one(path: Path, shard: SealedShard, name: str, values: CalledValues, *, is_filled: bool) -> FoundColumn | None:
     """Write a column's file for a shard; None, and no file, if rows have no value and are not filled."""
     try:
         found = write_column_shard(path, shard, name, values)
@@ -257,16 +205,7 @@ def _write_one(path: Path, shard: SealedShard, name: str, values: ShardValues, *
     return None
 
 
-def _refuse_missing(store: Store, role: str, missing: list[ShardValues]) -> None:
-    if number := sum(own.num_missing for own in missing):
-        ids = [one for own in missing for one in own.missing][:NAMED_SAMPLES]
-        raise StoreError(
-            f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named(ids, number)}; "
-            "nothing was added; give them one, or a fill value for all of them (fill=0), or `store drop` them"
-        )
-
-
-def with_column(base: ChangeBase, made: MadeColumn) -> Manifest:
+def _with_column(base: ChangeBase, made: _Made) -> Manifest:
     """Return the base's manifest with a column for the shards that its files were made for; the same one if there are none.
 
     Shards that have it meanwhile, are not listed any more, or have rows again that were dropped when their values were
@@ -275,30 +214,29 @@ def with_column(base: ChangeBase, made: MadeColumn) -> Manifest:
     Raises:
         StoreError: if another writer has added a column of that name and another form, or a file is gone.
     """
-    manifest = base.manifest
+    manifest, name = base.manifest, made.forms.name
     shards = tuple(
-        dataclasses.replace(entry, added={**entry.added, made.name: found.entry})
-        if (found := made.files.get(entry.name)) and made.name not in entry.added and _fits(base, entry, made, found)
+        dataclasses.replace(entry, added={**entry.added, name: found.entry})
+        if (found := made.files.get(entry.name)) and name not in entry.added and _fits(base, entry, made, found)
         else entry
         for entry in manifest.shards
     )
     if shards == manifest.shards:
         return manifest
-    before = manifest.added.get(made.name, AddedColumn(role=role_of(made.name), buckets={})).buckets
+    before = manifest.added.get(name, AddedColumn(role=role_of(name), buckets={})).buckets
     if other := [bucket for bucket, form in made.forms.found.items() if before.get(bucket, form) != form]:
         raise StoreError(
-            f"{base.folder.place('')}: another writer has added {made.name!r} in another form to {other[0]}; choose "
-            "another name"
+            f"{base.folder.place('')}: another writer has added {name!r} in another form to {other[0]}; choose another name"
         )
     for entry, without in zip(shards, manifest.shards, strict=True):
-        for file, _ in files_of_column(base.made, entry, made.name) if entry is not without else ():
+        for file, _ in files_of_column(base.made, entry, name) if entry is not without else ():
             if not file.exists():
                 raise StoreError(f"{file} is gone; nothing was added: rerun the call")
-    column = AddedColumn(role=role_of(made.name), buckets={**before, **made.forms.found})
-    return dataclasses.replace(manifest, added={**manifest.added, made.name: column}, shards=shards)
+    column = AddedColumn(role=role_of(name), buckets={**before, **made.forms.found})
+    return dataclasses.replace(manifest, added={**manifest.added, name: column}, shards=shards)
 
 
-def _fits(base: ChangeBase, entry: ShardEntry, made: MadeColumn, found: FoundColumn) -> bool:
+def _fits(base: ChangeBase, entry: ShardEntry, made: _Made, found: FoundColumn) -> bool:
     """Return whether a column's file is of a shard as it is now: every live row was live when the file was made."""
     if found.rows_of != entry.shard_id or found.dropped == digest_of_dropped(entry):
         return found.rows_of == entry.shard_id

@@ -207,7 +207,7 @@ def _copied(base: ChangeBase, runs: list[ShardRun], shard_bytes: int, on_bytes: 
 
     with _on_this_disk(base, old) as store, RowCopier(store, manifest.generation + 1, copied, base.made) as copier:
         names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
-        new = [tuple(describe_shard(base.made, name, manifest)[0] for name in own) for own in names]
+        new = [tuple(describe_shard(base.made, name, manifest).entry for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):
             _check_rows([manifest.shards[n] for n in run.shards], own)
     # a generation may list the new shards from here on, so an interruption is left to the next writer

@@ -102,7 +102,6 @@ class RowCopier:
         self._digests: NDArray[np.uint8] = np.empty((0, 16), "u1")  # of the captions of the shard being read
         self._unreadable: dict[int, StoreError] = {}  # captions of it, by row
         self._columns: set[str] = set()  # the added columns of its rows
-        self._sources: set[int] = set()  # the shards of its rows
         self._taken: dict[str, array[int]] = {}  # by bucket, ordinal and row of each of its rows, in turn
         self._sizes: list[int] = []
         self._size = 0
@@ -286,12 +285,9 @@ class RowCopier:
             columns = set(self._store.shards[ordinal].entry.added)
             empty = caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW)
             name = f"{self._prefix}-{self._num_named:04d}"
-            self._columns, self._taken, self._sources, self._num_named = columns, {}, set(), self._num_named + 1
+            self._columns, self._taken, self._num_named = columns, {}, self._num_named + 1
             self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
             self._writer = ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes)
-        if ordinal not in self._sources:
-            self._sources.add(ordinal)
-            self._writer.note_error(self._store.shards[ordinal].entry.text_error)
         return self._writer
 
     def _seal(self) -> None:
@@ -299,8 +295,8 @@ class RowCopier:
             self._writer.seal()
             self._sealed.append(self._writer.name)
             if self._columns:
-                entry, _ = describe_shard(self._path, self._writer.name, self._store.manifest)
-                shard = SealedShard(self._path, entry)
+                found = describe_shard(self._path, self._writer.name, self._store.manifest)
+                shard = SealedShard(self._path, found.entry)
                 for column in sorted(self._columns):
                     values = CopiedValues(self._store, column, self._taken)
                     write_column_shard(self._path, shard, column, values)

@@ -79,9 +79,6 @@ def collect(place: Path | ObjectFolder, older_than_s: float, *, dry_run: bool = 
     Call it under the lock of a store on a disk; a dry run needs none. Ages are by the clock that dates the files; a dry run
     writes nothing, so it goes by this machine's. The newest generation is kept. A reader with a removed generation open gets
     an error at the first file that it has not opened yet.
-
-    Raises:
-        StoreError: if the folder cannot be listed, or a generation to keep is damaged: its files are unknown.
     """
     folder = as_folder(place)
     newest = newest_generation(folder, lists=True)

@@ -20,6 +20,7 @@ from bucketline.files.copy_bytes import copy_some
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import sealed, write_manifest
+from bucketline.store.format.text_error import TextError
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.shard.sidecar import open_listed
@@ -88,7 +89,8 @@ def merge(
             prepare_store(folder)
             names = _names([entry for _, entry in parts])
             shards = tuple(_copy(folder, path, entry, name, copied) for (path, entry), name in zip(parts, names, strict=True))
-            more = {"buckets": buckets, "shards": shards, "retired": (), "added": added}
+            error = TextError.joined(store.manifest.text_error for store in stores)
+            more = {"buckets": buckets, "shards": shards, "retired": (), "added": added, "text_error": error}
             merged = replace(stores[0].manifest, store_id=uuid.uuid4().hex, generation=_GENERATION, **more)  # type: ignore[arg-type]
             written = write_manifest(folder, sealed(merged))
             if written.samples != samples:

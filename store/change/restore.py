@@ -27,11 +27,6 @@ def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = Fals
     What an interrupted run left on a disk is published as a generation first: the rows stay reachable there, and the next pack
     does not add them to what was restored. Shards that only later generations list become retired, so that no run adopts them
     again.
-
-    Raises:
-        StoreError: if the generation, or a file of its shards, is no longer there; nothing is changed.
-        CorruptError: if the generation's manifest is damaged.
-        LockedError: if another process changes the store on this disk.
     """
 
     def restored(base: ChangeBase) -> Manifest:

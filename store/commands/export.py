@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, print_json
 from bucketline.errors import UsageError
-from bucketline.option_value import ByteSize  # noqa: TC001 - a command's types are read at run time
+from bucketline.option_value import ByteSize
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
@@ -28,24 +27,24 @@ class Export(ReadingArguments):
     Example: store export photos.store --format webdataset photos.tars
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
-    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    output: Annotated[Positional[Path], Arg(metavar="OUT")]
     """Output folder; must not exist yet."""
-    format: Annotated[str, tyro.conf.arg(metavar="{webdataset,safetensors,kohya,mds}")]
+    format: Annotated[str, Arg(metavar="{webdataset,safetensors,kohya,mds}")]
     """Format of the output. webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per
     sample, samples.jsonl; kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder
     for each bucket. Also a format of a package that you installed."""
     split: Literal["train", "val"] | None = None
     """Export only this split. Default: both."""
-    bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    bucket: Annotated[str | None, Arg(metavar="NAME")] = None
     """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: ByteSize | None = None
     """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
-    columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
+    columns: Annotated[str | None, Arg(metavar="ROLES")] = None
     """Columns that kohya and mds get next to the latents, such as mask,control/depth, or none. Default: all; one that the
     format cannot hold is refused by name."""
-    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    images: Annotated[Path | None, Arg(metavar="FOLDER")] = None
     """Folder of the images, to read sizes that the store does not know, for kohya, whose scripts look for caches by size."""
     dry_run: bool = False
     """Print the number of samples, and about how many bytes they take, without writing them."""

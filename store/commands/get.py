@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, one_line, print_json
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 
@@ -19,11 +18,11 @@ class Get(ReadingArguments):
     Example: store get photos.store coffee/whole.png -o coffee.safetensors
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
-    id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
+    id: Annotated[Positional[str], Arg(metavar="ID")]
     """Sample id: the path in the source, including the extension."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="FILE")]
     """Output file; must not exist yet."""
     json: bool = False
     """Print the sample's record as one JSON object."""

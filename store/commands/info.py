@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, human_number, printable
 from bucketline.errors import UsageError
-from bucketline.help_screen import ALONE
+from bucketline.options import ALONE, Arg, Positional
 from bucketline.pack_options import as_settings
 from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each, shown
 from bucketline.store.format.columns import LATENT
@@ -34,9 +32,9 @@ class Info(ReadingArguments):
     Example: store info photos.store --json
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store, or the folder of a data set's stores."""
-    rules: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = field(default=None, metadata={ALONE: "."})
+    rules: Annotated[str | None, Arg(metavar="SOURCE")] = field(default=None, metadata={ALONE: "."})
     """Print a data set file instead, from which `ingest pack` packs an equal store; with the path of its source, or `.`."""
     json: bool = False
     """Print the result as one JSON object."""

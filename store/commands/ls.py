@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from bucketline.command_line import one_line, print_json_line
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
@@ -25,13 +24,13 @@ class Ls(ReadingArguments):
     Example: store ls photos.store --split train --match 'coffee/*'
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
     split: Literal["train", "val"] | None = None
     """List only this split. Default: both."""
-    bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    bucket: Annotated[str | None, Arg(metavar="NAME")] = None
     """List only this bucket, such as train/256x192. Default: all."""
-    match: Annotated[str | None, tyro.conf.arg(metavar="GLOB")] = None
+    match: Annotated[str | None, Arg(metavar="GLOB")] = None
     """List only ids that match a pattern of *, ? and [abc]; * also matches slashes."""
     json: bool = False
     """Print JSON Lines: one object per sample with its row (in the store's bucket), shard, captions and source."""

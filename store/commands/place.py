@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-import tyro
-
 from bucketline.command_line import one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
 from bucketline.option_value import ByteSize
+from bucketline.options import Arg
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
 from bucketline.store.remote.urls import is_url, parse_url, refuse_misspelt
 
@@ -45,30 +44,10 @@ def local_place(text: str) -> Path:
     return Path(text)
 
 
-def _place(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path | str]:
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda args: store_place(args[0]),
-        is_instance=lambda value: isinstance(value, Path | str),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _local(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path]:
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda args: local_place(args[0]),
-        is_instance=lambda value: isinstance(value, Path),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-LocalStore = Annotated[Path, _local("STORE")]
-NewStore = Annotated[Path, _local("OUT")]
-StorePlace = Annotated[Path | str, _place("STORE")]
-StoreUrl = Annotated[Path | str, _place("URL")]
+LocalStore = Annotated[Path, Arg(metavar="STORE", read=local_place)]
+NewStore = Annotated[Path, Arg(metavar="OUT", read=local_place)]
+StorePlace = Annotated[Path | str, Arg(metavar="STORE", read=store_place)]
+StoreUrl = Annotated[Path | str, Arg(metavar="URL", read=store_place)]
 USUAL_SHARD = ByteSize(num_bytes=2 << 30)
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from bucketline.command_line import refuse_below
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each
 
 
@@ -23,20 +22,18 @@ class Report(ReadingArguments):
     Example: store report photos.store --source photos -o report.html
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store, or the folder of a data set's stores: a page of each."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("report.html")
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")] = Path("report.html")
     """HTML file to write; a page of an earlier run is replaced."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Decode the shown latents with the VAE of this model, which the store was packed with. Needs the extra ingest."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
-    source: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
+    source: Annotated[str | None, Arg(metavar="SOURCE")] = None
     """Source that the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""
-    preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
     samples: int = 480
     """Samples in the gallery, over all buckets; at most 40 of each."""
     latents: int = 20_000
@@ -54,7 +51,6 @@ class Report(ReadingArguments):
 
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.pages.page import page_report
-        from bucketline.store.report.latent_rgb import read_factors
         from bucketline.store.report.report import Decoder, ReportOptions, write_report
 
         decoder = None
@@ -66,7 +62,6 @@ class Report(ReadingArguments):
             batch_size=self.batch_size,
             decoder=decoder,
             source=self.source,
-            factors=None if self.preview_factors is None else read_factors(self.preview_factors),
         )
         found = write_report(self.open_store(self.store), self.output, options)
         return page_report(self.output, found), 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from bucketline.command_line import counted, one_line, printable, refuse_below
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, StorePlace, show_each
 
 if TYPE_CHECKING:
@@ -26,9 +25,9 @@ class Verify(ChangingArguments):
     Example: store verify photos.store --threads 4
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store, or the folder of a data set's stores."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    threads: Annotated[int | None, Arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
     json: bool = False
     """Print the result as one JSON object."""

@@ -25,6 +25,7 @@ from bucketline.store.format.manifest_entries import SHARD_NAME, ColumnShardEntr
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
+from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
@@ -48,14 +49,15 @@ class Manifest(Schema):
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
+    text_error: TextError | None = None  # of its captions, measured when they were quantised; None if none was
 
     def __post_init__(self) -> None:
         Schema.__post_init__(self)
         listed = {shard.name for shard in self.shards}
         if len(listed) != len(self.shards):
             raise ValueError("a shard is listed twice")
-        if not self.groups[TEXT_GROUP].is_quantised and any(shard.text_error is not None for shard in self.shards):
-            raise ValueError("a shard has an error of quantised text but no such text")
+        if not self.groups[TEXT_GROUP].is_quantised and self.text_error is not None:
+            raise ValueError("it has an error of quantised text but no such text")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.store.format.text_block import is_bucket
-from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.typed_json import decode
 
 if TYPE_CHECKING:
@@ -98,7 +97,6 @@ class ShardEntry:
     record_bytes: int  # of the live rows' sample records
     caption_bytes: int  # of the caption embeddings
     max_tokens: int  # of the longest caption
-    text_error: TextError | None = None  # of its captions that were quantised for it; None if not known
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
 

@@ -74,7 +74,6 @@ def encode_record(record: SampleRecord, **changes: int | tuple[int, ...]) -> byt
 
 
 def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
-    """Return the decoded record."""
     try:
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"{len(data)} bytes are too many")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.pack_options import by_field, pack_options
 from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.format.text_error import TextError
 from bucketline.store.read.lost_files import files_of
 from bucketline.typed_json import encode
 
@@ -41,7 +40,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "max_captions": manifest.max_captions,
         "pack_options": by_field(pack_options(made)),
         "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
-        "text_error": encode(joined_error(manifest)),
+        "text_error": encode(manifest.text_error),
         "ragged": {
             name: {
                 **{key: value for key, value in asdict(group).items() if key != "header_bytes"},
@@ -70,11 +69,6 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
 def _rows_with(manifest: Manifest, column: str) -> int:
     """Return how many live rows have an added column."""
     return sum(shard.live_samples for shard in manifest.shards if column in shard.added)
-
-
-def joined_error(manifest: Manifest) -> TextError | None:
-    """Return the error of the store's quantised text, over all shards; None if it has none."""
-    return TextError.joined(shard.text_error for shard in manifest.shards)
 
 
 def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from bucketline.errors import UsageError
-from bucketline.help_screen import METAVAR, REPEATS
 from bucketline.option_types import DECIDES_NOTHING, RESUME_FREE, check_fields, expect
 from bucketline.option_value import ByteSize, as_option, parse_values
+from bucketline.options import Arg, Repeated
 from bucketline.store.remote.urls import RemoteOptions
 
 _FREE = RESUME_FREE | DECIDES_NOTHING
@@ -21,13 +22,13 @@ class ObjectArguments:
 
     SECTION = "storage: how to reach object storage, and what to cache"
 
-    endpoint: str | None = field(default=None, metadata={METAVAR: "URL"} | _FREE)
+    endpoint: Annotated[str | None, Arg(metavar="URL")] = field(default=None, metadata=_FREE)
     """Address of an S3-compatible server, for s3:// URLs, such as https://minio.example.com:9000. Default:
     BUCKETLINE_ENDPOINT, or AWS_ENDPOINT_URL, or that of the URL's kind."""
-    store_option: tuple[str, ...] = field(default=(), metadata={METAVAR: "KEY=VALUE", REPEATS: True} | _FREE)
+    store_option: Annotated[Repeated[tuple[str, ...]], Arg(metavar="KEY=VALUE")] = field(default=(), metadata=_FREE)
     """Option of the client of object storage, such as region=eu-central-1 or skip_signature=true. Repeatable. Secrets: by
     the environment. Default: BUCKETLINE_STORE_OPTION, to which these are added."""
-    deadline: float | None = field(default=None, metadata={METAVAR: "SECONDS"} | _FREE)
+    deadline: Annotated[float | None, Arg(metavar="SECONDS")] = field(default=None, metadata=_FREE)
     """Time until object storage that does not answer is an error. Default: BUCKETLINE_DEADLINE, or 60."""
 
     def __post_init__(self) -> None:
@@ -55,9 +56,9 @@ class RemoteArguments(ObjectArguments):
 
     SECTION = "storage: how to reach object storage, and what to cache"
 
-    cache: str | None = field(default=None, metadata={METAVAR: "FOLDER"} | _FREE)
+    cache: Annotated[str | None, Arg(metavar="FOLDER")] = field(default=None, metadata=_FREE)
     """Folder that keeps what is read of stores at URLs. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
-    cache_bytes: str | None = field(default=None, metadata={METAVAR: "SIZE"} | _FREE)
+    cache_bytes: Annotated[str | None, Arg(metavar="SIZE")] = field(default=None, metadata=_FREE)
     """Most bytes that this folder keeps, of all stores together, such as 500GiB (of 2^30 bytes) or 500GB (of 10^9).
     Default: BUCKETLINE_CACHE_BYTES, or 80 % of the disk's free space."""
 

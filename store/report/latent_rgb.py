@@ -5,26 +5,22 @@ Letters: C latent channels, h and w the latent's height and width, N samples.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import UsageError
 from bucketline.pages.image_files import png
 from bucketline.store.report.published_vaes import TITLES, number, vae_family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.typed_json import Json
 
 _SOURCE = "ComfyUI, comfy/latent_formats.py (latent_rgb_factors), as of commit 75399d78"
-MAX_FACTORS_BYTES = 1 << 20
 _MANY = 64  # latents that false colours are made from
 _MAX_PIXELS = 1 << 20  # latent positions that a fit or a principal component takes
 
@@ -48,10 +44,6 @@ class LatentRgb:
         rgb = np.tensordot(finite, self.factors, axes=(0, 0)) + self.bias
         pixels: NDArray[np.uint8] = np.rint((np.clip(rgb, -1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)
         return pixels
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the map as `read_factors` takes it."""
-        return {"name": self.name, "source": self.source, "factors": self.factors.tolist(), "bias": self.bias.tolist()}
 
 
 def _published(name: str, factors: str, bias: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> LatentRgb:
@@ -108,62 +100,25 @@ def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def latent_images(
-    latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], factors: LatentRgb | None, longest: int | None = None
+    latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], longest: int | None = None
 ) -> tuple[list[bytes], str]:
-    """Return stored latents as PNGs of at most `longest` pixels on their longer side, and in words how they are shown.
-
-    `factors`: otherwise those published for the VAE, or false colours.
-    """
+    """Return stored latents as PNGs of at most `longest` pixels on their longer side, and in words how they are shown."""
     fed = [scaled(still(latent)[None], vae)[0] for latent in latents]
     images = [latent for latent in fed if latent.ndim == 3]
-    rgb, how = factors or published_for(vae), "shown without a VAE"
+    rgb, how = published_for(vae), "shown without a VAE"
     if not images:
         how += ": time to the right, channels from the bottom to the top"
     elif rgb is None or any(len(latent) != rgb.channels for latent in images):
         rgb = false_colours(images[:_MANY])
-        how += ", in false colours: no RGB factors are published for this VAE (`ingest previews` fits some)"
+        how += ", in false colours: no RGB factors are published for this VAE"
     else:
-        of = f"published linear RGB factors of {TITLES[rgb.name]}" if rgb.name in TITLES else f"linear RGB factors {rgb.name!r}"
-        how += f", by the {of} ({rgb.source})"
+        how += f", by the published linear RGB factors of {TITLES[rgb.name]} ({rgb.source})"
     return [png(rgb.image(one) if rgb is not None and one.ndim == 3 else grey_image(one), longest) for one in fed], how
 
 
 def published_for(vae: Mapping[str, Json]) -> LatentRgb | None:
     """Return the published factors for the VAE that a store records; None if there are none."""
     return LATENT_RGB.get(vae_family_of(vae) or "")
-
-
-def fit(latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]], name: str) -> tuple[LatentRgb, float]:
-    """Fit factors by least squares, and return them with the root mean square error in units of 0 to 255.
-
-    `latents`: scaled, each `[C, h, w]`; `images`: the decoded ones, each `[H, W, 3]` uint8 with H and W multiples of h and w,
-    which are averaged to the latent's size.
-    """
-    inputs, targets = [], []
-    for latent, image in zip(latents, images, strict=True):
-        inputs.append(latent.reshape(len(latent), -1).T.astype(np.float64))
-        targets.append(shrunk(image, *latent.shape[1:]).reshape(-1, 3) / 127.5 - 1.0)
-    x, y = np.concatenate(inputs)[:_MAX_PIXELS], np.concatenate(targets)[:_MAX_PIXELS]
-    found: NDArray[np.float64] = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y, rcond=None)[0].astype(np.float64)
-    source = f"least squares over {len(latents)} decoded samples"
-    rgb = LatentRgb(name=name, factors=found[:-1], bias=found[-1], source=source)
-    return rgb, rms_error(rgb, latents, images)
-
-
-def rms_error(rgb: LatentRgb, latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]]) -> float:
-    """Return the root mean square difference of previews from the decoded images at the latents' size, in units of 0 to 255."""
-    squares = [
-        float(np.square(rgb.image(latent).astype(np.float64) - shrunk(image, *latent.shape[1:])).mean())
-        for latent, image in zip(latents, images, strict=True)
-    ]
-    return float(np.sqrt(np.mean(squares)))
-
-
-def shrunk(image: NDArray[Any], height: int, width: int) -> NDArray[np.float64]:
-    """Return an image, `[H, W, 3]`, averaged to a smaller size that divides its own, `[height, width, 3]`."""
-    down, across = image.shape[0] // height, image.shape[1] // width
-    means: NDArray[np.float64] = image.reshape(height, down, width, across, 3).mean(axis=(1, 3))
-    return means
 
 
 def false_colours(latents: Sequence[NDArray[Any]]) -> LatentRgb:
@@ -194,19 +149,3 @@ def grey_image(latent: NDArray[Any]) -> NDArray[np.uint8]:
     share = np.clip((finite - low) / max(high - low, 1e-12), 0.0, 1.0)
     pixels: NDArray[np.uint8] = np.repeat(np.rint(share * 255.0).astype(np.uint8)[..., None], 3, axis=2)
     return pixels
-
-
-def read_factors(path: Path) -> LatentRgb:
-    """Return the factors of a file that `ingest previews` wrote."""
-    try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(MAX_FACTORS_BYTES))
-        factors = np.array(document["factors"], dtype=np.float64)
-        bias = np.array(document["bias"], dtype=np.float64)
-        if factors.ndim != 2 or factors.shape[1] != 3 or bias.shape != (3,) or not np.isfinite([*factors.flat, *bias]).all():
-            raise ValueError(f"factors {factors.shape} and bias {bias.shape}, expected C rows of 3 numbers and 3 numbers")
-        return LatentRgb(name=str(document["name"]), factors=factors, bias=bias, source=str(document["source"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"{path} has no factors of previews ({error!s:.200}); make it by `ingest previews --save-factors`"
-        ) from error

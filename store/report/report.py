@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from bucketline.pages.page import Finding
     from bucketline.store.read.store import Store
     from bucketline.store.report.collect import Facts, ListFacts
-    from bucketline.store.report.latent_rgb import LatentRgb
     from bucketline.store.report.latents import RowPlace
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
@@ -64,7 +63,6 @@ class ReportOptions:
     batch_size: int = 16  # of the plan
     decoder: Decoder | None = None
     source: str | None = None
-    factors: LatentRgb | None = None
 
 
 SECTIONS: Extensions[Callable[[Store, ReportOptions], Section | None]] = Extensions(
@@ -153,7 +151,7 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
         data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in found.values())
         shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.sheet.decoded:thumbnails", job, data))
         return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder.model}"
-    made, how = latent_images(list(found.values()), vae, options.factors, PREVIEW_PX)
+    made, how = latent_images(list(found.values()), vae, PREVIEW_PX)
     return dict(zip(found, made, strict=True)), how
 
 

@@ -55,12 +55,6 @@ def pull(
 
     If `out` is an older generation of the same store, only what it lacks is sent. If it is interrupted, the same call
     continues.
-
-    Raises:
-        UsageError: if `out` exists and is not an older generation of the store.
-        StoreError: if the store cannot be read, the disk is too small, or `out` has changes of its own.
-        CorruptError: if an object differs from the manifest.
-        LockedError: if another process writes to `out`.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
     manifest = newest_generation(folder)

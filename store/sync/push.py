@@ -49,11 +49,6 @@ def push(
 
     Nothing is visible to readers before the commit. An interrupted push is continued by the same call. `on_total` is called
     with the bytes to send, then `on_bytes` with those read, from several threads.
-
-    Raises:
-        StoreError: if a file of the store is lost, the folder holds another store or a generation that this store does not
-            have, or the storage does not honour put-if-absent.
-        CorruptError: if a file differs from the manifest; nothing is committed then.
     """
     folder.refuse_read_only()
     manifest = existing_manifest(store)
@@ -82,11 +77,7 @@ def push(
 
 
 def _make_sure(store: Path, manifest: Manifest, uploader: Uploader, remote: Manifest | None) -> None:
-    """Look whether everything is there, and send again what has been removed.
-
-    Raises:
-        StoreError: if an object is not there however often it is sent.
-    """
+    """Look whether everything is there, and send again what has been removed."""
     lacking: list[str] = []
     for _ in range(_ROUNDS):
         uploader.look(remote, {entry.name for entry in manifest.shards})
@@ -101,11 +92,7 @@ def _make_sure(store: Path, manifest: Manifest, uploader: Uploader, remote: Mani
 
 
 def _refuse_other(store: Path, manifest: Manifest, folder: ObjectFolder, remote: Manifest) -> None:
-    """Check that the bucket's newest generation is one of this store's.
-
-    Raises:
-        StoreError: if it is not.
-    """
+    """Check that the bucket's newest generation is one of this store's."""
     if remote.store_id != manifest.store_id:
         raise StoreError(
             f"{folder.url} holds another store ({counted(remote.samples, 'sample')}, id {remote.store_id}, not "

@@ -44,12 +44,7 @@ class Downloader:
         self._stopped = threading.Event()
 
     def get(self, files: Iterable[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        """Get files of `shards/` by their names; those that are there with the right length are left as they are.
-
-        Raises:
-            StoreError: if an object is missing or cannot be read, or a file cannot be written.
-            CorruptError: if an object differs from the manifest.
-        """
+        """Get files of `shards/` by their names; those that are there with the right length are left as they are."""
         wanted = [(path, expected) for path, expected in files if not is_there(path, expected)]
         with ThreadPoolExecutor(max(1, min(self._jobs, len(wanted))), thread_name_prefix="bucketline-pull") as pool:
             try:

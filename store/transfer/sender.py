@@ -23,7 +23,7 @@ from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest_entries import SHARD_NAME
 from bucketline.store.transfer.upload import FRESH_S, Uploader
-from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
+from bucketline.store.write.describe import SENT, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -178,9 +178,10 @@ class PendingNotes:
 
 def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -> None:
     """Send a sealed shard, note that, then keep only the length of its file. A crash in between leaves the whole file."""
-    entry, buckets = describe_shard(store, name, manifest)
+    described = describe_shard(store, name, manifest)
+    entry = described.entry
     uploader.send(store, [entry])
-    note_description(store, Described(entry=entry, buckets=tuple(buckets)))
+    note_description(store, described)
     try:
         make_sparse(shard_paths(store, name).lmdb, entry.lmdb.num_bytes)
     except OSError as error:

@@ -125,12 +125,7 @@ class Uploader:
         return sum(file.expected.num_bytes for file in _files(store, shards) if not self._is_there(file))
 
     def send(self, store: Path, shards: Iterable[ShardEntry]) -> Sent:
-        """Send what is missing of some shards.
-
-        Raises:
-            CorruptError: if a file differs from its manifest; nothing of it becomes visible.
-            StoreError: if a file or the bucket cannot be read or written, or another writer uses the same list's name.
-        """
+        """Send what is missing of some shards."""
         shards = list(shards)
         for entry in shards:
             self._refuse_others(entry)
@@ -159,11 +154,7 @@ class Uploader:
         return is_same and self._there.get(file.name) == file.expected.num_bytes
 
     def _refuse_others(self, entry: ShardEntry) -> None:
-        """Compare a shard with the one of its name that is there: names need not be drawn, where a program chooses them.
-
-        Raises:
-            StoreError: if they differ: what the bucket's generations list never changes.
-        """
+        """Compare a shard with the one of its name that is there: names need not be drawn, where a program chooses them."""
         listed, name = self._listed.get(entry.name), f"shards/{entry.name}.index"
         if listed is not None:
             if listed.lmdb != entry.lmdb:

@@ -66,9 +66,6 @@ def verify_folder(
     The reading threads call `on_bytes` with the bytes read from the generation's shard files. `threads` defaults to the number
     of CPU cores; each needs a few MiB. Of a store in object storage, there is one, and one shard at a time is on this disk. An
     exception in the caller's thread (Ctrl-C) ends all of them at their next segment.
-
-    Raises:
-        StoreError: if there is no store, or it cannot be reached.
     """
     manifest = manifest or newest_generation(folder)
     if isinstance(folder, ObjectFolder):

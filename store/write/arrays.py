@@ -87,18 +87,6 @@ def dtype_of(value: Any) -> str | None:  # noqa: ANN401 - as `as_array`
     return name or next(own, None)
 
 
-def bits_of(value: Any) -> tuple[str, bytes | memoryview]:  # noqa: ANN401 - as `as_array`
-    """Return dtype and shape of a value, and its bytes; of anything but an array, its text."""
-    if hasattr(value, "detach"):
-        tensor = value.detach().cpu().contiguous()
-        kind, value = f"{tensor.dtype}{list(tensor.shape)}", tensor.reshape(-1).view(sys.modules["torch"].uint8).numpy()
-    elif isinstance(value, np.ndarray | np.generic):
-        kind, value = f"{value.dtype}{list(value.shape)}", np.ascontiguousarray(value).reshape(-1)
-    else:
-        return "", f"{value!r:.1000}".encode()
-    return kind, value.tobytes() if value.dtype.hasobject else value.view("u1").data
-
-
 def is_finite(values: NDArray[Any], dtype: str) -> bool:
     """Return False if a value is NaN or infinite. Short floats are compared as integers, which is several times faster."""
     bits = DTYPES[dtype]

@@ -22,7 +22,7 @@ from bucketline.store.format.manifest_entries import FileEntry, RaggedTotals, Sh
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.schema import BucketEntry, bucket_entry
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.text_error import TextError  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.store.format.text_error import TextError
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile
@@ -49,10 +49,11 @@ class _TextTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A sealed shard's manifest entry and its buckets' entries."""
+    """A sealed shard's manifest entry and its buckets' entries, and the error of the captions that were quantised for it."""
 
     entry: ShardEntry
     buckets: tuple[BucketEntry, ...]
+    text_error: TextError | None = None
 
 
 def sent_note(store: Path, name: str) -> Path:
@@ -79,13 +80,13 @@ def noted_description(store: Path, name: str) -> Described | None:
     return found
 
 
-def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
-    """Return a sealed shard's manifest entry and its buckets' entries, noted or read from its files.
+def describe_shard(store: Path, name: str, manifest: Manifest) -> Described:
+    """Return what a sealed shard is, noted or read from its files.
 
     A copy of rows has their added columns in files of its own, which `RowCopier` has written.
     """
     if (noted := noted_description(store, name)) is not None:
-        return noted.entry, list(noted.buckets)
+        return noted
     paths = shard_paths(store, name)
     again = f"move {paths.lmdb} to {pending_path(store, name)} and rerun the command, which seals it again"
     files = []
@@ -96,20 +97,24 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             raise StoreError(f"{path} is missing, although its shard exists; {again}") from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     try:
-        entry, buckets = _described(store, name, manifest, files)
+        found = _described(store, name, manifest, files)
     except CorruptError as error:
         raise CorruptError(f"{error}; {again}") from error
-    return (dataclasses.replace(entry, added=found_columns(store, entry)) if manifest.added else entry), buckets
+    if not manifest.added:
+        return found
+    return dataclasses.replace(found, entry=dataclasses.replace(found.entry, added=found_columns(store, found.entry)))
 
 
-def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry]) -> tuple[ShardEntry, list[BucketEntry]]:
+def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry]) -> Described:
     """Return what a shard's sidecars and blocks say of it. `files` are its own file, its extents and its index."""
     extents = PagedFile(shard_paths(store, name).extents, files[1].num_bytes, EXTENTS_FORMAT)
     entry = entry_of_extents(name, files, extents, manifest)
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
-    buckets = [_bucket_of(shard, group) for group in entry.groups if is_bucket(group)]
-    return dataclasses.replace(entry, record_bytes=record_bytes), buckets
+    buckets = tuple(_bucket_of(shard, group) for group in entry.groups if is_bucket(group))
+    error = dict(extents.metadata["text"]).get("error")  # which `entry_of_extents` has checked
+    text_error = None if error is None else decode(TextError, error)
+    return Described(entry=dataclasses.replace(entry, record_bytes=record_bytes), buckets=buckets, text_error=text_error)
 
 
 def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, manifest: Manifest) -> ShardEntry:
@@ -130,7 +135,6 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
             record_bytes=0,
             caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
             max_tokens=text.max_tokens,
-            text_error=text.error,
             ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
         )
     except (ValueError, KeyError, TypeError) as error:

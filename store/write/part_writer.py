@@ -12,7 +12,6 @@ from bucketline.errors import UsageError
 from bucketline.option_types import expect
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.write.caption_sketch import CaptionSketch
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
 from bucketline.store.write.target import LocalTarget
@@ -58,7 +57,6 @@ class PartWriter:
         self._begun: list[str] = []  # names of shards, sealed or not
         self._added: set[bytes] = set()  # digests of ids
         self._specs: dict[str, BlockSpec] = {}
-        self._sketches: dict[bytes, CaptionSketch] = {}  # of the given arrays of the current shard's captions, by digest
         self._shard: ShardWriter | None = None
         self._turn = OneAtATime(path)
 
@@ -100,7 +98,8 @@ class PartWriter:
         `train/512x768`, and the shapes are compared with it. `columns` has an array per column, by role; they are copied.
         Torch tensors are taken too, and what numpy lacks (BF16, F8) also as its bits in unsigned integers. `captions` maps each
         caption to its embedding, `[T, …]` for each token column; without any, the row has the empty caption. A caption that the
-        current shard has already is not stored again; those beyond the store's `max_captions` are kept in the record only.
+        current shard has already is not stored again: its first embedding stays. Those beyond the store's `max_captions` are
+        kept in the record only.
         `ragged` has the row's entry of each ragged group of rows: an array for each column by name, or one array if there is
         only one column. Those of captions are in the caption's own mapping, by the name of the group.
 
@@ -123,13 +122,8 @@ class PartWriter:
         columns: Arrays,
         captions: Mapping[str, Arrays],
         ragged: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        is_repeat_checked: bool = True,
     ) -> None:
         """Add a sample with a record of its own: original size, crop, source. Its `row` and `caption_rows` are set here.
-
-        `is_repeat_checked`: whether a caption that the current shard has must come with the same arrays; without it, the first
-        ones stay.
 
         Raises:
             UsageError: if the columns are not the bucket's in name, dtype or shape, or not finite; if a caption has no
@@ -137,7 +131,7 @@ class PartWriter:
             StoreError: if the disk is full, the store is not writable, or the record has a value that the index cannot hold.
         """
         values = self._form.values(_item(record.id), columns)
-        self._add(record, values, captions, ragged, is_repeat_checked=is_repeat_checked)
+        self._add(record, values, captions, ragged)
 
     def _add(
         self,
@@ -145,8 +139,6 @@ class PartWriter:
         values: Mapping[str, NDArray[Any]],
         captions: Mapping[str, Arrays],
         ragged: Mapping[str, Any],
-        *,
-        is_repeat_checked: bool = True,
     ) -> None:
         item, digest = _item(record.id), sample_digest(record.id)
         spec = self._spec(record.bucket)
@@ -157,7 +149,7 @@ class PartWriter:
             if digest in self._added:
                 raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
             shard = self._shard_with_room()
-            new = self._new_captions(item, shard, record.captions, captions, is_repeat_checked=is_repeat_checked)
+            new = self._new_captions(item, shard, record.captions, captions)
             try:
                 digests = [caption_digest(text) for text in record.captions or ("",)]
                 latents = self._form.with_presence(spec, values)
@@ -167,7 +159,7 @@ class PartWriter:
             self._added.add(digest)
 
     def _new_captions(
-        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays], *, is_repeat_checked: bool
+        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays]
     ) -> list[dict[str, Entry]]:
         """Return those of a row's captions that a shard does not have yet, as entries by group."""
         new = {}
@@ -176,23 +168,9 @@ class PartWriter:
             if text not in captions:
                 raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
             digest = caption_digest(text)
-            if is_repeat_checked:
-                self._refuse_other(shard, item, text, digest, captions[text])
             if digest not in new and not shard.has_caption(digest):
                 new[digest] = self._form.caption(item, text, captions[text])
         return list(new.values())
-
-    def _refuse_other(self, shard: ShardWriter, item: str, text: str, digest: bytes, given: Arrays) -> None:
-        """Check that a caption which the shard has comes with the same arrays again."""
-        own = CaptionSketch.of(given)
-        if not shard.has_caption(digest):
-            self._sketches[digest] = own
-        elif not self._sketches.setdefault(digest, own).is_like(own):
-            self._form.caption(item, text, given)  # says what is wrong with them, if anything is
-            raise UsageError(
-                f"{item} has the caption {text!r:.80} with other arrays than an earlier sample, expected the same: a caption "
-                "has one embedding; encode each text once, or make the texts differ"
-            )
 
     def commit(self) -> None:
         """Write all added rows durably: they survive `kill -9` and a power failure from here on.
@@ -235,7 +213,6 @@ class PartWriter:
         if self._shard is None:
             form, name = self._form, self._new_name()
             self._begun.append(name)
-            self._sketches = {}
             self._shard = ShardWriter(self.path, name, form.schema.groups, form.empty, self._shard_bytes)
         return self._shard
 

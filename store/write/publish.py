@@ -24,6 +24,7 @@ from bucketline.store.format.manifest import Manifest, generations, read_manifes
 from bucketline.store.format.manifest_entries import SHARD_NAME, DroppedEntry, GroupEntry, ShardEntry
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text_block import is_bucket
+from bucketline.store.format.text_error import TextError
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
@@ -210,19 +211,23 @@ def with_shards(
     manifest = base.manifest
     buckets = {bucket.name: bucket for bucket in manifest.buckets}
     added: list[ShardEntry] = []
+    errors = [manifest.text_error]
     for name in sorted(new):
-        entry, own = describe_shard(base.made, name, manifest)
-        for bucket in own:
+        found = describe_shard(base.made, name, manifest)
+        errors.append(found.text_error)
+        for bucket in found.buckets:
             if buckets.setdefault(bucket.name, bucket) != bucket:
                 raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
-        added.append(entry)
+        added.append(found.entry)
     shards = tuple(replaced(base, added, dropped))
     rules = manifest.rules if rules is None else rules
     if shards == manifest.shards and rules == manifest.rules:
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
     retired = tuple(name for name in manifest.retired if name not in {entry.name for entry in added})
-    return dataclasses.replace(manifest, buckets=ordered, rules=rules, shards=shards, retired=retired)
+    return dataclasses.replace(
+        manifest, buckets=ordered, rules=rules, shards=shards, retired=retired, text_error=TextError.joined(errors)
+    )
 
 
 def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]) -> list[ShardEntry]:

@@ -130,10 +130,6 @@ class ShardWriter:
             for group, entry in caption.items():
                 self._append(group, entry)
 
-    def note_error(self, error: TextError | None) -> None:
-        """Add what quantising captions that are copied here cost; None if it is not known."""
-        self._error = TextError.joined([self._error, error])
-
     def _append(self, group: str, entry: Entry) -> None:
         if self._specs[group].stored_once:
             self._numbers[group][entry.digest] = self._num_entries[group]
@@ -272,7 +268,7 @@ class ShardWriter:
     def _put_error(self, txn: Any) -> None:  # noqa: ANN401 - lmdb has no types
         """Keep the error of the captions so far with them, so that a shard that is adopted has it too."""
         if self._errors:
-            self.note_error(TextError.of(np.stack(self._errors)))
+            self._error = TextError.joined([self._error, TextError.of(np.stack(self._errors))])
             self._errors = []
         if self._error is not None:
             txn.put(META_KEY, msgpack.packb({**self._meta, TEXT_ERROR: encode(self._error)}))

@@ -52,7 +52,6 @@ SHOTS = (
     Shot(name="ingest-peek", page="source", dark=False, height_px=680),
     Shot(name="train-report", page="runs", dark=False, height_px=900),
     Shot(name="train-report-images", page="runs", dark=True, of="#images", height_px=900),
-    Shot(name="previews", page="previews", dark=False, of="#samples", height_px=700),
 )
 
 
@@ -61,14 +60,13 @@ def make_pages(demo: Path, runs: Sequence[Path], folder: Path) -> dict[str, Path
     for path in (*(demo / name for name in ("photos.store", "photos", "model")), *runs):
         (folder / path.name).symlink_to(path)
     os.chdir(folder)
-    store, model, factors = Path("photos.store"), Path("model"), Path("factors.json")
+    store = Path("photos.store")
     commands: dict[str, list[object]] = {
-        "previews": ["ingest", "previews", store, "--model", model, "--save-factors", factors],
-        "report": ["store", "report", store, "--source", "photos", "--preview-factors", factors],
+        "report": ["store", "report", store, "--source", "photos"],
         "source": ["ingest", "peek", "photos", "--grid", "area:128:32"],
-        "step": ["loader", "peek", store, "--step", 7, "--batch", 16, "--preview-factors", factors],
+        "step": ["loader", "peek", store, "--step", 7, "--batch", 16],
         "runs": ["bucketline", "train", "report", *(path.name for path in runs)],
-        "faults": ["store", "report", Path("faulty.store"), "--preview-factors", factors],
+        "faults": ["store", "report", Path("faulty.store")],
     }
     write_faulty_store(Store.open(store), Path("faulty.store"), "train/96x160")
     pages = {}

@@ -18,7 +18,7 @@ from bucketline.store.verify.verify import verify
 from tests.added_columns import expect_clean, expect_masks, mask_of
 from tests.commands import ROOT, spawn
 from tests.fault.apart import How, apart
-from tests.kit import make_store, samples_of, tree
+from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,18 +62,6 @@ def test_a_call_killed_at_any_row_leaves_the_old_generation_and_is_continued(num
     assert add_column(path, "mask", value).rows == NUM
     assert len(asked) == NUM - (number - 1) // sum(ROWS.values()) * sum(ROWS.values())  # whole shards are kept
     expect_masks(path, NUM)
-    expect_clean(path)
-
-
-def test_a_call_killed_while_pairs_wait_leaves_nothing_but_a_lock(path: Path) -> None:
-    def pairs() -> Any:
-        for sample in samples_of(ROWS, "b/"):
-            yield sample.id, mask_of(sample.id)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    before = tree(path)
-    assert apart(lambda: add_column(path, "mask", pairs()).rows).how is How.DIED
-    assert tree(path).keys() - before.keys() <= {"pending/column.lock"}
     expect_clean(path)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from bucketline.ingest import cli as ingest_cli
 from bucketline.ingest.commands.peek import PeekSource as IngestPeek
-from bucketline.ingest.commands.previews import PreviewsCommand
 from bucketline.ingest.commands.prompts import Prompts
 from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand
@@ -31,7 +30,6 @@ EXAMPLES = {
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": PlanCommand,
     "loader peek": LoaderPeek,
-    "ingest previews": PreviewsCommand,
 }
 
 
@@ -108,7 +106,6 @@ def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
         "store export",
         "ingest peek",
         "loader peek",
-        "ingest previews",
     ],
 )
 def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder: Path) -> None:

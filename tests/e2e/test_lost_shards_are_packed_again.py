@@ -57,7 +57,7 @@ def flip_two_rows(store: Path) -> None:
         (remove_shards, True, range(NUM_ALL, NUM_ALL + 1)),
         (cut_shards, True, range(1, NUM_ALL + 1)),
         (lose_a_shard, True, range(NUM_FIRST - 1, NUM_FIRST)),
-        (lose_sidecars, True, range(1)),
+        (lose_sidecars, True, range(NUM_FIRST - 1, NUM_FIRST)),  # with its list of dropped rows
         (flip_two_rows, False, range(2, 3)),
     ],
 )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.bench.fixtures.published_models import PUBLISHED_MODELS
+from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.families.family import StoreFacts
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
@@ -25,12 +28,6 @@ from bucketline.train.sharding import shard, shard_mesh, shard_ranks_of, tensors
 from bucketline.train.values import Sharding
 from tests.unit.train.tiny_run import config
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
 pytestmark = pytest.mark.slow
 
 RANKS = TrainRanks(rank=13, world_size=64)
@@ -39,16 +36,34 @@ CPU = torch.device("cpu")
 
 # of each model: its configuration, what its store offers, and its billions of weights.
 REAL: dict[str, tuple[str, dict[str, Any], StoreFacts, float]] = {
-    "sdxl": ("unet", PUBLISHED_MODELS["SDXL"], StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
+    "sdxl": ("unet", MODELS["sdxl"].config, StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
     "sd3.5-large": (
         "transformer",
-        PUBLISHED_MODELS["SD 3.5 large"],
+        {
+            "_class_name": "SD3Transformer2DModel",
+            "sample_size": 128,
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "attention_head_dim": 64,
+            "caption_projection_dim": 2432,
+            "joint_attention_dim": 4096,
+            "pooled_projection_dim": 2048,
+            "out_channels": 16,
+            "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
         StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 2048}),
         8.057,
     ),
     "flux": (
         "transformer",
-        PUBLISHED_MODELS["FLUX.1-dev"],
+        {
+            "_class_name": "FluxTransformer2DModel",
+            "in_channels": 64,
+            "num_layers": 19,
+            "num_single_layers": 38,
+            "guidance_embeds": True,
+        },
         StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 768}),
         11.901,
     ),

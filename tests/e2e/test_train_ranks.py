@@ -22,7 +22,7 @@ from bucketline.train.config import Base, Precision, WeightDtype
 from bucketline.train.log import read_metrics
 from bucketline.train.optim import NAMED, OF_SHARDS
 from bucketline.train.run import train
-from bucketline.train.values import Ema, EmaPlace, ShardBy, Sharding
+from bucketline.train.values import Ema, EmaPlace, MemoryLimit, ShardBy, Sharding
 from tests.commands import ROOT, kept_port
 from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit
@@ -148,10 +148,10 @@ def test_two_ranks_with_adapters_equal_one_rank(folder: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name != "adamw"])
 def test_two_ranks_equal_one_rank_with_each_optimizer(folder: Path, run: Run, name: str) -> None:
-    """Each has half of the model where the optimizer can step on it; then the run is resumed half-way."""
+    """Each has half of the model where the optimizer can step on it; then the run is resumed half-way. Two try a step first."""
     one = config(folder, output_dir=folder / "one", max_steps=4, optimizer=name, learning_rate=None, warmup_steps=2)
     run(1, one)
-    two = replace(one, output_dir=folder / "two", accumulation=1)
+    two = replace(one, output_dir=folder / "two", accumulation=1, memory=MemoryLimit(num_bytes=64 << 30))
     if name in OF_SHARDS:
         two = replace(two, sharding=FSDP)
         run(2, replace(two, max_steps=2))

@@ -21,7 +21,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.store import Store
-from bucketline.store.change.add_column import ColumnRequest, add_to
+from bucketline.store.change.add_column import add_column
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
@@ -83,7 +83,7 @@ class _Place:
         with store_writer(self.own) as writer:
             add_samples(writer, samples_of({BUCKET: self.draw.randint(1, 4)}, f"{self.number}/"))
         if self.draw.random() < 0.5:
-            add_to(self.own, ColumnRequest(role="features/id", values=_value_of))
+            add_column(self.own, "features/id", _value_of)
         if self.draw.random() < 0.5:
             drop(self.own, [self.draw.choice(ids_of(self.own))])
         if self.draw.random() < 0.7:

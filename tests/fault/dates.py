@@ -6,7 +6,6 @@ version left pending with a date that no index holds are adopted.
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import tarfile
@@ -23,6 +22,7 @@ from tests.fault.ground import Ground, ids_of, is_sound, judged
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.kit import add, empty_store, open_writer, samples_of
 from tests.models import png, write_images
+from tests.streamed import streamed
 
 YEAR_NS = 31_556_952 * 10**9
 TIMES = (
@@ -93,21 +93,14 @@ def a_table(ground: Ground, mtime_ns: int) -> tuple[object, int]:
     return source / "t.csv", count
 
 
-def a_tar(ground: Ground, mtime_ns: int, *, is_compressed: bool = False) -> tuple[object, int]:
+def a_tar(ground: Ground, mtime_ns: int) -> tuple[object, int]:
     source, ids = folder_of(ground)
     path = ground.fresh() / "a.tar"
     with tarfile.open(path, "w") as archive:
         for name in ids:
             archive.add(source / name, name.replace("/", "-"))
-    if is_compressed:
-        path = path.with_suffix(".tar.gz")
-        path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
     os.utime(path, ns=(0, mtime_ns))
     return path, len(ids)
-
-
-def a_compressed_tar(ground: Ground, mtime_ns: int) -> tuple[object, int]:
-    return a_tar(ground, mtime_ns, is_compressed=True)
 
 
 def a_saved_dataset(ground: Ground, mtime_ns: int) -> tuple[object, int]:
@@ -122,7 +115,7 @@ def a_saved_dataset(ground: Ground, mtime_ns: int) -> tuple[object, int]:
     return path, NUM_IMAGES
 
 
-SOURCES: tuple[Callable[[Ground, int], tuple[object, int]], ...] = (a_folder, a_table, a_tar, a_compressed_tar, a_saved_dataset)
+SOURCES: tuple[Callable[[Ground, int], tuple[object, int]], ...] = (a_folder, a_table, a_tar, a_saved_dataset)
 
 
 def dated_sources(ground: Ground, rounds: int) -> Record:
@@ -147,18 +140,16 @@ def tar_times(ground: Ground, rounds: int) -> Record:
                 info, data = tarfile.TarInfo(f"{n}.png"), png(20, 30, n)
                 info.size, info.pax_headers = len(data), {"mtime": time}
                 archive.addfile(info, io.BytesIO(data))
-        outcome, said = packed_twice(ground, f"pipe:cat {tar}", len(TIMES) + len(drawn))
+        outcome, said = packed_twice(ground, streamed(tar), len(TIMES) + len(drawn))
         record.add(outcome, f"{drawn}: {said}")
-        old = ground.fresh() / "b.tar.gz"
+        old = ground.fresh() / "b.tar"
         times = [ground.draw.choice([-1, 1]) << ground.draw.randrange(88) for _ in range(NUM_IMAGES)]
-        with io.BytesIO() as buffer:
-            with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
-                for n, seconds in enumerate(times):
-                    info, data = tarfile.TarInfo(f"{n}.png"), png(20, 30, n)
-                    info.size, info.mtime = len(data), seconds
-                    archive.addfile(info, io.BytesIO(data))
-            old.write_bytes(gzip.compress(buffer.getvalue()))
-        outcome, said = packed_twice(ground, f"pipe:cat {old}", NUM_IMAGES)
+        with tarfile.open(old, "w", format=tarfile.GNU_FORMAT) as archive:
+            for n, seconds in enumerate(times):
+                info, data = tarfile.TarInfo(f"{n}.png"), png(20, 30, n)
+                info.size, info.mtime = len(data), seconds
+                archive.addfile(info, io.BytesIO(data))
+        outcome, said = packed_twice(ground, streamed(old), NUM_IMAGES)
         record.add(outcome, f"{times}: {said}")
     return record
 

@@ -40,7 +40,7 @@ USES = ("batch", "pack", "info", "verify", "get", "drop", "gc", "dry gc", "expor
 URL_USES = ("gc", "drop", "restore", "push", "pull", "verify")
 KINDS = ("link to a file", "link to a copy", "link to a folder", "link to nothing", "link to a device", "pipe", "folder")
 PLANTED = ("link to a folder", "link to a file", "folder with links", "another user's folder")
-MODULES = ("numpy", "lmdb", "msgpack", "xxhash", "safetensors", "rich", "tyro", "torch", "PIL", "diffusers", "transformers")
+MODULES = ("numpy", "lmdb", "msgpack", "xxhash", "safetensors", "rich", "cyclopts", "torch", "PIL", "diffusers", "transformers")
 TRAP = "import os\nopen(os.environ['BUCKETLINE_CANARY'], 'w').close()\nos._exit(0)\n"
 PRIVATE = """
 import sys

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,6 @@ from bucketline.typed_json import decode
 from tests.fault.fuzz import IMPORT
 from tests.fault.small_caches import read_cache
 from tests.kit import AUDIO, TEXT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_BYTES = 1 << 16
 _MEMBERS = 1000  # of a tar: a few bytes that decompress to a million headers take their time, which is not a defect

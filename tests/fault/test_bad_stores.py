@@ -9,7 +9,8 @@ import re
 import shutil
 import stat
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +21,6 @@ from bucketline.store.write.publish import lock_store
 from tests.commands import call, spawn
 from tests.every_reader import everything
 from tests.kit import add, edit_json, flip_bit, make_sample, make_store, open_writer, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 

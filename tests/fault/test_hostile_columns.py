@@ -81,7 +81,7 @@ MANIFESTS: dict[str, tuple[Callable[[Document], object], str]] = {
     "a target of other values": (lambda d: column(d, "audio").update(dtype="I32"), "its header is not that of a block"),
     "a scale less": (lambda d: d["text"]["tokens"]["tokens_scale"].update(shape=[1]), "tokens_scale takes tokens of I8"),
     "scales of other values": (lambda d: d["text"]["tokens"]["tokens_scale"].update(dtype="F32"), "tokens_scale takes tokens"),
-    "an error of no captions": (lambda d: d["shards"][0]["text_error"].update(captions=0), "the tokens of 0 captions"),
+    "an error of no captions": (lambda d: d["text_error"].update(captions=0), "the tokens of 0 captions"),
     "another version": (lambda d: d.update(format_version=2), "format version 2, expected 1"),
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import lmdb
 import msgpack
@@ -35,9 +35,6 @@ from tests.kit import (
     spec_of,
 )
 from tests.models import SMALL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def compare(store: Path, samples: list[Sample]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
-from bucketline.bench.fixtures.server_process import ServerProcess
+from bucketline.bench.fixtures.server_process import ServerProcess, control
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
 from bucketline.store.remote.urls import RemoteOptions
@@ -80,7 +80,7 @@ def test_a_slow_line_is_not_a_store_that_stalls(large: Served, folder: Path, tmp
     """More is requested at a time than the line sends within a request's time limit."""
     config = in_lines(batch_size=16, seed=7)
     with ServerProcess(folder / "served") as server:
-        server.set_bandwidth(25e6)
+        control(server.url, "bytes_per_s=25e6")
         options = RemoteOptions(cache=tmp_path / "cache", deadline_s=8.0)
         done = one_pass(f"{server.url}/{large.name}", large.digests(config), config, options)
         sent = server.reset()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.commands import ROOT
 from tests.golden.differences import differences
 from tests.golden.trained import EVERY_FORM
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GROUPS = [EVERY_FORM[n::3] for n in range(3)]
 PARTS = [

@@ -15,14 +15,12 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.golden.forking import import_once, program
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NUM_IMAGES = 96
 ROWS, STEPS, EPOCHS = 1024, 60, 60

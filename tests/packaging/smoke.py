@@ -27,7 +27,6 @@ HELPS = (
     "ingest scan",
     "ingest prompts",
     "ingest peek",
-    "ingest previews",
     "store",
     "store info",
     "store report",

@@ -18,6 +18,7 @@ from tests.packaging.minimums import minimums
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 IMPORT_NAMES = {
+    "docstring-parser": "docstring_parser",
     "huggingface-hub": "huggingface_hub",
     "prometheus-client": "prometheus_client",
     "pillow": "PIL",
@@ -92,7 +93,7 @@ def test_all_has_every_extra_but_what_is_under_another_kind_of_licence_or_a_matt
 
 
 def test_every_requirement_has_one_lower_bound() -> None:
-    assert {"lmdb", "tyro", "torch", "huggingface-hub", "safetensors"} <= set(minimums())
+    assert {"lmdb", "cyclopts", "torch", "huggingface-hub", "safetensors"} <= set(minimums())
 
 
 def test_the_version_stands_in_one_place() -> None:

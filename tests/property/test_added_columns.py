@@ -71,8 +71,7 @@ def test_every_reader_finds_what_was_added(form: Callable[[str], Column], change
                 FORM.add(writer, items, commit_every=3)
 
         def add() -> None:
-            given = [(one, as_given(expected(one), form(buckets[one]).dtype)) for one in sorted(buckets, reverse=True)]
-            add_column(path, ROLE, given)
+            add_column(path, ROLE, lambda one: as_given(expected(one), form(buckets[one]).dtype))
 
         append()
         for change in (*changes, "add"):

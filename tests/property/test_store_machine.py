@@ -317,7 +317,7 @@ class StoreMachine(RuleBasedStateMachine):
     def add_a_column(self, is_killed: bool) -> None:  # noqa: FBT001
         """Add a column to the newest rows that lack it; killed, or while packing, its files stay unlisted."""
         if is_killed and self.packing is None:
-            publishing = patch("bucketline.store.change.add_column.with_column", side_effect=InterruptedError)
+            publishing = patch("bucketline.store.change.add_column._with_column", side_effect=InterruptedError)
             with publishing, pytest.raises(StoreError):
                 add_column(self.path, ADDED, sample_digest_of)
             self.live = self.newest  # the lock's holder has continued from the newest generation

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline import errors
-from bucketline.help_screen import options_of
+from bucketline.options import options_of
 from tests.commands import ROOT
 from tests.every_command import COMMANDS_OF
 
@@ -53,12 +53,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda one: one.name)
 def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
-    everywhere = {word for command in COMMANDS_OF.values() for one in options_of(command) for word in one.words} | OTHERS
+    everywhere = {word for command in COMMANDS_OF.values() for one in options_of(command) for word in one.names} | OTHERS
     for line in code_of(page):
         found = re.match(r"(?:bucketline )?((?:ingest|store|loader) [a-z]+|bucketline (?:train|export-model))\b(?!/)", line)
         if found and not re.match(r"bucketline train (?:memory|presets|report)", line):
             assert found[1] in {*COMMANDS_OF, "store version"}, line
-            known = {word for one in options_of(COMMANDS_OF[found[1]]) for word in one.words} | OTHERS
+            known = {word for one in options_of(COMMANDS_OF[found[1]]) for word in one.names} | OTHERS
         elif line.startswith("--") and "_" not in line:
             known = everywhere
         else:

@@ -19,7 +19,7 @@ ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
 ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "command_line.py")
 SIZES_OF_IMAGES = "kohya_names.py"  # of an exporter, with its extra
 REACHED_BY = "store/remote/urls.py"  # the object store's client takes its endpoint from the environment: it is part of a place
-CONSOLE = ("cli.py", "config.py", "command_line.py", "progress.py", "main.py", "log.py")
+CONSOLE = ("cli.py", "config.py", "command_line.py", "progress.py", "main.py", "log.py", "run_file.py")
 CONSOLE_FOLDER = "commands"  # one command a file
 
 
@@ -77,7 +77,7 @@ def test_the_store_knows_bytes_and_nothing_above_it() -> None:
 
 
 def test_the_store_needs_only_the_libraries_that_the_design_names() -> None:
-    allowed = {"numpy", "lmdb", "msgpack", "obstore", "safetensors", "xxhash", "bucketline", "tyro", "rich", "urllib3"}
+    allowed = {"numpy", "lmdb", "msgpack", "obstore", "safetensors", "xxhash", "bucketline", "cyclopts", "rich", "urllib3"}
     allowed |= {"webdataset", "PIL"}  # of exporters
     found = {module.partition(".")[0] for path in files("store") for module in imported(path)}
     assert not found - allowed - set(sys.stdlib_module_names)
@@ -132,7 +132,7 @@ def test_nobody_imports_benchmarks_or_tests(room: str) -> None:
 
 @pytest.mark.parametrize("room", ["store", "ingest", "loader", "train"])
 def test_command_lines_stay_in_the_files_that_are_for_them(room: str) -> None:
-    found = offenders(room, "tyro", "rich", but=CONSOLE)
+    found = offenders(room, "cyclopts", "rich", but=CONSOLE)
     assert not [line for line in found if not line.startswith(f"{room}/{CONSOLE_FOLDER}/")]
 
 
@@ -175,7 +175,7 @@ def test_the_trainers_entry_point_defines_nothing_but_main() -> None:
     "module", ["bucketline.store", "bucketline.loader", "bucketline.loader.plan.plan", "bucketline.ingest"]
 )
 def test_a_package_is_imported_without_paying_for_torch(module: str) -> None:
-    heavy = "{'torch', 'diffusers', 'transformers', 'PIL', 'tyro', 'rich'}"
+    heavy = "{'torch', 'diffusers', 'transformers', 'PIL', 'cyclopts', 'rich'}"
     ran = spawn([sys.executable, "-c", f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"])
     assert ran.out == "[]\n", ran.err
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from bucketline.command_line import human_bytes, print_json
+from bucketline.options import Arg, Positional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +22,11 @@ class ExportModel:
     Example: bucketline export-model runs/a photos-model --pipeline --dtype bf16
     """
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    folder: Annotated[Positional[Path], Arg(metavar="RUN")]
     """Folder of a run, whose newest complete checkpoint is taken, or of one checkpoint."""
-    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    output: Annotated[Positional[Path], Arg(metavar="OUTPUT")]
     """The .safetensors file or the folder to write; must not exist yet."""
-    like: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    like: Annotated[Path | None, Arg(metavar="MODEL")] = None
     """Model of the same architecture to take a file's names and the other parts from; default: the run's own --model."""
     pipeline: bool = False
     """Write a folder with copies of the other parts of the model, too."""

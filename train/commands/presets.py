@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
+from bucketline.options import Arg, Positional
 from bucketline.train.run_file import preset_names, read_run_file
 
 
@@ -17,7 +16,7 @@ class TrainPresets:
     Example: bucketline train presets sdxl-lora > mine.toml
     """
 
-    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[NAME]")] = None
+    name: Annotated[Positional[str | None], Arg(metavar="[NAME]")] = None
     """Preset to print; none: a line for each."""
 
     def run(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from bucketline.options import Arg, Positional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class TrainReport:
     Example: bucketline train report runs/a runs/b -o runs.html
     """
 
-    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN …]")]
+    runs: Annotated[Positional[tuple[Path, ...]], Arg(metavar="RUN [RUN …]")]
     """Folders of runs: their --output-dir."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("runs.html")
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="HTML")] = Path("runs.html")
     """HTML file to write; a page of an earlier run is replaced."""
     json: bool = False
     """Print the findings as one JSON object."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from bucketline.allocator import is_out_of_memory
+from bucketline.allocator import NoRoom, attempt
 from bucketline.errors import TrainError
 from bucketline.families import vaes
 from bucketline.files.run_marker import IMAGES_FOLDER
@@ -28,7 +28,7 @@ from bucketline.train.models.load import UNREADABLE, VAE_FOLDER, locate, read_va
 from bucketline.train.noise import sample_noise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -42,12 +42,6 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class NoRoom(Exception):  # noqa: N818 - a result: nothing is wrong with the run
-    """Device memory has ended, in the words of torch or of a library of CUDA."""
 
 
 def draw_images(
@@ -64,9 +58,6 @@ def draw_images(
     They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
     with a warning, without a VAE or enough memory. `sheet` None: only try, in two steps of the sampler, whether there will be.
     With sharding every rank must call this, and only one `keeps` the images.
-
-    Raises:
-        TrainError: if a rank of a sharded model has not enough memory: the others wait for it within the model.
     """
     if sheet is None:
         training = replace(training, config=replace(training.config, image_steps=2))  # by one, a shift to a last sigma is 0 / 0
@@ -90,7 +81,7 @@ def draw_images(
 def _drawn(training: Training, vae: nn.Module, batches: Iterable[DrawingBatch], *, keeps: bool) -> list[DrawnSample] | NoRoom:
     """Return the images of all batches, if memory is short decoded in tiles, whose edges may be visible."""
     invert, device = training.prep.scale.invert, next(training.model.parameters()).device
-    sampled = _attempt(lambda: [(one, invert(draw_latents(training, vae, one))) for one in batches])
+    sampled = attempt(lambda: [(one, invert(draw_latents(training, vae, one))) for one in batches])
     if isinstance(sampled, NoRoom):
         if isinstance(training.model, FSDPModule):
             raise TrainError(
@@ -105,23 +96,11 @@ def _drawn(training: Training, vae: nn.Module, batches: Iterable[DrawingBatch], 
         vae.to(device)
         return [image for one, latents in sampled for image in _decode_batch(vae, one, latents)]
 
-    drawn = _attempt(decode)
+    drawn = attempt(decode)
     if isinstance(drawn, NoRoom) and hasattr(vae, "enable_tiling"):
         vae.enable_tiling()  # type: ignore[operator]
-        drawn = _attempt(decode)
+        drawn = attempt(decode)
     return drawn
-
-
-def _attempt(make: Callable[[], T]) -> T | NoRoom:
-    """Return what `make` returns, or that memory has ended: then it has left no tensor."""
-    try:
-        return make()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        found = NoRoom(str(error))  # the traceback of the error itself would keep the tensors of the failed call alive
-    torch.cuda.empty_cache()
-    return found
 
 
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:

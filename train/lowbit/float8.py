@@ -25,12 +25,7 @@ PER_SAMPLE = ("norm", "emb")  # in the names of layers that see one vector per s
 
 
 def expect_float8(config: TrainConfig, device: torch.device) -> None:
-    """Check that a run can train in 8-bit floats.
-
-    Raises:
-        UsageError: if the device or an option does not suit; the message names it.
-        ModuleNotFoundError: if torchao is not installed.
-    """
+    """Check that a run can train in 8-bit floats."""
     if config.lora_rank is not None:
         raise UsageError(
             f"--precision is fp8 with --lora-rank {config.lora_rank}, expected the full model: it is the trained weights' "

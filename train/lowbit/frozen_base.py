@@ -18,11 +18,7 @@ FP8_CAPABILITY = (8, 9)  # compute capability from which compiled code converts 
 
 
 def quantise_base(model: nn.Module, base: Base, device: torch.device) -> None:
-    """Quantise the frozen linear layers of a model's blocks, as `quantise_layers`; what is outside the blocks stays as it is.
-
-    Raises:
-        UsageError: if the device does not support the format.
-    """
+    """Quantise the frozen linear layers of a model's blocks, as `quantise_layers`; what is outside the blocks stays."""
     if base is Base.FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise UsageError(
             f"--base is fp8, and {torch.cuda.get_device_name(device)} has compute capability "

@@ -35,11 +35,6 @@ def offloaded(model: nn.Module, number: int) -> list[nn.Module]:
     return [blocks[place * len(blocks) // number] for place in range(number)]
 
 
-def frozen_bytes(block: nn.Module) -> int:
-    """Return the bytes of a block that wait in host memory if it is offloaded."""
-    return sum(table[name].nbytes for table, name in _frozen(block))
-
-
 class Offload:
     """The offloaded blocks of a model: at most two of them are on the device, the one that runs and the one that is next."""
 

@@ -27,9 +27,6 @@ def in_original_layout(
 
     `convert` turns all tensors of such a file into the part's, by diffusers' names: it renames tensors, and splits and
     reorders their rows. It is called with numbered rows, whose places in its result say where each row comes from.
-
-    Raises:
-        ModelError: if the trained part's tensors are not those of the template, `item`.
     """
     numbers: dict[str, Tensor] = {}
     names, starts, num_rows = list(template), [], 0

@@ -153,7 +153,6 @@ def _places(frames: Iterable[int], steps: Sequence[int]) -> dict[int | None, str
 
 
 def _card(image: bytes, width_px: int, height_px: int, entry: Mapping[str, object]) -> Card:
-    """Return an image with what it is of."""
     named = (("negative prompt", "negative_prompt"), ("seed", "seed"), ("guidance", "guidance"))
     notes = [f"{what} {entry[field]}" for what, field in named if entry.get(field) not in (None, "")]
     title = f"{entry.get('id', '')} {height_px}x{width_px}".strip()

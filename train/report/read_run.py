@@ -102,22 +102,13 @@ def _is_number(value: object) -> bool:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
-    """Return runs in the given order, each once; those of equal folder names are named by their paths.
-
-    Raises:
-        UsageError: as `read_reported_run`.
-    """
+    """Return runs in the given order, each once; those of equal folder names are named by their paths."""
     runs = [read_reported_run(path) for path in {path.resolve(): path for path in paths}.values()]
     names = Counter(run.name for run in runs)
     return [run if names[run.name] == 1 else replace(run, name=str(run.path)) for run in runs]
 
 
 def read_reported_run(path: Path) -> ReportedRun:
-    """Return a run.
-
-    Raises:
-        UsageError: if the folder has no metrics or no configuration.
-    """
     if not (path / CONFIG).is_file() or not (path / METRICS).is_file():
         raise UsageError(f"{path} is not the folder of a run: it needs {CONFIG} and {METRICS}; give a run's --output-dir")
     with (path / METRICS).open("rb") as file:

@@ -11,7 +11,7 @@ from bucketline.files.redact import redacted, redacted_within
 
 
 class TarStream:
-    """The bytes of a URL. For most URL schemes, webdataset starts a command (curl, gsutil, or what follows `pipe:`)."""
+    """The bytes of a URL. For most URL schemes, webdataset starts a command (curl, gsutil)."""
 
     def __init__(self, url: str) -> None:
         """Open a URL."""
@@ -61,6 +61,6 @@ class TarStream:
             why = redacted_within(error.strerror or str(error), self._url)
             return f"cannot be read at byte {self._num_bytes}: {why}; try again, or name a copy"
         command = process.args if isinstance(process.args, str) else shlex.join(process.args)
-        named = "the command" if self._url == f"pipe:{command}" else f"the command `{redacted_within(command, self._url)}`"
+        named = f"the command `{redacted_within(command, self._url)}`"
         how = f"exit code {status}" if status > 0 else f"signal {-status}"
         return f"{named} ended with {how}; run it in a shell to see why"

@@ -7,10 +7,7 @@ that tarfile read.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import math
 import tarfile
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
 END_MARK = bytes(tarfile.BLOCKSIZE)
 _CHUNK_BYTES = 1 << 20
 _MAGIC_BYTES = 6
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _CUT_SHORT = "the tar ends inside a member: it was cut short"
 _REPAIR = "copy or create it again"
 
@@ -45,7 +43,7 @@ class Member:
     number: int  # among all members
     num_bytes: int
     mtime_ns: int  # 0 to MAX_MTIME_NS
-    offset: int  # of its bytes in the decompressed tar
+    offset: int  # of its bytes
     is_file: bool  # False for links, sparse files and others whose bytes are not stored as they are
 
 
@@ -100,18 +98,15 @@ class Tar:
     """An open tar. Errors while reading it are SourceErrors that name the tar and the byte."""
 
     def __init__(self, file: ByteStream, where: str, seekable: IO[bytes] | None = None) -> None:
-        """Open a tar, compressed or not; `seekable` is the same file if it supports seeking."""
+        """Open a tar; `seekable` is the same file if it supports seeking."""
         self._where = where
         try:
             head = _exactly(file, _MAGIC_BYTES)
         except OSError as error:
             raise SourceError(f"{where} cannot be read: {error}") from error
-        opened = _decompressed(head, _Rest(head, file))
-        self.is_compressed = opened is not None
-        if seekable is not None and opened is None:
-            self._bytes = Forwards(seekable, seekable)
-        else:
-            self._bytes = Forwards(opened or _Rest(head, file), None)
+        if head.startswith(_COMPRESSED):
+            raise SourceError(f"{where} is compressed; unpack it first, by gunzip, bunzip2, unxz or unzstd")
+        self._bytes = Forwards(_Rest(head, file), None) if seekable is None else Forwards(seekable, seekable)
 
     def __iter__(self) -> Iterator[Member]:
         """Iterate over the members."""
@@ -159,8 +154,7 @@ class Tar:
                 raise self._damaged("there is data after its end mark (concatenated tars?)")
 
     def _damaged(self, what: str) -> SourceError:
-        unpacked = " of what it decompresses to" if self.is_compressed else ""
-        return SourceError(f"{self._where}, near byte {self._bytes.place}{unpacked}: {what}; {_REPAIR}")
+        return SourceError(f"{self._where}, near byte {self._bytes.place}: {what}; {_REPAIR}")
 
 
 class _Rest:
@@ -189,14 +183,3 @@ def _nanoseconds(seconds: float) -> int:
     if math.isnan(seconds):
         return 0
     return storable_mtime_ns(int(min(max(0.0, seconds * 1e9), float(MAX_MTIME_NS))))
-
-
-def _decompressed(head: bytes, file: Any) -> ByteStream | None:  # noqa: ANN401 - each module wants another protocol
-    """Return the decompressed stream; None if the file is not compressed."""
-    if head.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=file)
-    if head.startswith(b"BZh"):
-        return bz2.BZ2File(file)
-    if head.startswith(b"\xfd7zXZ\0"):
-        return lzma.LZMAFile(file)
-    return None

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_not_there
-from bucketline.files.redact import TAR_NAME, redacted, redacted_within, without_userinfo
+from bucketline.files.redact import PIPE, TAR_NAME, redacted, redacted_within, without_userinfo
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.byte_window import FileWindow
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")  # what a tar's name ends in
 _CHUNK_BYTES = 1 << 20
-_PLACED = 5  # length of `at` for an item in an uncompressed local tar
+_PLACED = 5  # length of `at` for an item in a tar that is not streamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Shard:
 class TarSource:
     """The images of tar shards; a sample's id is `SHARD/KEY.EXTENSION`, and never used as a path.
 
-    An item's `at` is its shard, member number, size and mtime, and in an uncompressed local tar the offset of its bytes.
+    An item's `at` is its shard, member number, size and mtime, and in a tar that is not streamed the offset of its bytes.
     """
 
     root: str  # the folder of the source
@@ -101,7 +101,7 @@ class TarSource:
         return tuple(shard.path for shard in self.shards if shard.path is not None)
 
     def listing(self) -> Listing:
-        """Read every tar once; only the headers and captions of an uncompressed local tar."""
+        """Read every tar once; only the headers and captions of one that is not streamed."""
         listing, seen, splits = Listing(), dict[str, str](), Splits(self.options.dataset_splits)
         names, sides = CaptionNames.of(self.options), list[str]()
         for number, shard in enumerate(self.shards):
@@ -201,11 +201,13 @@ def expand(text: str, options: SourceOptions | None = None) -> TarSource:
 
 
 def has_scheme(text: str) -> bool:
-    """Return True if a text begins with a scheme, such as `https:` or `pipe:`."""
+    """Return True if a text begins with a scheme, such as `https:`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+-]+:", text) is not None
 
 
 def _found(url: str) -> list[Shard]:
+    if url.startswith(PIPE):
+        raise SourceError(f"{redacted(url)} is a command, and none is run; run it, and name the tar that it writes")
     local = local_path(url)
     if local is None:
         return [Shard(url=url, path=None)]
@@ -296,7 +298,6 @@ def _opened(shard: Shard, options: SourceOptions) -> Iterator[tuple[Tar, int | N
 def _read_shard(number: int, shard: Shard, samples: ShardSamples, options: SourceOptions) -> None:
     names = samples.names
     with _opened(shard, options) as (tar, mtime_ns):
-        is_placed = mtime_ns is not None and not tar.is_compressed
         for member in tar:
             split = key_and_extension(member.name)
             if split is None:
@@ -307,7 +308,7 @@ def _read_shard(number: int, shard: Shard, samples: ShardSamples, options: Sourc
                     continue
                 time = member.mtime_ns if mtime_ns is None else mtime_ns
                 at = (number, member.number, member.num_bytes, time)
-                samples.add_image(member, (*at, member.offset) if is_placed else at)
+                samples.add_image(member, at if mtime_ns is None else (*at, member.offset))
             elif (kind := caption_kind(split[1], names)) is not None and member.is_file:
                 if member.num_bytes > MAX_CAPTIONS_BYTES:
                     samples.add_captions(member, too_long(member.name, member.num_bytes))

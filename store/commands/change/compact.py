@@ -6,11 +6,10 @@ import datetime as dt
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.option_value import ByteSize, Duration
+from bucketline.options import Positional
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Compact(ChangingArguments):
     Example: store compact photos.store --gc --older-than 24h
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
     shard_size: ByteSize = USUAL_SHARD
     """Shard size, such as 512MiB. Shards smaller than a quarter of it are joined."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, print_json
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 
@@ -21,13 +20,13 @@ class Drop(ChangingArguments):
     Example: store drop photos.store other0/0.png other2/2.png
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
-    ids: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[ID …]")] = ()
+    ids: Annotated[Positional[tuple[str, ...]], Arg(metavar="[ID …]")] = ()
     """Sample ids: paths in the source, including the extension."""
-    from_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    from_file: Annotated[Path | None, Arg(metavar="FILE")] = None
     """Read more ids from this file, one per line."""
-    match: Annotated[str | None, tyro.conf.arg(metavar="GLOB")] = None
+    match: Annotated[str | None, Arg(metavar="GLOB")] = None
     """Drop the ids that match a pattern of *, ? and [abc], as for `store ls`; * also matches slashes. See --dry-run."""
     dry_run: bool = False
     """Check and report without changing the store."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, print_json
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import LocalStore, NewStore, shown
 
 
@@ -20,9 +19,9 @@ class Merge:
     Example: store merge all.store photos.store more.store
     """
 
-    out: tyro.conf.Positional[NewStore]
+    out: Positional[NewStore]
     """Path of the new store; must not exist yet."""
-    stores: Annotated[tyro.conf.Positional[tuple[LocalStore, ...]], tyro.conf.arg(metavar="STORE [STORE …]")]
+    stores: Annotated[Positional[tuple[LocalStore, ...]], Arg(metavar="STORE [STORE …]")]
     """Paths of the input stores, opened read-only."""
     dry_run: bool = False
     """Check and report without writing."""

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from bucketline.command_line import counted, one_line, print_json, printable, refuse_below
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ class Repair(ChangingArguments):
     Example: store repair photos.store
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    threads: Annotated[int | None, Arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
     json: bool = False
     """Print the result as one JSON object."""

@@ -6,9 +6,8 @@ import datetime as dt
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
 from bucketline.command_line import counted, print_json
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 
@@ -22,9 +21,9 @@ class Restore(ChangingArguments):
     Example: store restore photos.store 3
     """
 
-    store: tyro.conf.Positional[StorePlace]
+    store: Positional[StorePlace]
     """Path or URL of the store."""
-    generation: Annotated[tyro.conf.Positional[int | None], tyro.conf.arg(metavar="[GENERATION]")] = None
+    generation: Annotated[Positional[int | None], Arg(metavar="[GENERATION]")] = None
     """Number of the generation. Default: only list the generations."""
     dry_run: bool = False
     """Check and report without changing the store."""

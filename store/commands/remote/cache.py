@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
 from bucketline.command_line import counted, default_cache, human_bytes, print_json
+from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ class Cache:
     Example: store cache info
     """
 
-    action: Annotated[tyro.conf.Positional[Literal["info", "clear"]], tyro.conf.arg(metavar="{info,clear}")]
+    action: Annotated[Positional[Literal["info", "clear"]], Arg(metavar="{info,clear}")]
     """info or clear."""
     cache: Path | None = None
     """Folder of the cache; None: BUCKETLINE_CACHE, or bucketline in the user's cache directory."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
+from bucketline.options import Positional
 from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
 
 
@@ -19,9 +18,9 @@ class Pull(ChangingArguments):
     Example: store pull s3://bucket/photos.store photos.store
     """
 
-    url: tyro.conf.Positional[StoreUrl]
+    url: Positional[StoreUrl]
     """Source: s3://, gs://, az://, https:// or file://."""
-    store: tyro.conf.Positional[LocalStore]
+    store: Positional[LocalStore]
     """Path to write the store to."""
     jobs: int = 4
     """Number of files to get at the same time."""

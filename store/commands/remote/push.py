@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-import tyro
-
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
+from bucketline.options import Positional
 from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
 
 
@@ -20,9 +19,9 @@ class Push(ChangingArguments):
     Example: store push photos.store s3://bucket/photos.store
     """
 
-    store: tyro.conf.Positional[LocalStore]
+    store: Positional[LocalStore]
     """Path to the store."""
-    url: tyro.conf.Positional[StoreUrl]
+    url: Positional[StoreUrl]
     """Target: a folder in a bucket, empty or with an earlier generation of the same store."""
     jobs: int = 4
     """Number of shards to send at the same time."""

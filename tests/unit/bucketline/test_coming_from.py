@@ -10,11 +10,10 @@ import pytest
 
 from bucketline.coming_from import OWNERS, words
 from bucketline.errors import UsageError
-from bucketline.help_screen import options_of
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
+from bucketline.options import options_of, parse_options
 from bucketline.train.config import TrainConfig
-from bucketline.typed_line import read_line
 from tests.coming_from_page import PAGE, page
 
 OWNER: dict[str, Any] = {"train": TrainConfig, "loader": LOADER["plan"], "ingest": INGEST["pack"]}
@@ -22,7 +21,7 @@ OWNER: dict[str, Any] = {"train": TrainConfig, "loader": LOADER["plan"], "ingest
 
 def refusal(command: type, option: str) -> str:
     with pytest.raises(UsageError) as refused:
-        read_line(command, ["photos", option, "1"])
+        parse_options(command, ["photos", option, "1"], "it")
     return str(refused.value)
 
 
@@ -33,7 +32,7 @@ def test_the_page_has_what_the_file_has() -> None:
 @pytest.mark.parametrize("program", OWNERS)
 def test_each_word_is_answered_once_with_what_its_command_has(program: str) -> None:
     command, kinds = OWNER[program], words()[program]
-    own = {word for one in options_of(command) for word in one.words}
+    own = {word for one in options_of(command) for word in one.names}
     others = [f"--{other}" for table in kinds.values() for several in table.values() for other in several]
     assert len(others) == len({*others})
     assert not own & {*others}
@@ -45,7 +44,7 @@ def test_each_word_is_answered_once_with_what_its_command_has(program: str) -> N
 
 
 def test_the_options_that_sentences_name_exist() -> None:
-    known = {word for command in (*OWNER.values(), INGEST["prompts"]) for one in options_of(command) for word in one.words}
+    known = {word for command in (*OWNER.values(), INGEST["prompts"]) for one in options_of(command) for word in one.names}
     elsewhere = {"--help", "--format", "--nproc_per_node"}
     named = {name for kinds in words().values() for ours in kinds["answers"] for name in re.findall(r"--[a-z0-9_-]+", ours)}
     assert named <= known | elsewhere

@@ -9,18 +9,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bucketline.command_line import counted, guarded, human_number, per_second
 from bucketline.progress import stderr_console
+from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from tests.commands import BIN, ROOT, call
 from tests.kit import make_sample, make_store, samples_of
-
-if TYPE_CHECKING:
-    from bucketline.store import Store
 
 BUCKET = "train/64x64"
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import pytest
 
-from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
 from bucketline.help_screen import command_help
 from bucketline.option_value import OptionValue, parse_values
+from bucketline.options import parse_options
 
 Colour = StrEnum("Colour", ["RED", "DARK_BLUE"])
 Kind = StrEnum("Kind", {"PLAIN": "plain", "TWO_WORDS": "two-words", "FALLING": "falling"})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,6 @@ from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from tests.commands import call
 from tests.models import SMALL, png
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DETAIL = "10x500 px, in its bucket of 16x24 the crop would lose 97 % of the area, more than --max-crop {}"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.change.drop import drop
+from bucketline.store.folder import ListedFile
+from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
@@ -26,15 +30,7 @@ from tests import object_storage
 from tests.commands import Ran, call
 from tests.kit import everything
 from tests.models import SMALL, write_images
-from tests.object_storage import SECRET
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from bucketline.store.folder import ListedFile
-    from bucketline.store.format.manifest import Manifest
-    from tests.object_storage import S3Bucket
+from tests.object_storage import SECRET, S3Bucket
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
 from tests.models import SMALL, colour_image, encoded, png
 from tests.pages import parsed
+from tests.streamed import streamed
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
 
@@ -138,9 +139,9 @@ def test_the_sheet_of_streamed_tars_is_that_of_the_folder(source: Path, tmp_path
         for path in sorted(source.rglob("*.png")):
             writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes()})
     figures = []
-    for name, text in (("folder", source), ("stream", f"pipe:cat {tmp_path}/t.tar")):
+    for name, text in (("folder", source), ("stream", streamed(f"{tmp_path}/t.tar"))):
         assert scan(text, tmp_path / f"{name}.html").code == 0
-        images = parsed(tmp_path / f"{name}.html").images()
+        images = parsed(tmp_path / f"{name}.html", str(text)).images()
         figures.append(sorted(image.tobytes() for image in images))
     assert len(figures[0]) == 14
     assert figures[0] == figures[1]

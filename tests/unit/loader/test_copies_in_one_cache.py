@@ -6,8 +6,10 @@ import itertools
 import mmap
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
@@ -20,11 +22,6 @@ from bucketline.store.write import publish, shard_writer
 from tests.kit import Sample, add_samples, make_sample, make_store, store_writer
 from tests.unit.loader.test_remote import bits
 from tests.unit.store.remote.cache.lines import NUM_BYTES, open_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pytest
 
 ROWS = {"train/64x64": 12}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -22,10 +23,6 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt
 from tests.fault.apart import How, apart
 from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 ID = f"{BUCKET}/0.png"

@@ -23,7 +23,7 @@ from bucketline.store.export.exporter import ExportRequest
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.format.text_codec import dequantise, quantise
-from bucketline.store.format.text_error import measured_error
+from bucketline.store.format.text_error import TextError, measured_error
 from bucketline.store.read.info import info
 from bucketline.store.read.iter_samples import Selection
 from bucketline.store.verify.verify import verify
@@ -99,9 +99,10 @@ def test_the_manifest_lists_the_scales_and_the_error(made: Store) -> None:
 
 def test_the_error_of_all_captions_is_in_the_manifest_and_in_store_info(made: Store) -> None:
     dtype = made.text.tokens[0].dtype
-    texts = sorted({text for sample in SAMPLES[:20] for text in sample.captions} | {""})
+    parts = (SAMPLES[:20], SAMPLES[20:])  # of each of its shards
+    texts = [text for part in parts for text in sorted({text for sample in part for text in sample.captions} | {""})]
     errors = np.array([measured_error(tokens_of(text), delivered(dtype, text)) for text in texts])
-    first = made.manifest.shards[0].text_error
+    first = made.manifest.text_error
     assert first is not None
     assert first.captions == len(texts)
     assert first.relative_max == pytest.approx(errors[:, 0].max(), rel=1e-5)
@@ -150,7 +151,8 @@ def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> No
     merged = Store.open(tmp_path / "out")
     assert len(merged.shards) == 3
     assert_captions(merged)
-    assert [shard.text_error is not None for shard in merged.manifest.shards] == [True] * 3
+    parts = [made.manifest.text_error, Store.open(tmp_path / "b").manifest.text_error]
+    assert merged.manifest.text_error == TextError.joined(parts)
 
 
 def test_stores_of_other_text_are_not_merged(made: Store, tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_a_store_is_not_continued_with_other_columns(made: Store) -> None:
 
 def test_an_impossible_error_is_refused(made: Store) -> None:
     document = json.loads((made.path / "manifest.json").read_bytes())
-    document["shards"][0]["text_error"] = {**document["shards"][1]["text_error"], "relative_max": float("nan")}
+    document["text_error"] = {**document["text_error"], "relative_max": float("nan")}
     with pytest.raises(CorruptError, match="have the cosines"):
         parse_manifest(json.dumps(document).encode(), "m")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.loader.collate.window import PendingBatch
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Column, RaggedGroup, RowColumn, Store
 from bucketline.store.change.merge import merge
@@ -23,17 +25,12 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.shard.address_range import ZERO_BYTES
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
+from bucketline.store.verify.faults import Fault
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from tests.commands import call
 from tests.kit import AUDIO, LLAMA, POINTS, RAGGED, Form, expect_independently, flip_bit, row_entry
 from tests.loading import expect_loaded
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.loader.collate.window import PendingBatch
-    from bucketline.store.verify.faults import Fault
 
 ITEMS = RAGGED.samples({"train/3": 9, "train/5": 4, "val/3": 3})
 

@@ -21,9 +21,9 @@ from bucketline.families.lumina2 import Lumina2
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.registry import family_of_pipeline
 from bucketline.families.sana import Sana
-from bucketline.help_screen import options_of
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.options import options_of
 from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
 from bucketline.train.models.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
@@ -52,7 +52,7 @@ def rows() -> list[list[str]]:
 
 @pytest.mark.parametrize("cells", rows(), ids=lambda cells: cells[0])
 def test_a_command_line_with_their_option_is_answered_with_the_one_in_the_table(cells: list[str]) -> None:
-    known = {word for one in options_of(TrainConfig) for word in one.words}
+    known = {word for one in options_of(TrainConfig) for word in one.names}
     theirs, ours = (re.findall(r"--[a-z0-9_-]+", cell) for cell in cells[:2])
     in_file = re.findall(r"`([a-z_]+)` \(run file\)", cells[1])
     assert {*in_file} <= {*TrainConfig.__dataclass_fields__}

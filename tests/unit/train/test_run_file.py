@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.help_screen import options_of
+from bucketline.options import options_of
 from bucketline.train.config import Precision, TrainConfig, parse
 from bucketline.train.main import main
 from bucketline.train.run_file import as_run_file, config_as_json, preset_names
@@ -95,11 +95,8 @@ save-every = "None"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lorra_rank = 4", r"own\.toml has 'lorra_rank', which is not an option; did you mean 'lora_rank', of \[method\]\?"),
-        (
-            "[optimizer]\nlorra_rank = 4",
-            r"own\.toml, \[optimizer\] has 'lorra_rank', .*did you mean 'lora_rank', of \[method\]",
-        ),
+        ("lorra_rank = 4", r"own\.toml has 'lorra_rank', .*'lora_rank'"),
+        ("[optimizer]\nlorra_rank = 4", r"own\.toml, \[optimizer\] has 'lorra_rank', .*'lora_rank'"),
         ("[optimizer]\nlora_rank = 4", r"own\.toml, \[optimizer\] has lora_rank, which belongs to \[method\]"),
         (
             "[optimiser]\nseed = 1",
@@ -110,21 +107,19 @@ save-every = "None"
         ('preset = "sd"', "has 'preset', which is not an option; name a preset or a run file without an option"),
         ("resume = true", "has resume, which is for the command line only"),
         ("seed = 1\n[batches]\nseed = 2", r"own\.toml, \[batches\] has seed twice"),
-        ("seed = true", r"own\.toml, \[batches\] seed is True, expected int$"),
-        ("seed = [1]", r"seed is \[1\], expected int$"),
-        ("seed = 2026-01-01", "seed is .*, expected int$"),
-        ("accumulation = 2.5", "accumulation is 2.5, expected int$"),
-        ('learning-rate = "fast"', r"own.toml, \[optimizer\] learning_rate is 'fast', expected float$"),
-        ('precision = "fp4"', r"\[memory\] precision is 'fp4', expected one of auto, fp32"),
-        ('export-dtype = "F8"', "export_dtype is 'F8', expected one of fp32, fp16, bf16"),
-        ('track-with = ["a", 1]', r"track_with\[1\] is 1, expected str$"),
-        ("store = 3", r"store\[0\] is 3, expected str$"),
-        ('verify = "yes"', "verify is 'yes', expected bool"),
+        ("seed = true", r"own\.toml has seed = True, expected INT"),
+        ("seed = [1]", r"seed.*\[1\]"),
+        ("seed = 2026-01-01", "seed .*2026-01-01.*whole number"),
+        ("accumulation = 2.5", "accumulation .*2.5.* whole number"),
+        ('learning-rate = "fast"', "own.toml.* learning_rate .*'fast'.* number"),
+        ('precision = "fp4"', "precision .*'fp4'.* auto, fp32"),
+        ('export-dtype = "F8"', "export_dtype .*'F8'.* fp32, fp16, bf16"),
+        ('verify = "yes"', "verify = 'yes'.* true or false"),
         ("batch = 1\nema = 1.5", r"--ema is 1.5: decay is 1.5, expected .*\(--ema is set in .*own\.toml, \[optimizer\]\)$"),
         ("seed = ", "is not TOML: Invalid value"),
         pytest.param(f"seed = {'[' * 3000}", "is not TOML: maximum recursion", id="deep"),
-        ("base = true", r"\[memory\] base is True, expected int8, fp8, nf4, off$"),
-        ("follow = false", r"\[run\] follow is False, expected int$"),
+        ("base = true", r"base = True, expected int8\|fp8\|nf4\|off$"),
+        ("follow = false", r"follow = False, expected"),
         ("batch = 1\nlora_alpha = 1", r"--lora-alpha is 1.*\(--lora-alpha is set in .*own\.toml, \[method\]\)$"),
     ],
 )

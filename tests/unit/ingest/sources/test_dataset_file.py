@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.command_line import parse_options
 from bucketline.errors import BucketlineError, SourceError, UsageError
-from bucketline.help_screen import options_of
 from bucketline.ingest.commands.pack import Pack
 from bucketline.ingest.commands.peek import PeekSource
 from bucketline.ingest.commands.scan import Scan
@@ -17,6 +15,7 @@ from bucketline.ingest.rules import Phases
 from bucketline.ingest.sources.dataset_file import DatasetFile, is_dataset_file, read_dataset_file
 from bucketline.ingest.sources.folder import list_folder
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.options import options_of, parse_options
 from bucketline.typed_json import decode, encode
 from tests.commands import ROOT
 from tests.models import write_images

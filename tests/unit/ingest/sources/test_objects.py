@@ -140,9 +140,8 @@ def test_a_table_is_the_same_as_on_a_disk(photos: Path, tmp_path: Path, model: P
     assert pack(place, tmp_path / "0.store", model).json["unchanged"] == 3
 
 
-@pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
 def test_tars_are_the_same_as_on_a_disk(
-    objects: ObjectFolder, photos: Path, tmp_path: Path, model: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+    objects: ObjectFolder, photos: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bucketline.ingest.sources.tar import tar_source
 
@@ -150,13 +149,13 @@ def test_tars_are_the_same_as_on_a_disk(
     tars = tmp_path / "tars"
     tars.mkdir()
     for n, folder in enumerate("ab"):
-        with tarfile.open(tars / f"{n:03d}.{suffix}", "w:gz" if suffix.endswith("gz") else "w") as tar:
+        with tarfile.open(tars / f"{n:03d}.tar", "w") as tar:
             for path in sorted((photos / folder).iterdir()):
                 data, member = path.read_bytes(), tarfile.TarInfo(path.name)
                 member.size, member.mtime = len(data), 1_600_000_000
                 tar.addfile(member, io.BytesIO(data))
     sent(tars, objects)
-    pattern = f"{{000..001}}.{suffix}" if suffix == "tar" else f"00*.{suffix}"
+    pattern = "{000..001}.tar"
     account = is_same(f"{objects.url}/{pattern}", f"{tars}/{pattern}", tmp_path, model)
     assert account["packed"] == 11
     assert is_same(f"{objects.url}/{pattern}", f"{tars}/{pattern}", tmp_path, model)["unchanged"] == 11

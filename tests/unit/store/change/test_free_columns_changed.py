@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +21,6 @@ from bucketline.store.format.block import row_checksum
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.kit import ANY, ANY_ENCODERS, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VIDEO = (
     RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),

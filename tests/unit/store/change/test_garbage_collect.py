@@ -6,7 +6,7 @@ import datetime as dt
 import importlib
 import os
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +16,10 @@ from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
+from bucketline.store.format.manifest import Manifest
 from bucketline.store.write.publish import adopt, lock_store
 from tests.commands import call
 from tests.kit import everything, flip_bit, make_store, samples_of, tree, write_shard
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store.format.manifest import Manifest
 
 collect_module = importlib.import_module("bucketline.store.change.garbage_collect")
 BUCKET = "train/64x64"

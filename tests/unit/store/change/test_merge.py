@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,11 +32,6 @@ from tests.kit import (
     tree,
     write_shard,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 BUCKET = "train/64x64"
 

@@ -6,7 +6,8 @@ import errno
 import os
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,6 @@ from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.commands import call
 from tests.kit import IMAGES, Sample, by_id, flip_bit, make_store, rewrite_manifest, samples_of, tree, write_shard
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 ROWS = {BUCKET: 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}

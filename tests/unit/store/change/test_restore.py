@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +14,7 @@ from bucketline.store.change.restore import restore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store
 from tests.commands import call
-from tests.kit import add, by_id, make_sample, make_store, open_writer, samples_of, store_writer, tree
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.kit import Held
+from tests.kit import Held, add, by_id, make_sample, make_store, open_writer, samples_of, store_writer, tree
 
 BUCKET, OTHER = "train/64x64", "val/64x96"
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
+from bucketline.store import Store
 from bucketline.store.format.manifest import check_fingerprint, parse_manifest, read_manifest, sealed, write_manifest
 from tests.kit import contents, edit_json, empty_store, make_store, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bucketline.store import Store
 
 
 @pytest.fixture

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, write_manifest
 from tests.kit import make_store, samples_of, tree
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKETS = {f"train/{8 * n}x64": 2 for n in range(1, 9)}
 

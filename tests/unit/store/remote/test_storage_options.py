@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import parse_options
 from bucketline.errors import UsageError
 from bucketline.ingest.commands.pack import Pack
 from bucketline.loader.config import LoaderConfig
+from bucketline.options import parse_options
 from bucketline.store.commands.change.drop import Drop
 from bucketline.store.commands.info import Info
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments

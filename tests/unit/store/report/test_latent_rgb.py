@@ -1,26 +1,14 @@
-"""Previews without a VAE: the published factors, the scaling before them, fitted ones, and false colours."""
+"""Previews without a VAE: the published factors, the scaling before them, and false colours."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bucketline.errors import UsageError
-from bucketline.store.report.latent_rgb import (
-    LATENT_RGB,
-    LatentRgb,
-    false_colours,
-    fit,
-    published_for,
-    read_factors,
-    rms_error,
-    scaled,
-)
+from bucketline.store.report.latent_rgb import LATENT_RGB, LatentRgb, false_colours, published_for, scaled
 from bucketline.store.report.published_vaes import PUBLISHED, vae_family_of
 
 
@@ -80,29 +68,6 @@ def test_values_that_are_not_finite_are_shown_as_none() -> None:
     broken[0, 1, 1] = np.nan
     broken[2, 0, 0] = np.inf
     assert (rgb.image(broken) == rgb.image(np.zeros((4, 3, 3)))).all()
-
-
-def test_a_fit_finds_the_map_that_made_the_images(tmp_path: Path) -> None:
-    random = np.random.default_rng(3)
-    known = LATENT_RGB["sdxl"]
-    latents = [random.normal(size=(4, 6, 5)) * 0.4 for _ in range(12)]
-    images = [np.kron(known.image(latent), np.ones((8, 8, 1), np.uint8)) for latent in latents]
-    found, error = fit(latents, images, "mine")
-    assert error < 0.5
-    assert np.abs(found.factors - known.factors).max() < 0.01
-    assert rms_error(LATENT_RGB["sd"], latents, images) > 10 * error
-    (tmp_path / "factors.json").write_text(json.dumps(found.as_json()), encoding="ascii")
-    again = read_factors(tmp_path / "factors.json")
-    assert (again.factors == found.factors).all()
-    assert (again.bias == found.bias).all()
-    assert "12 decoded samples" in again.source
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "a", "source": "b", "factors": [[1, 2]], "bias": [0, 0, 0]}'])
-def test_a_file_without_factors_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "factors.json").write_text(text, encoding="ascii")
-    with pytest.raises(UsageError, match=r"factors\.json has no factors of previews .* --save-factors"):
-        read_factors(tmp_path / "factors.json")
 
 
 def test_false_colours_show_what_differs_most_as_brightness() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +20,6 @@ from bucketline.store.format.manifest import read_manifest
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import PagedFile
 from tests.kit import make_store, rewrite_manifest, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 IDS = [sample.id for sample in samples_of({BUCKET: 6})]

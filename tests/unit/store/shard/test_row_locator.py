@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from bucketline.store.shard.row_locator import DROPPED_FORMAT, BlockTable, _firs
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.publish import publish
 from tests.kit import flip_bit, make_store, samples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 

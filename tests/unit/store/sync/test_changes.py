@@ -6,9 +6,10 @@ import dataclasses
 import gc
 import shutil
 import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
 from bucketline.store.change.repair import repair
 from bucketline.store.change.restore import restore
+from bucketline.store.folder import ListedFile
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
@@ -27,13 +29,7 @@ from bucketline.store.sync.push import push
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.kit import add_samples, everything, make_store, samples_of, store_writer
-from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from bucketline.store.folder import ListedFile
-    from tests.object_storage import S3Bucket
+from tests.object_storage import S3Bucket, in_memory
 
 DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bucketline.store import Store
 from tests.commands import call
-from tests.object_storage import SECRET
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
+from tests.object_storage import SECRET, S3Bucket
 
 ID = "first/train/64x64/3.png"
 

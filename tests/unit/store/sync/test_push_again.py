@@ -6,7 +6,7 @@ import importlib
 import shutil
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,16 +20,12 @@ from bucketline.store.change.restore import restore
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation, read_generation
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.kit import add_samples, everything, make_sample, make_store, rewrite_manifest, samples_of, store_writer
 from tests.object_storage import in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bucketline.store.remote.objects import ObjectFolder
 
 push_module = importlib.import_module("bucketline.store.sync.push")
 push = push_module.push

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -35,12 +35,7 @@ from tests.kit import (
     store_writer,
     tree,
 )
-from tests.object_storage import SECRET, in_memory
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_storage import S3Bucket
+from tests.object_storage import SECRET, S3Bucket, in_memory
 
 MORE = {"train/64x64": 4, "val/64x64": 2}
 FORM = dataclasses.replace(RAGGED, columns=IMAGES.columns)

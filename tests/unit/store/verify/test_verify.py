@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError
 from bucketline.store import Store
@@ -23,12 +26,6 @@ from bucketline.store.verify.verify import Fault, verify
 from bucketline.store.write.seal import seal
 from tests.commands import call, spawn
 from tests.kit import edit_json, flip_bit, make_store, rewrite_manifest, samples_of, write_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 BUCKET = "train/64x64"
 

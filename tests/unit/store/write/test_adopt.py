@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,6 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, changing, lock_store, publish
 from bucketline.store.write.seal import seal
 from tests.kit import add, empty_store, flip_bit, make_store, open_writer, samples_of, tree
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUCKET = "train/64x64"
 NAMES = ("struct", "json", "lmdb", "numpy", "msgpack", "xxhash", "hashlib", "pathlib", "subprocess", "bucketline")

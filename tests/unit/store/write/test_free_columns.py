@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +17,6 @@ from bucketline.store.format.manifest import dump_manifest, parse_manifest, seal
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.verify.verify import verify
 from tests.kit import ANY, ANY_ENCODERS, FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, Form, Sample, every_dtype, everything
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 ROWS = {"train/64x64": 9, "train/64x96": 4, "val/64x64": 3}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lmdb
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bucketline.errors import LockedError, StoreError
 from bucketline.files.locks import FileLock
@@ -39,11 +41,6 @@ from tests.kit import (
     tree,
     write_shard,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 BUCKET = "train/64x64"
 

@@ -29,6 +29,7 @@ from bucketline.ingest.sources.tar.tar_grouping import key_and_extension
 from tests.commands import call
 from tests.kit import tree
 from tests.models import SMALL, png
+from tests.streamed import streamed
 
 EMBEDDED = {"txt": b"a cat\nthe cat", "json": b'{"text": "not this"}'}
 
@@ -80,7 +81,7 @@ def test_what_webdataset_reads_is_what_is_listed(tmp_path: Path) -> None:
         for sample in by_webdataset(path)
     }
     assert len(expected) == 12
-    for text in (pattern, f"{tmp_path}/*.tar", f"{tmp_path}/00[0-2].tar", f"file:{pattern}", f"pipe:cat {pattern}"):
+    for text in (pattern, f"{tmp_path}/*.tar", f"{tmp_path}/00[0-2].tar", f"file:{pattern}", streamed(pattern)):
         assert contents(open_source(text)) == expected
     assert list(contents(open_source(str(tmp_path / "001.tar")))) == [f"001/k1-{k}.JPG" for k in range(4)]
 
@@ -97,29 +98,21 @@ def test_hidden_files_belong_to_no_sample_as_in_a_folder() -> None:
     assert key_and_extension("a/.b.png") is key_and_extension("a/._b.png") is None
 
 
-def compressed(folder: Path, kind: str) -> Path:
-    tar = write(folder / "plain.tar", images(5, **EMBEDDED))
-    pack: Callable[[bytes], bytes] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[kind]  # type: ignore[assignment]
-    path = folder / f"c.tar.{kind}"
-    path.write_bytes(pack(tar.read_bytes()))
-    return path
-
-
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
-def test_compressed_tars_and_streams_give_what_plain_ones_give(kind: str, tmp_path: Path) -> None:
-    path = compressed(tmp_path, kind)
-    plain = list(contents(open_source(str(tmp_path / "plain.tar"))).values())
-    assert list(contents(open_source(str(path))).values()) == plain
-    assert contents(open_source(f"pipe:cat {path}")) == contents(open_source(str(path)))
-    for cut in (10, path.stat().st_size // 2, path.stat().st_size - 1):
-        (tmp_path / f"cut.tar.{kind}").write_bytes(path.read_bytes()[:cut])
-        with pytest.raises(SourceError, match=f"cut.tar.{kind}, near byte"):
-            open_source(str(tmp_path / f"cut.tar.{kind}")).listing()
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_tar_and_a_command_are_refused_with_what_to_do(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "c.tar.gz"
+    path.write_bytes(pack(write(tmp_path / "plain.tar", images(2)).read_bytes()))
+    for text in (str(path), streamed(path)):
+        with pytest.raises(SourceError, match=r"c.tar.gz is compressed; unpack it first"):
+            open_source(text).listing()
+    for text in (f"pipe:zcat {path}", f"{tmp_path}/plain.tar::pipe:zcat {path}"):
+        with pytest.raises(SourceError, match=r"^pipe:… is a command, and none is run; run it, and name the tar"):
+            open_source(text)
 
 
 def test_a_stream_gives_a_rank_what_it_was_assigned_and_holds_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "s.tar", images(9))
-    source = open_source(f"pipe:cat {tmp_path}/s.tar")
+    source = open_source(streamed(f"{tmp_path}/s.tar"))
     items = source.listing().items
     assert all(item.held is None for item in items)
     given = list(source.in_turn(items[1::3]))
@@ -148,14 +141,14 @@ def test_a_plain_tars_images_are_read_where_they_lie(tmp_path: Path) -> None:
 
 def test_a_tar_that_changes_under_a_run_stops_it(tmp_path: Path) -> None:
     path = write(tmp_path / "s.tar", images(3))
-    local, stream = open_source(str(path)), open_source(f"pipe:cat {path}")
-    items, streamed = local.listing().items, stream.listing().items
+    local, stream = open_source(str(path)), open_source(streamed(path))
+    items, of_stream = local.listing().items, stream.listing().items
     write(path, images(2))
     os.utime(path, ns=(5, 5))
     with pytest.raises(SourceError, match="changed while it was read; what was packed is kept"):
         local.read(items[0])
     with pytest.raises(SourceError, match="changed while it was read"):
-        list(stream.in_turn(streamed))
+        list(stream.in_turn(of_stream))
     path.unlink()
     with pytest.raises(RejectedError, match="No such file"):
         local.read(items[0])
@@ -263,7 +256,7 @@ def test_names_of_members_are_only_ever_ids(kind: int, tmp_path: Path) -> None:
     members = [(name, png(20, 30, n)) for n, name in enumerate(NAMES)]
     path = write_members(inner / "s.tar", members, format=kind, encoding="utf-8", errors="surrogateescape")
     before = tree(tmp_path)
-    for text in (str(path), f"pipe:cat {path}"):
+    for text in (str(path), streamed(path)):
         found = contents(open_source(text))
         assert found == {f"s/{name}": ((), png(20, 30, n)) for n, name in enumerate(NAMES)}
     assert tree(tmp_path) == before
@@ -340,7 +333,7 @@ def test_damage_is_an_error_that_names_tar_and_byte_and_never_a_smaller_count(da
     (tmp_path / "bad.tar").write_bytes(DAMAGES[damage](bytearray(whole.read_bytes())))
     text = f"{tmp_path}/bad.tar"
     with pytest.raises(SourceError, match=r"bad.tar, near byte \d+: .*; copy or create it again"):
-        open_source(text if how == "local" else f"pipe:cat {text}").listing()
+        open_source(text if how == "local" else streamed(text)).listing()
 
 
 CUT_SHORT = "the tar ends inside a member: it was cut short"
@@ -362,7 +355,7 @@ def test_a_tar_that_was_cut_short_is_called_that(damage: str, message: str, how:
     (tmp_path / "bad.tar").write_bytes(DAMAGES[damage](bytearray(whole.read_bytes())))
     text = f"{tmp_path}/bad.tar"
     with pytest.raises(SourceError, match=message):
-        open_source(text if how == "local" else f"pipe:cat {text}").listing()
+        open_source(text if how == "local" else streamed(text)).listing()
 
 
 def raw_header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
@@ -379,31 +372,9 @@ def raw_header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
 def test_sizes_that_lie_neither_send_it_round_for_ever_nor_fill_the_memory(size: bytes, kind: bytes, tmp_path: Path) -> None:
     path = tmp_path / "s.tar"
     path.write_bytes(raw_header("a.png", size, kind) + bytes(4096))
-    for text in (str(path), f"pipe:cat {path}"):
+    for text in (str(path), streamed(path)):
         with pytest.raises(SourceError, match=r"s.tar, near byte"):
             open_source(text).listing()
-
-
-@pytest.mark.parametrize(
-    ("command", "how"),
-    [
-        ("false", "exit code 1"),
-        ("cat nowhere 2>/dev/null", "exit code 1"),
-        ("no-such-program 2>/dev/null", "exit code 127"),
-        ("kill -9 $$", "signal 9"),
-        ("cat {tar}; exit 3", "exit code 3"),
-        ("head -c 3000 {tar}; exit 3", "exit code 3"),
-    ],
-)
-def test_a_command_that_fails_is_an_error_in_words_even_where_it_gave_a_whole_tar(
-    command: str, how: str, tmp_path: Path
-) -> None:
-    url = "pipe:" + command.replace("{tar}", str(write(tmp_path / "s.tar", images(2))))
-    with pytest.raises(SourceError) as raised:
-        open_source(url).listing()
-    (program, *more), name = command.split(), " s.tar" if "{tar}" in command else ""
-    shown = f"pipe:{program} …{name}" if more else f"pipe:{program}"
-    assert str(raised.value) == f"{shown}: the command ended with {how}; run it in a shell to see why"
 
 
 def test_a_url_that_nothing_opens_is_refused_in_words() -> None:
@@ -413,13 +384,10 @@ def test_a_url_that_nothing_opens_is_refused_in_words() -> None:
         open_source("http://127.0.0.1:1/a.tar").listing()
 
 
-@pytest.mark.parametrize("kind", ["", ".gz"])
-def test_the_byte_of_a_cut_tar_lies_in_the_file(kind: str, tmp_path: Path) -> None:
-    data = write(tmp_path / "whole.tar", images(2)).read_bytes()[:600]
-    path = tmp_path / f"cut.tar{kind}"
-    path.write_bytes(gzip.compress(data) if kind else data)
-    unpacked = " of what it decompresses to" if kind else ""
-    with pytest.raises(SourceError, match=f"cut.tar{kind}, near byte 600{unpacked}: "):
+def test_the_byte_of_a_cut_tar_lies_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cut.tar"
+    path.write_bytes(write(tmp_path / "whole.tar", images(2)).read_bytes()[:600])
+    with pytest.raises(SourceError, match=r"cut.tar, near byte 600: "):
         open_source(str(path)).listing()
 
 
@@ -432,8 +400,6 @@ def test_tars_without_an_image_are_refused(tmp_path: Path) -> None:
     ("url", "name"),
     [
         ("https://host/data/train-0001.tar?key=5", "train-0001"),
-        ("pipe:curl -s 'https://host/x/00.tar' | cat", "00"),
-        ("pipe:zcat x/y.tar.gz", "y"),
         ("gs://bucket/a.b/00.tgz", "00"),
     ],
 )
@@ -441,29 +407,15 @@ def test_a_streams_ids_begin_with_the_name_of_its_tar(url: str, name: str) -> No
     from bucketline.ingest.sources.tar.tar_source import Shard
 
     assert Shard(url=url, path=None).name == name
-    one, again, other = (Shard(url=f"pipe:{text}", path=None).name for text in ("make-one", "make-one", "make-other"))
+    one, again, other = (Shard(url=f"https://host/{text}", path=None).name for text in ("one", "one", "other"))
     assert one == again != other
 
 
-def test_what_a_web_server_gives_is_read_through_webdatasets_own_opener(tmp_path: Path) -> None:
-    import functools
-    import http.server
-    import threading
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
-
+def test_a_pattern_of_what_a_web_server_has_and_a_tar_that_it_lacks(tmp_path: Path) -> None:
     write(tmp_path / "000.tar", images(4, txt=b"one"))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        assert contents(open_source(f"{address}/{{000..000}}.tar")) == contents(open_source(str(tmp_path / "000.tar")))
-        with pytest.raises(SourceError, match=r"nowhere.tar"):
-            open_source(f"{address}/nowhere.tar").listing()
-    finally:
-        server.shutdown()
-        server.server_close()
+    assert contents(open_source(streamed(tmp_path / "{000..000}.tar"))) == contents(open_source(str(tmp_path / "000.tar")))
+    with pytest.raises(SourceError, match=r"nowhere.tar"):
+        open_source(streamed(tmp_path / "nowhere.tar")).listing()
 
 
 SECRET = "Zq81secret"
@@ -480,10 +432,6 @@ SECRET = "Zq81secret"
         f"s3://me:{SECRET}@bucket/a.tar?token={SECRET}",
         f"https://me:{SECRET}@127.0.0.1:1/{{0..a.tar",
         f"pipe:curl -s -H 'Authorization: Bearer {SECRET}' http://127.0.0.1:1/a.tar",
-        f"pipe:TOKEN={SECRET} false a.tar",
-        f"pipe:echo {SECRET}",
-        f"pipe:cat nowhere-{SECRET} 2>/dev/null",
-        f"pipe:'{SECRET}' 2>/dev/null",
     ],
 )
 @pytest.mark.parametrize("command", ["pack", "scan"])
@@ -499,8 +447,7 @@ def test_what_a_url_with_a_password_gave_is_stored_without_it(model: Path, tmp_p
     """Neither in ids, nor in records, the manifest or the rejects."""
     broken = [{"__key__": "b", "png": b"no image"}]
     path = write(tmp_path / "000.tar", [*images(2, txt=b"one"), *broken])
-    ran = call(
-        "ingest", "pack", f"pipe:cat {path} # https://me:{SECRET}@host?t={SECRET}", tmp_path / "s", "--model", model, *SMALL
-    ).done()
+    url = f"{streamed(path).replace('//', f'//me:{SECRET}@')}?t={SECRET}"
+    ran = call("ingest", "pack", url, tmp_path / "s", "--model", model, *SMALL).done()
     assert SECRET not in ran.out + ran.err
     assert not [name for name, data in tree(tmp_path / "s").items() if SECRET.encode() in data or SECRET in name]
