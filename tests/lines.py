@@ -63,15 +63,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(21_100),
-    "ingest": Budget(18_800),
-    "loader": Budget(11_900),
-    "train": Budget(9_100),
-    TRAINER: Budget(6_200, mark=2_600),
-    "bucketline": Budget(7_000),
-    "bench": Budget(7_300),
-    "product": Budget(75_000, mark=64_000),
-    "tests": Budget(75_000, mark=62_000),
+    "store": Budget(20_600),
+    "ingest": Budget(18_600),
+    "loader": Budget(11_500),
+    "train": Budget(8_700),
+    TRAINER: Budget(5_800, mark=2_600),
+    "bucketline": Budget(6_800),
+    "bench": Budget(7_200),
+    "product": Budget(73_200, mark=64_000),
+    "tests": Budget(73_700, mark=62_000),
 }
 
 
