@@ -74,8 +74,8 @@ class EpochLoader(ABC):
         """Begin to read at the cursor."""
 
     @abstractmethod
-    def _before_batch(self) -> None:
-        """Take up what is due before a micro-batch of an iteration."""
+    def _renew(self) -> bool:
+        """Plan the next epoch by the newest generation, if the stores are followed; return True if it is another one."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over one epoch: the next one, or what remains of the one that `load_state_dict` was given.
@@ -105,7 +105,6 @@ class EpochLoader(ABC):
                 if self._cursor.step >= self._span.end and not (crosses and self._cross()):
                     self._is_begun = self._is_begun or not crosses  # an epoch without steps has been read
                     return
-                self._before_batch()
                 filled, flat = self._next_filled()
                 batch = filled_batch(filled, flat, self._latent_kind, self._recorded_scale)
                 after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
@@ -160,6 +159,11 @@ class EpochLoader(ABC):
         """Return True if nothing of the present epoch remains."""
         return self._cursor.step >= self._span.end and (self._is_begun or self._span.first < self._span.end)
 
+    @property
+    def is_between_epochs(self) -> bool:
+        """True if an epoch has ended and another one follows, of which no batch was delivered."""
+        return self._is_done() and self._has_next()
+
     def _following(self) -> int:
         return 0 if self.config.rewind else self._span.number + 1
 
@@ -181,7 +185,7 @@ class EpochLoader(ABC):
         """Move to the next epoch, unless a state or `set_epoch` has chosen one that no `for` has begun."""
         if self._is_begun or self._is_done():
             self._expect_epoch(self._following())
-            self._move_to(self._following())
+            self._begin_next()
         self._expect_epoch(self._span.number)
 
     def _cross(self) -> bool:
@@ -189,8 +193,14 @@ class EpochLoader(ABC):
         while self._cursor.step >= self._span.end:
             if not self._has_next():
                 return False
-            self._move_to(self._following())
+            self._begin_next()
         return True
+
+    def _begin_next(self) -> bool:
+        """Move to the next epoch; return True if it is of another generation."""
+        number, is_new = self._following(), self._renew()
+        self._move_to(number)
+        return is_new
 
     def _expect_epoch(self, number: int) -> None:
         epochs = self._steps.epochs
@@ -208,7 +218,7 @@ class EpochLoader(ABC):
         span = self._steps.span(number)
         if (span.first, 0) != (self._cursor.step, self._cursor.micro_step):
             self._end_stream()
-            self._cursor = self._cursor.at(span.first)
+            self._cursor = Cursor(step=span.first, micro_step=0, num_steps=self._steps.num_steps)
         self._span, self._is_begun = span, False
 
     def _resume(self, found: LoaderState) -> None:
@@ -219,12 +229,6 @@ class EpochLoader(ABC):
         self._span = self._span_of(found.epoch, step)
         self._is_begun = False
         self._cursor = Cursor(step=step, micro_step=found.micro_step, num_steps=self._steps.num_steps)
-
-    def _replan(self) -> None:
-        """Continue at the same step by another plan; an epoch that a `for` has begun is then the one that has this step."""
-        self._is_begun = self._is_begun and not self._is_done()
-        self._span = self._span_of(None, self._cursor.step)
-        self._cursor = Cursor(step=self._cursor.step, micro_step=self._cursor.micro_step, num_steps=self._steps.num_steps)
 
     def _span_of(self, epoch: int | None, step: int) -> Epoch:
         """Return the epoch of a saved position, which is given by its number if the state has one."""

@@ -8,15 +8,16 @@ with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cud
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import shown_rows
-from bucketline.errors import StateError, UsageError
+from bucketline.errors import BucketlineError, StateError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.device import device_of
-from bucketline.loader.follow import GenerationWatch, Readable, at_generations, expect_readable, with_caches
+from bucketline.loader.follow import Readable, at_generations, expect_readable, newest_generations, with_caches
 from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
 from bucketline.loader.latent_scale import RecordedScale
 from bucketline.loader.mixture import StoreId, WeightedStore, are_open, open_shares
@@ -24,7 +25,7 @@ from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import ThreadBackend
-from bucketline.loader.ranks import agreed, pinned
+from bucketline.loader.ranks import agreed, expect_agreement, gathered, pinned
 from bucketline.loader.service.address import AUTO, ServiceAddress
 from bucketline.loader.service.client import ServiceBackend, served_names, served_shares
 from bucketline.loader.service.links import link_to
@@ -116,25 +117,30 @@ class Loader(EpochLoader):
 
         `device`: of the batches; the number of a CUDA device, or None for host memory.
 
-        `follow`: take up newer generations of the stores while iterating, between steps (see `take_up`). Of one rank only:
-        several must agree on the step, by `newer` on one of them and `take_up` on all.
+        `follow`: each epoch reads the newest generation of the stores. Several ranks agree on it by torch.distributed.
 
         `like`: a loader of the same stores and ranks, with a configuration of the same order, whose plan is this one's.
 
         `generation`: of the store that is read, or of each of several; by default the newest. All ranks must read the same:
         where torch.distributed has been initialised with these ranks, they take rank 0's, so each makes its loaders in the same
         order. Where it has not, a store that has had more than one generation needs this number.
+
+        Raises:
+            UsageError: if `follow` is set with several ranks that torch.distributed does not know; if `rank` is not
+                below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not an address; if
+                nothing says that all ranks read the same generation.
+            DeliveryError: if `stores` is None and no service can be reached.
+            PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
+            StoreError: if a store cannot be opened.
+            FingerprintError: if two stores were packed with different settings.
         """
         check_ranks(config, rank, world_size)
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         address = None if service is None else ServiceAddress.of(service)
-        if follow and (world_size > 1 or config.num_epochs is not None):
-            raise UsageError(
-                f"follow is set, with {world_size} ranks and epochs={config.num_epochs}; expected one rank and epochs=None "
-                "(several ranks agree on a step by newer() and take_up())"
-            )
-        self._follows, self._watch = follow, GenerationWatch(config, world_size, is_served=service is not None)
+        if follow:
+            expect_agreement(rank, world_size)
+        self.follows = follow
         chosen = ("lanes", "window") if config.window != 0 else ()
         self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = device_of(device)
@@ -209,9 +215,27 @@ class Loader(EpochLoader):
             is_pinned=self.device.type == "cuda",
         )
 
-    def _before_batch(self) -> None:
-        if self._follows and self._cursor.micro_step == 0 and (newer := self.newer()) is not None:
-            self.take_up(newer)
+    def _renew(self) -> bool:
+        if not self.follows:
+            return False
+        shares = agreed(
+            lambda: newest_generations(self.shares, self.config), self.config, self._rank, self._world_size, are_chosen=False
+        )
+        numbers = [share.store.manifest.generation for share in shares]
+        if numbers == [share.store.manifest.generation for share in self.shares]:
+            return False
+        readable, why = None, None
+        try:
+            readable = expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
+        except BucketlineError as error:
+            why = str(error)
+        refused = [one for one in gathered(why) if one is not None]
+        if readable is None or refused:
+            warnings.warn(f"generation {', '.join(map(str, numbers))} is not read: {refused[0]}", stacklevel=2)
+            return False
+        self._end_stream()
+        self._open(shares, self.config, readable)
+        return True
 
     def _begin_stream(self) -> Stream:
         sources = [share.store.source for share in self.shares if share.store.source is not None]
@@ -262,7 +286,7 @@ class Loader(EpochLoader):
         """
         self._end_iteration("load_state_dict() was called")
         parsed = parse_state(state)
-        if self._follows or not self._has_stores:
+        if self.follows or not self._has_stores:
             self._turn_to(parsed)
         saved = {name: value for name, value in saved_choices(parsed, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
@@ -279,35 +303,13 @@ class Loader(EpochLoader):
         if are_of(saved, present.stores) and saved.generations != present.generations:
             self._open(at_generations(self.shares, saved.generations, self.config), self.config)
 
-    def newer(self) -> tuple[int, ...] | None:
-        """Return newer generations of the stores, one for each, if there are any; for `take_up`.
+    def renew(self) -> bool:
+        """Move to the next epoch if one has just ended; return True if that is of another generation than the last one.
 
-        Looks every few seconds in a thread and never waits. A generation over which no plan can be made is left out, with a
-        warning.
+        Every iteration of a loader with `follow` does so. A loop over `forever()` that calls it between two steps, on every
+        rank, knows of a newer generation before it has its first batch.
         """
-        return self._watch.newer(self.shares)
-
-    def take_up(self, generations: Sequence[int]) -> None:
-        """Read these generations of the stores from the next step on, one for each store.
-
-        The steps that follow are those that any loader of these generations reads. Every rank must take up the same at the same
-        step. An iteration continues.
-
-        Raises:
-            UsageError: if the next micro-batch is not the first of its step.
-            StoreError: if a generation is gone, or cannot be read.
-            PlanError, UsageError: if they cannot be read as before; nothing is changed then.
-        """
-        if self._cursor.micro_step:
-            raise UsageError(
-                f"generation {', '.join(map(str, generations))} cannot be taken up within step {self._cursor.step} "
-                f"(micro-batch {self._cursor.micro_step} of {self.config.accumulation}); call take_up() between steps"
-            )
-        shares = at_generations(self.shares, generations, self.config)
-        readable = expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
-        self._end_stream()
-        self._open(shares, self.config, readable)
-        self._replan()
+        return self.follows and self.is_between_epochs and self._begin_next()
 
     def start_anew(self, state: Mapping[str, object]) -> None:
         """Continue at a saved state's step by this loader's own plan, whatever plan the state has.
@@ -369,7 +371,7 @@ class Loader(EpochLoader):
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
-        ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
+        ranks = (self._rank, self._world_size, self.device, self._service, self.follows)
         config = replace(self.config, **dict.fromkeys(self._chosen))  # type: ignore[arg-type] # the state sets these
         # at an epoch's end, the state is at the next one, which nobody has begun
         is_begun = self._is_begun and not self._is_done()

@@ -146,6 +146,19 @@ def _why_not_agreed(rank: int, world_size: int) -> str | None:
     return None if here == (rank, world_size) else f"is rank {here[0]} of {here[1]} here"
 
 
+def expect_agreement(rank: int, world_size: int) -> None:
+    """Check that the ranks of a loader that follows its stores can agree on a generation.
+
+    Raises:
+        UsageError: if they are several, and torch.distributed does not know them.
+    """
+    if world_size > 1 and (why := _why_not_agreed(rank, world_size)):
+        raise UsageError(
+            f"follow is set for rank {rank} of {world_size}, which must agree with the others on the generation of each epoch, "
+            f"and torch.distributed {why}; initialise it with these ranks first"
+        )
+
+
 def _refuse_uncertain(shares: Sequence[WeightedStore], rank: int, world_size: int, why: str) -> None:
     numbers = tuple(share.store.manifest.generation for share in shares)
     if max(numbers) == 1:

@@ -317,8 +317,8 @@ class TrainConfig(
     new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
     follow: Annotated[int | None, Arg(metavar="ROWS")] = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
-    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them, and start as
-    soon as the stores have so many training rows; without a number, 1."""
+    """Read the newest generation of the stores in each epoch, as `ingest pack --publish-every` publishes them, and start once
+    the stores have so many training rows; without a number, 1."""
 
     @staticmethod
     def _named(field: str) -> str:

@@ -130,7 +130,16 @@ def open_loader(
     """
     service = config.service_address()
     asked = config.for_loader(epochs=None, text=TextForm.STORED, row_weights=store_weights(config))
-    return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service, like=like)
+    return Loader(
+        shares,
+        asked,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=device,
+        service=service,
+        follow=config.follow is not None,
+        like=like,
+    )
 
 
 def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:

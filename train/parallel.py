@@ -167,7 +167,6 @@ class Agreed(NamedTuple):
 
     signal: int  # to stop for; 0: none
     saves: bool  # write a checkpoint, because rank 0's last one is old
-    takes_up: bool  # newer generations, which rank 0 has found
 
     @property
     def stopped_by(self) -> str | None:
@@ -191,17 +190,17 @@ class StopRequest:
         self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def agreed(self, *, is_overdue: bool = False, has_newer: bool = False) -> Agreed:
-        """Return the common decision; each rank calls this once after each step. Only rank 0 sets the two flags."""
+    def agreed(self, *, is_overdue: bool = False) -> Agreed:
+        """Return the common decision; each rank calls this once after each step. Only rank 0 sets the flag."""
         if self._group is None:
-            return Agreed(self._signal, is_overdue, has_newer)
+            return Agreed(self._signal, is_overdue)
         if self._work is not None:
             self._work.wait()
-        number, saves, takes_up = self._requests.tolist()
+        number, saves = self._requests.tolist()
         # What all ranks have seen is done now; requesting it again would do it twice.
-        self._requests = torch.tensor([self._signal, is_overdue and not saves, has_newer and not takes_up], dtype=torch.int32)
+        self._requests = torch.tensor([self._signal, is_overdue and not saves], dtype=torch.int32)
         self._work = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return Agreed(number, bool(saves), bool(takes_up))
+        return Agreed(number, bool(saves))
 
     @property
     def is_asked(self) -> bool:

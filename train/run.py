@@ -390,7 +390,7 @@ class Run:
             self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
             self._progress.step(self.steps_done)
             self.saver.poll()
-            agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._has_newer())
+            agreed = stop.agreed(is_overdue=self.saver.is_overdue())
             if agreed.stopped_by is not None:
                 return agreed.stopped_by
             # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
@@ -400,7 +400,7 @@ class Run:
     def _pause(self, agreed: Agreed) -> bool:
         """Run the tasks that are due between two steps; return whether there was one."""
         config, done = self.config, self.steps_done
-        is_pause = (agreed.takes_up and self._take_up()) | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
+        is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
         if agreed.saves or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
@@ -451,21 +451,18 @@ class Run:
         if line is not None and self._log is not None:
             self._log.write(line, self.steps_done)
 
-    def _has_newer(self) -> bool:
-        """Return True on rank 0 of a run that follows its stores, if there are newer generations; never wait."""
-        return self.config.follow is not None and self.ranks.is_main and self.loader.newer() is not None
-
     def _record_plan(self) -> None:
         if self.ranks.is_main:
             append_plan(self.config.output_dir / PLANS, self.loader, self.steps_done)
 
-    def _take_up(self) -> bool:
-        """Take up rank 0's newer generations, before this step's checkpoint, which then has them; return whether any."""
-        if self.steps_done == self.config.num_steps or (generations := from_rank_zero(self.ranks, self.loader.newer)) is None:
+    def _renew(self) -> bool:
+        """At an epoch's end, read the newest generation, before this step's checkpoint; return True if it is another one."""
+        if not (self.loader.follows and self.loader.is_between_epochs) or self.steps_done == self.config.num_steps:
             return False
         self._write(self._recorder.flush())
         self._recorder.state()  # what it says of earlier steps is of the present plan
-        self.loader.take_up(generations)
+        if not self.loader.renew():
+            return False
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
         facts = Facts(config=self.config, shares=self.loader.shares)
@@ -473,7 +470,7 @@ class Run:
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
-        named = ", ".join(map(str, generations))
+        named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
         self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
         return True  # and `_pause` collects: stores and their buckets know each other
 
@@ -536,9 +533,10 @@ class Run:
     # ------------------------------------------------------------------ what is told
 
     def _samples_of(self, step: int, ranks: Sequence[int]) -> str:
-        """Name the samples that some ranks read at a step of the present plan."""
+        """Name the samples that some ranks read at a step of the present plan, between two steps."""
         per_step = self.config.accumulation
-        parts = [(step, rank * per_step + micro_step) for rank in ranks for micro_step in range(per_step)]
+        number = int(str(self.loader.state_dict()["step"])) - self.steps_done + step  # the plan's own
+        parts = [(number, rank * per_step + micro_step) for rank in ranks for micro_step in range(per_step)]
         drawn = self.loader.plan.draw(parts, self.ranks.world_size * per_step)
         rows = np.concatenate([one.rows for one in drawn])
         names = self.loader.rows.bucket(drawn[0].bucket).sample_ids(rows[:MOST_NAMED])

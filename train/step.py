@@ -97,7 +97,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     bucket = ""
     for micro_step in range(config.accumulation):
         batch = next(batches)
-        assert (batch.step, batch.micro_step) == (step, micro_step), "the loader and the trainer count steps alike"
+        assert batch.micro_step == micro_step, "a step begins with its first micro-batch"
         if config.lora_dropout:  # the one draw of torch's own: from here, so that a resumed run draws the same
             rank = dist.get_rank() if dist.is_initialized() else 0
             torch.manual_seed(key_of(config.seed, _DROPOUT, step, micro_step, rank) >> 1)

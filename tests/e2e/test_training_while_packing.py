@@ -134,6 +134,11 @@ def schedule(asked: TrainConfig) -> list[tuple[int, tuple[int, ...]]]:
         return []
 
 
+def checkpoints(asked: TrainConfig) -> list[int]:
+    """Return the steps of the complete checkpoints."""
+    return [int(one.name.removeprefix("step-")) for one in asked.output_dir.glob("checkpoints/step-????????")]
+
+
 def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks) -> list[tuple[int, tuple[int, ...]]]:
     """Wait until a checkpoint has taken up so many generations; return its schedule."""
     until(lambda: len(schedule(asked)) >= number or not all(Path(f"/proc/{pid}").exists() for pid in running.pids))
@@ -153,17 +158,19 @@ def test_both_are_killed_and_continue_to_the_end(tmp_path: Path, ranks: ForkedRa
     wait_for_generations(1, asked, running)
     packing.add(1)
     wait_for_generations(2, asked, running)
+    until(lambda: bool(checkpoints(asked)))
     packing.kill()
     for pid in running.pids:
         os.kill(pid, signal.SIGKILL)
     assert running.wait().code != 0
-    known = schedule(asked)
+    known = [one for one in schedule(asked) if one[0] <= max(checkpoints(asked))]
     before = packing.rows
 
     packing = Packing(tmp_path / "photos", store, model)
     packing.add(1)
+    newest = Store.open(store).manifest.generation
     running = ranks.start(2, as_arguments(replace(asked, resume=True)))
-    wait_for_generations(len(known) + 1, asked, running)
+    until(lambda: schedule(asked)[-1][1] >= (newest,) and max(checkpoints(asked)) > schedule(asked)[-1][0])
     for pid in running.pids:
         os.kill(pid, signal.SIGTERM)
     done = packing.finish()

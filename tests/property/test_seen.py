@@ -103,9 +103,7 @@ def record_a_run(draw: random.Random, stores: Stores, folder: Path) -> Recording
         if is_new := state is not None and draw.random() < 0.3:
             shares, options = stores.some(draw), random_options(draw)
         world, accumulation = draw.choice([(1, 4), (2, 2), (4, 1), (1, 4)])
-        steps, epoch, newer = draw.randint(0, 14), draw.choice([None, None, 0, 1, 2]), None
-        if draw.random() < 0.4:
-            newer = [draw.choice(stores.generations), *(share.store.manifest.generation for share in shares[1:])]
+        steps, epoch = draw.randint(0, 14), draw.choice([None, None, 0, 1, 2])
         after: dict[str, object] = {}
         later = shares
         for rank in range(world):
@@ -121,8 +119,6 @@ def record_a_run(draw: random.Random, stores: Stores, folder: Path) -> Recording
                     for n, batch in enumerate(islice(loader.forever(), part * accumulation)):
                         recording.note(batch, rank, accumulation, step + n // accumulation)
                     step += part
-                    if newer is not None and part == steps // 2:
-                        loader.take_up(newer)
                 after, later = loader.state_dict(), list(loader.shares)
         state, shares, done = after, later, done + steps
     (folder / "state.json").write_text(json.dumps(state))

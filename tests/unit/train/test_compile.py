@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import loader as loader_module
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.mixture import open_shares
 from bucketline.store import Store
@@ -31,7 +32,7 @@ from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.models.load import load
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks
-from bucketline.train.run import Run, train
+from bucketline.train.run import train
 from bucketline.train.step import Training, loss_of, train_step
 from bucketline.train.validation import validate
 from tests.family_models import tiny_vae
@@ -350,12 +351,11 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     asked = config(folder, max_steps=6, compile=Compile.ON)
     for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
         add_to_store(folder / "tiny.store", samples(more, str(more)))
-    oldest, due = Store.open(folder / "tiny.store", 1), iter([(2,), None, (3,), None, None, None])
-    monkeypatch.setattr(data, "open_stores", lambda *_: open_shares(oldest))
-    monkeypatch.setattr(Run, "_has_newer", lambda _: True)
-    monkeypatch.setattr(Loader, "newer", lambda _: next(due))
-    run = train(dataclasses.replace(asked, follow=1), ALONE)
-    assert run.steps_done == 6
+    opened, due = [Store.open(folder / "tiny.store", generation) for generation in (1, 2, 3)], iter([1, 2, 2, 2, 2, 2])
+    monkeypatch.setattr(data, "open_stores", lambda *_: open_shares(opened[0]))
+    monkeypatch.setattr(loader_module, "newest_generations", lambda *_: open_shares(opened[next(due)]))
+    run = train(dataclasses.replace(asked, max_steps=20, follow=1), ALONE)
+    assert run.steps_done == 20
     (first, validated), later = found[0], found[1:]
     assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])
     assert later == [(["train/128x192"], ["val/128x192"])]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.loader.follow import GenerationWatch
 from bucketline.loader.recorded_run import read_run
 from bucketline.train import data as data_module
 from bucketline.train import run as run_module
@@ -30,27 +29,15 @@ from tests.unit.train.tiny_run import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.loader.mixture import WeightedStore
     from bucketline.train.config import TrainConfig
 
 MORE = {3: {"train/128x128": 6, "val/128x128": 1}, 8: {"train/128x192": 5, "train/192x128": 2}}  # by the step it is added at
 
 
 def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish a generation at each step of `MORE`; the trainer finds it at the next one, however long a look takes."""
-    monkeypatch.setattr("bucketline.loader.follow.LOOK_EVERY_S", 0.0)
-    newer = GenerationWatch.newer
-
-    def waiting(watch: GenerationWatch, shares: Sequence[WeightedStore]) -> tuple[int, ...] | None:
-        newer(watch, shares)  # begins a look
-        if watch._thread is not None:
-            watch._thread.join()
-        return newer(watch, shares)
-
-    monkeypatch.setattr(GenerationWatch, "newer", waiting)
+    """Publish a generation at each step of `MORE`."""
 
     def step(*args: object) -> object:
         done = args[2]
