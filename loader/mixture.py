@@ -61,7 +61,11 @@ class WeightedStore:
     repeats: float  # an int, if it is a whole number
 
     def __init__(self, store: Store | Path | str, repeats: float = 1) -> None:
-        """Take an open store, its path or its URL."""
+        """Take an open store, its path or its URL.
+
+        Raises:
+            UsageError: if it is none of these, or `repeats` is not a number above 0.
+        """
         expect("a store", store if str(store) else None, Store | Path | str, "a path, a URL or an open Store")
         where = store.place if isinstance(store, Store) else store
         if not _is_above_0(repeats):
