@@ -62,12 +62,7 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
 
 
 def parse_command(command: type[_C], args: Sequence[str], prog: str) -> _C:
-    """Return a command's options from its command line.
-
-    Raises:
-        UsageError: if an option is unknown or invalid, or an argument is missing.
-        SystemExit: after `--help`.
-    """
+    """Return a command's options from its command line."""
     from bucketline.help_screen import asked_for_help, command_help
     from bucketline.options import parse_options
 
@@ -223,11 +218,7 @@ def one_line(text: str) -> str:
 
 
 def refuse_below(least: int, **options: float | None) -> None:
-    """Check the values of options, given by the names of their fields; None is not checked.
-
-    Raises:
-        UsageError: if a value is below `least`; the message names the option.
-    """
+    """Check the values of options, given by the names of their fields; None is not checked."""
     for name, value in options.items():
         if value is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")

@@ -59,11 +59,7 @@ def asked_for_help(args: Sequence[str]) -> str | None:
 
 
 def command_help(prog: str, command: type, asked: str = "") -> str:
-    """Return the help of a command: its first screen, a section of its options, or all of them.
-
-    Raises:
-        UsageError: if there is no section of that name.
-    """
+    """Return the help of a command: its first screen, a section of its options, or all of them."""
     options, sections = options_of(command), sections_of(command)
     leading = sorted((one for one in options if _leads(one)), key=lambda one: not one.is_required)
     about = inspect.getdoc(command) or ""

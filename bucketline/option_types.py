@@ -35,21 +35,13 @@ def options_on_resume(options: type, kind: OnResume) -> Iterator[str]:
 
 
 def expect(item: str, value: object, kind: Any, expected: str) -> None:  # noqa: ANN401 - as `isinstance` takes it
-    """Check that a value is of a type.
-
-    Raises:
-        UsageError: if it is not.
-    """
+    """Check that a value is of a type."""
     if not isinstance(value, kind):
         raise unlike(item, value, expected)
 
 
 def expect_int(item: str, value: object, expected: str = "an int") -> None:
-    """Check that a value is a whole number, which True is not.
-
-    Raises:
-        UsageError: if it is not.
-    """
+    """Check that a value is a whole number, which True is not."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise unlike(item, value, expected)
 
@@ -64,9 +56,6 @@ def check_fields(options: object, cls: type, named: Callable[[str], str]) -> Non
 
     Lists become tuples, and numpy's numbers Python's. `named` returns how messages call a field. Fields that are enums are left
     to the dataclass.
-
-    Raises:
-        UsageError: if a value does not have its type.
     """
     for name, hint in _own_hints(cls).items():
         value = getattr(options, name)

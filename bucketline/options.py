@@ -210,11 +210,7 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def parse_options(command: type[_T], args: Sequence[str], prog: str) -> _T:
-    """Return a command's options from its command line; its `complete` is told which fields are given.
-
-    Raises:
-        UsageError: if an option is unknown or invalid, or an argument is missing.
-    """
+    """Return a command's options from its command line; its `complete` is told which fields are given."""
     values = parse_fields(command, args, prog)
     options, complete = command(**values), getattr(command, "complete", None)
     return options if complete is None else complete(options, frozenset(values))
@@ -224,9 +220,6 @@ def parse_fields(command: type, args: Sequence[str], prog: str, files: Any = Non
     """Return the fields that a command line gives, with their values.
 
     `files`: a configuration of cyclopts, which gives what the command line does not; with it, files may set what only they do.
-
-    Raises:
-        UsageError: if an option is unknown or invalid, or an argument is missing.
     """
     from cyclopts import CycloptsError
 
@@ -285,11 +278,7 @@ def _converted(option: Option, _: object, tokens: Sequence[cyclopts.Token]) -> A
 
 
 def _value(option: Option, token: cyclopts.Token) -> Any:  # noqa: ANN401
-    """Return the value of a word; one of text and of an `OptionValue` is the word itself.
-
-    Raises:
-        UsageError: if it has none.
-    """
+    """Return the value of a word; one of text and of an `OptionValue` is the word itself."""
     from cyclopts import CycloptsError, convert
 
     word, kinds = token.value, _members(option.kind)

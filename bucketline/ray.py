@@ -103,6 +103,9 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         `rows_per_task`: Ray gives a task at least so many rows, if there are; each task makes shards of its own. None leaves
         their number to Ray. `remote`: how to reach a URL. `work`: a folder for what the driver and the tasks need on their
         machines' disks while they write to a URL; it need not be shared, and is next to the cache by default.
+
+        Raises:
+            UsageError: as `StoreWriter`; or if the URL cannot be a store's.
         """
         self._target = target_at(path, remote, work)
         self._path, folder = self._target.path, self._target.folder

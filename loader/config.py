@@ -80,11 +80,7 @@ class OrderOptions(RemoteArguments):
     On resume, the saved number."""
 
     def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            UsageError: if an option is invalid; the message names the option, its value and what is expected.
-        """
+        """Validate the options."""
         RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
         check_fields(self, OrderOptions, self._named)
         self._expect_at_least(1, "accumulation")

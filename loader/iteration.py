@@ -81,18 +81,11 @@ class EpochLoader(ABC):
         """Iterate over one epoch: the next one, or what remains of the one that `load_state_dict` was given.
 
         After a `break`, the next epoch is the one that follows. If the loader itself fails, it continues at the same batch.
-
-        Raises:
-            UsageError: if all `epochs` have been delivered, or another iterator has replaced this one.
         """
         return self._batches(crosses=False)
 
     def forever(self) -> Iterator[Batch]:
-        """Iterate over all that remains of all epochs, from the batch after the last one delivered. Endless without `epochs`.
-
-        Raises:
-            UsageError: if another iterator has replaced this one.
-        """
+        """Iterate over the rest of all epochs, from the batch after the last one delivered. Endless without `epochs`."""
         return self._batches(crosses=True)
 
     def _batches(self, *, crosses: bool) -> Iterator[Batch]:
@@ -154,11 +147,7 @@ class EpochLoader(ABC):
         return delivered
 
     def _expect_next(self, filled: FilledBuffer) -> None:
-        """Check that a micro-batch is the one at the cursor, whoever filled it.
-
-        Raises:
-            DeliveryError: if it is another one.
-        """
+        """Check that a micro-batch is the one at the cursor, whoever filled it."""
         step, micro_step = self._cursor.step, self._cursor.micro_step
         if filled.step != step or filled.micro_step != micro_step:
             raise DeliveryError(
@@ -252,11 +241,7 @@ class EpochLoader(ABC):
         return self._steps.span(epochs if is_over and epochs is not None else self._steps.number_at(step))
 
     def _expect_position(self, found: LoaderState) -> None:
-        """Check that a saved position means the same by this loader's `epochs`.
-
-        Raises:
-            StateError: if it is after the last step, or among the padded batches with which one of the two ends.
-        """
+        """Check that a saved position means the same by this loader's `epochs`."""
         num_steps, here = self._steps.num_steps, (found.step, found.micro_step)
         if num_steps is not None and found.step > num_steps:
             raise StateError(f"the state is at step {found.step}, this loader ends after {num_steps} steps; give more epochs")
@@ -286,11 +271,7 @@ class EpochLoader(ABC):
         return (span.end - span.first) * self.config.accumulation
 
     def __getitem__(self, _: object) -> NoReturn:
-        """Refuse to be taken for a map-style data set, as `DataLoader` takes what is not an `IterableDataset`.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse to be taken for a map-style data set, as `DataLoader` takes what is not an `IterableDataset`."""
         raise UsageError(
             "a Loader has no items by number, expected iteration: `for batch in loader`; for torch's DataLoader, "
             "DataLoader(BatchDataset(loader), batch_size=None)"
@@ -300,9 +281,6 @@ class EpochLoader(ABC):
         """Let the next `for` read this epoch, counted from 0, and those after it the next ones.
 
         Not needed: each `for` reads another epoch. After `load_state_dict` within this epoch, the `for` reads what remains.
-
-        Raises:
-            UsageError: if the loader ends before that epoch.
         """
         expect_int("epoch", epoch, "a number of an epoch, counted from 0")
         epochs = self._steps.epochs
@@ -359,11 +337,7 @@ def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind, sc
 
 
 def check_ranks(config: object, rank: object, world_size: int) -> None:
-    """Check the types of what every loader is given.
-
-    Raises:
-        UsageError: if one is of another type, or there is not a rank.
-    """
+    """Check the types of what every loader is given."""
     expect("config", config, LoaderConfig, "a LoaderConfig: Loader(stores, LoaderConfig(batch_size=8))")
     expect_int("rank", rank)
     expect_int("world_size", world_size)

@@ -122,9 +122,6 @@ class StoreArgument(OptionValue):
     def parse(cls, text: str, option: str = "the store") -> Self:
         """Return what a text spells. An existing path takes precedence over numbers at its end.
 
-        Raises:
-            UsageError: if these are not its repeats and then its weight, or not such numbers.
-
         >>> StoreArgument.parse("s3://me@host/photos.store:3@0.5")
         StoreArgument(path='s3://me@host/photos.store', repeats=3, weight=0.5)
         """
@@ -174,12 +171,7 @@ def redacted_store(text: str) -> str:
 
 
 def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list[StoreArgument]:
-    """Parse store arguments; a folder that was packed from a data set file stands for its stores, each with its repeats.
-
-    Raises:
-        UsageError: if an argument does not end in its repeats and its weight; the message names `option`.
-        StoreError: if a folder's `mixture.json` is damaged.
-    """
+    """Parse store arguments; a folder that was packed from a data set file stands for its stores, each with its repeats."""
     found = []
     for given in (StoreArgument.parse(str(text), option) for text in texts):
         mixed = None if isinstance(given.path, str) else read_mixture(given.path)
@@ -191,12 +183,7 @@ def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list
 
 
 def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[WeightedStore, ...]:
-    """Open each store that is not open yet, in the given order. Paths are as in `parse_stores`, `remote` is for URLs.
-
-    Raises:
-        UsageError: if there is no store, or one is given twice.
-        StoreError: if a store cannot be opened or a shard's file is missing.
-    """
+    """Open each store that is not open yet, in the given order. Paths are as in `parse_stores`, `remote` is for URLs."""
     every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
     if not every:
         raise UsageError("no store is given, expected one or more: Loader('photos.store', config)")
@@ -244,9 +231,6 @@ def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenS
     """Return one view of all stores: the store itself if there is only one, without repeats.
 
     With `plain_reads`, the view maps nothing, whatever the given stores do.
-
-    Raises:
-        FingerprintError: if two stores were packed with different settings; it names the field, both stores and both values.
     """
     first = shares[0]
     if len(shares) == 1 and first.repeats == 1:
@@ -262,11 +246,7 @@ class Mixture(OpenShards):
     """Several stores as one: shards numbered consecutively, buckets joined by name."""
 
     def __init__(self, shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> None:
-        """Join stores that were packed with the same settings; `join` checks this.
-
-        Raises:
-            FingerprintError: if a bucket's columns differ between two stores.
-        """
+        """Join stores that were packed with the same settings; `join` checks this."""
         self.shares = tuple(shares)
         stores = [share.store for share in shares]
         super().__init__(

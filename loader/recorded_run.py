@@ -67,10 +67,6 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
 
     Call it where a run begins or resumes, and where its loader's plan changes; lines of later steps are replaced.
     `step`: the run's number of the next step, if it is not the loader's own.
-
-    Raises:
-        StateError: if the file cannot be read as such.
-        OSError: if it cannot be written.
     """
     state = parse_state(loader.state_dict())
     new = PlanLine(step=state.step if step is None else step, state=state)
@@ -105,23 +101,14 @@ class RecordedRun:
     storage: Mapping[str, Any] = field(default_factory=dict)  # the run's own options for object storage
 
     def line_of(self, step: int) -> PlanLine:
-        """Return the line of a step; of one that is still to come, the last one.
-
-        Raises:
-            StateError: if the lines begin after it.
-        """
+        """Return the line of a step; of one that is still to come, the last one."""
         found = [one for one in self.lines if one.step <= step]
         if not found:
             raise StateError(f"nothing is recorded of step {step}; the plans begin at step {self.lines[0].step}")
         return found[-1]
 
     def given(self, stores: Sequence[str], remote: RemoteOptions | None = None) -> dict[str, Path | str]:
-        """Return the places of stores that have moved, by store id.
-
-        Raises:
-            UsageError: if one is not of the run.
-            StoreError: if one cannot be opened.
-        """
+        """Return the places of stores that have moved, by store id."""
         named = [one.path for one in parse_stores(stores)]
         moved = {Store.open(path, remote=remote).manifest.store_id: path for path in named}
         recorded = {one.store_id: one.path for line in self.lines for one in line.state.stores}
@@ -173,9 +160,6 @@ def read_run(path: Path, option: str = "the run") -> RecordedRun:
     """Return the plans of a run: up to its newest checkpoint, to the checkpoint that is given, or to a loader's state as JSON.
 
     A state without a `plans.jsonl` next to it has one plan.
-
-    Raises:
-        StateError: if there is no such record; the message names `option`.
     """
     try:
         if not path.is_dir():
@@ -230,12 +214,7 @@ class RecordedPlan:
 def open_plan(
     run: RecordedRun, state: LoaderState, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None
 ) -> RecordedPlan:
-    """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id.
-
-    Raises:
-        StateError: if another plan comes of them.
-        StoreError: if a store or a generation is gone.
-    """
+    """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id."""
     shares = []
     for one in state.stores:
         path = moved.get(one.store_id) or from_start(one.path, run.start)

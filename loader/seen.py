@@ -129,10 +129,6 @@ class Seen:
         """Open the generations that the run's steps were planned on; `unknown` has the steps of which that was not possible.
 
         `stores`: those of the run that have moved.
-
-        Raises:
-            UsageError: if one of these is not of the run.
-            StoreError: if one of these cannot be opened.
         """
         self.steps, moved = run.steps, run.given(stores, remote)
         self.parts: list[RunPart] = []

@@ -60,11 +60,7 @@ def global_batch_of(plan: Plan) -> int | str:
 
 
 def parse_state(saved: Mapping[str, object]) -> LoaderState:
-    """Return a saved state.
-
-    Raises:
-        StateError: if it is of another version, or damaged.
-    """
+    """Return a saved state."""
     if not isinstance(saved, Mapping):
         raise StateError(
             f"the saved loader state is {saved!r:.100} of type {type(saved).__name__}, expected a dict: give what state_dict() "
@@ -83,11 +79,7 @@ def parse_state(saved: Mapping[str, object]) -> LoaderState:
 
 
 def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
-    """Parse a saved state and check that a loader in the state `present` can resume from it.
-
-    Raises:
-        StateError: if it cannot; the message names the field, its saved and its current value.
-    """
+    """Parse a saved state and check that a loader in the state `present` can resume from it."""
     state = parse_state(saved)
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):

@@ -43,13 +43,21 @@ class BatchDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, loader: Loader) -> None:
-        """Wrap a loader."""
+        """Wrap a loader.
+
+        Raises:
+            UsageError: if it is not one.
+        """
         if not hasattr(loader, "load_state_dict"):
             raise unlike("loader", loader, "a Loader: BatchDataset(Loader(stores, config))")
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over one epoch; see `Loader`."""
+        """Iterate over one epoch; see `Loader`.
+
+        Raises:
+            UsageError: if called in a worker process, because each worker would read all batches again.
+        """
         if (worker := get_worker_info()) is not None:
             raise UsageError(f"a DataLoader with {worker.num_workers} workers cannot read a Bucketline loader; {_REMEDY}")
         return iter(self.loader)

@@ -211,11 +211,7 @@ def warm_up(
 
 
 def forward_backward(training: Training, batch: Batch, *, is_trained: bool = True) -> None:
-    """Run both passes of a batch, or only a validation's forward pass; with DDP, ranks exchange nothing.
-
-    Raises:
-        TrainError: if its bucket cannot be compiled.
-    """
+    """Run both passes of a batch, or only a validation's forward pass; with DDP, ranks exchange nothing."""
     try:
         for one in with_lengths(batch) if training.family.has_own_lengths else (batch,):
             if not is_trained:

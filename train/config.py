@@ -331,11 +331,7 @@ class TrainConfig(
         return self.max_steps
 
     def service_address(self) -> ServiceAddress | None:
-        """Return the address of the service that reads; None: threads of this process do.
-
-        Raises:
-            UsageError: if it is not one.
-        """
+        """Return the address of the service that reads; None: threads of this process do."""
         from bucketline.loader.service.address import ServiceAddress
 
         if self.service == IN_PROCESS:
@@ -343,11 +339,7 @@ class TrainConfig(
         return ServiceAddress(self.service, self.service_token, self.service_certificate)
 
     def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            UsageError: if an option is invalid; the message names the option, its value and what is expected.
-        """
+        """Validate the options."""
         ReadOptions.__post_init__(self)
         self._expect_batch()
         self.service_address()
@@ -448,10 +440,6 @@ def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -
     """Return the configuration that a command line, its presets and run files, and the run that it resumes give.
 
     `commands`: the trainer's other commands, which may have been meant by a word that is not a preset.
-
-    Raises:
-        UsageError: if an option is invalid, or a file is; of a value in a file, the message has the place.
-        SystemExit: if the command line contains `--help`.
     """
     return _parsed(arguments, prog, commands)[0]
 
@@ -483,12 +471,7 @@ def _resumed(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Write the options of a command line to a run file, the given ones set and the others commented out.
-
-    Raises:
-        UsageError: if the file exists.
-        StoreError: if it cannot be written.
-    """
+    """Write the options of a command line to a run file, the given ones set and the others commented out."""
     if path.exists():
         raise UsageError(f"--write is {path}, which exists; choose another path, or remove it")
     _, given = _parsed(arguments, "bucketline train")
@@ -497,12 +480,7 @@ def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) ->
 
 
 def parse_on(rank: int, arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> TrainConfig:
-    """Return what `parse` does; of several ranks, only the first prints the help and what is wrong.
-
-    Raises:
-        UsageError: if an option is invalid, or a file is; only on the first rank.
-        SystemExit: if the command line contains `--help`; on other ranks also instead of a UsageError.
-    """
+    """Return what `parse` does; of several ranks, only the first prints the help and what is wrong."""
     if rank == 0:
         return parse(arguments, prog, commands)
     try:

@@ -60,9 +60,6 @@ def built_to_fit(
 
     Tell `say` which, and why. With `--memory`, torch's allocator on a GPU takes no more. Nothing is tried with `--memory off`,
     on a CPU without `--memory`, and in a resumed run that keeps what its first part chose.
-
-    Raises:
-        UsageError: if the run does not fit with all that saves memory.
     """
     device, limit = loader.device, None if config.memory is None else config.memory.num_bytes
     if limit is not None and device.type == "cuda":

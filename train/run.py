@@ -108,11 +108,7 @@ class TrainSummary:
 
 
 def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
-    """Train from step 0 or a checkpoint until its last step or a signal.
-
-    Raises:
-        BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
-    """
+    """Train from step 0 or a checkpoint until its last step or a signal."""
     accelerator = start_processes(config)
     data.wait_for_rows(config, ranks)
     with (

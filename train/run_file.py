@@ -53,9 +53,6 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
     """Return the text of a preset, given by its name, or of a run file, given by its path.
 
     `commands`: other words that may have been meant.
-
-    Raises:
-        UsageError: if there is none; the message names those that exist, or the reason.
     """
     is_path = "/" in given or given.endswith(_SUFFIX)
     if not is_path and given not in preset_names():
@@ -73,11 +70,7 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
 
 
 def values_of_file(options: type, given: str, commands: Collection[str] = ()) -> dict[str, Any]:
-    """Return what a run file or a preset gives, by the names of the fields.
-
-    Raises:
-        UsageError: if it is not there or not TOML, or has an option or a section that is unknown or misplaced.
-    """
+    """Return what a run file or a preset gives, by the names of the fields."""
     try:
         document = tomllib.loads(read_run_file(given, commands))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -105,11 +98,7 @@ def values_of_file(options: type, given: str, commands: Collection[str] = ()) ->
 
 
 def _known_option(options: type, known: Mapping[str, Option], place: str, section: str | None, name: str) -> Option:
-    """Return the option that a name in a file means.
-
-    Raises:
-        UsageError: if there is none, or it belongs to another section, or is for the command line only.
-    """
+    """Return the option that a name in a file means."""
     if (option := known.get(name.replace("-", "_"))) is None:
         elsewhere = coming_from.answer("train", name, [name for one in known.values() for name in one.names])
         answer = f"; {elsewhere}" if elsewhere else suggestion(name, [*known])
@@ -126,11 +115,7 @@ def _is_command_line_only(options: type, name: str) -> bool:
 
 
 def values_of_run(options: type, folder: str) -> dict[str, Any]:
-    """Return the options with which a run was started.
-
-    Raises:
-        UsageError: if the folder is not a run's.
-    """
+    """Return the options with which a run was started."""
     path = Path(folder) / CONFIG
     try:
         values: dict[str, Json] = {**json.loads(path.read_bytes())["config"]}
@@ -178,11 +163,7 @@ class Files:
     places: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Set the arguments that have no value yet.
-
-        Raises:
-            UsageError: if a file cannot be read, or has an option that is unknown.
-        """
+        """Set the arguments that have no value yet."""
         from cyclopts.config import Dict
 
         words = {one.field_info.name: [token.value for token in one.tokens] for one in arguments if one.tokens}

@@ -59,14 +59,7 @@ _AHEAD_BYTES = 256 << 20
 def import_cache(
     config: ImportConfig, *, rank: int = 0, world_size: int = 1, local_rank: int = 0, local_world_size: int = 1
 ) -> ImportResult | None:
-    """Import a cache into a store; return the result on rank 0, None on the others.
-
-    Raises:
-        UsageError: if source and store overlap, or options contradict each other or lack the VAE.
-        SourceError: if the cache cannot be listed, or its latents' spread is not the VAE's. Nothing is written then.
-        ModelError, StoreError, FingerprintError, LockedError: as in `pack`.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; what was imported is committed, and the next run continues.
-    """
+    """Import a cache into a store; return the result on rank 0, None on the others."""
     if config.dry_run and rank:
         return None
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
@@ -247,11 +240,7 @@ class _CachePacker:
         self.account = RunSummary()
 
     def run(self, entries: Sequence[CacheEntry], on_entry: Callable[[], None], check: Callable[[], None]) -> None:
-        """Import entries. `check` is called between them, and may raise.
-
-        Raises:
-            StoreError: if the disk is full. On any error, what was added is committed, for the next run to adopt.
-        """
+        """Import entries. `check` is called between them, and may raise."""
         if self._output is None:
             self._read(entries, self._count, on_entry, check)
             return

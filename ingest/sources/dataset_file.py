@@ -133,10 +133,6 @@ def with_dataset_file(options: _O, source: str, given: frozenset[str], tables: M
 
     The file's tables have options by name, as the dataclasses of `tables` declare them; the command line (`given`) overrides
     them. What a command does not have is left out. One `[source]` becomes SOURCE itself; several are left to the command.
-
-    Raises:
-        SourceError: if the file is invalid; the message has the file, the key, and what is expected.
-        UsageError: if an option's value is out of range.
     """
     if not is_dataset_file(source):
         return options, given
@@ -170,12 +166,7 @@ def is_dataset_file(source: str) -> bool:
 
 
 def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
-    """Read a data set file and check that each source is there, none twice. Lists no images.
-
-    Raises:
-        SourceError: if the file or a source is invalid; the message has the file, the key, and what is expected.
-        UsageError: if an option of the command line does not suit a source.
-    """
+    """Read a data set file and check that each source is there, none twice. Lists no images."""
     entries, notes = list[DatasetEntry](), list[str]()
     for at, entry in _parsed(path):
         found = replace(entry, path=_resolved(path, entry.path))

@@ -83,11 +83,7 @@ class PlannedOptions(BatchOptions):
 
     @classmethod
     def complete(cls, options: Self, given: frozenset[str]) -> Self:
-        """Return the options.
-
-        Raises:
-            UsageError: if one is given together with a run, which decides it.
-        """
+        """Return the options."""
         for name in _OF_A_RUN if options.of_run is not None else ():
             if name in given:
                 raise UsageError(
@@ -100,9 +96,6 @@ class PlannedOptions(BatchOptions):
         """Return the open stores, the configuration with `others`, the number of ranks, and the plan's own number of `step`.
 
         `step`: that of a run of which the plan is wanted, since it may have changed; None: the last one, with the number 0.
-
-        Raises:
-            BucketlineError: if a store cannot be opened, or the run does not say enough.
         """
         from dataclasses import replace
 

@@ -48,12 +48,7 @@ class StatsCommand:
 
 
 def stats_of(address: ServiceAddress | Path | str) -> dict[str, Any]:
-    """Return the statistics of the service at an address; see `Service.stats`.
-
-    Raises:
-        DeliveryError: if it cannot be reached, or refuses.
-        UsageError: if the file of a token or a certificate cannot be used.
-    """
+    """Return the statistics of the service at an address; see `Service.stats`."""
     from bucketline.loader.service.address import ServiceAddress
     from bucketline.loader.service.links import link_to
     from bucketline.loader.service.wire import StatsRequest, StatsResponse

@@ -92,7 +92,11 @@ class ServiceAddress:
     servers: tuple[tuple[str, int], ...] = field(init=False, default=())  # over TCP
 
     def __post_init__(self) -> None:
-        """Validate the address; nothing is connected to, and no file is read."""
+        """Validate the address; nothing is connected to, and no file is read.
+
+        Raises:
+            UsageError: if it is none, or has options that only servers over TCP have.
+        """
         expected = 'a `loader serve`: "unix:PATH" or "tcp://HOST:PORT", or "auto"'
         expect("service", self.where, str | os.PathLike, expected)
         text = os.fspath(self.where)

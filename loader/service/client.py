@@ -49,11 +49,7 @@ class ServiceBackend:
         self._request = request
 
     def begin(self, cursor: Cursor) -> RingStream | FrameStream:
-        """Connect and send the request.
-
-        Raises:
-            DeliveryError: if the service cannot be reached.
-        """
+        """Connect and send the request."""
         request = replace(self._request, cursor=cursor)
         answer = self.link.ask(message_of(request))
         try:
@@ -95,12 +91,7 @@ class ServedStore(Store):
 
 
 def served_shares(link: Link, wanted: Sequence[WantedStore] = ()) -> tuple[WeightedStore, ...]:
-    """Return the stores that a service has, all at their newest generation, or those that are wanted.
-
-    Raises:
-        DeliveryError: if its answer is not that of a service.
-        StoreError: if a generation is gone.
-    """
+    """Return the stores that a service has, all at their newest generation, or those that are wanted."""
     shares, answer = [], link.told(StoresRequest(wanted=tuple(wanted)))
     for one in answer.parsed(StoresResponse).stores:
         data = one.manifest.encode(errors="replace")  # JSON can have half a surrogate pair, which is not text
@@ -114,11 +105,7 @@ def served_shares(link: Link, wanted: Sequence[WantedStore] = ()) -> tuple[Weigh
 
 
 def served_names(link: Link, stores: Sequence[StoreId], digests: Sequence[bytes]) -> list[str]:
-    """Return sample ids by their digests, of the stores that a service has.
-
-    Raises:
-        StoreError: if a row is of another store.
-    """
+    """Return sample ids by their digests, of the stores that a service has."""
     answer = link.told(NamesRequest(stores=tuple(stores), digests=tuple(digest.hex() for digest in digests)))
     names = list(answer.parsed(NamesResponse).names)
     if len(names) != len(digests):

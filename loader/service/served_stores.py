@@ -49,12 +49,7 @@ class ServedStores:
     """Opens generations of stores as clients request them, and lets go of superseded ones that nobody reads."""
 
     def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None) -> None:
-        """Open the newest generations, so that a store that cannot be opened fails early.
-
-        Raises:
-            UsageError: if two of them are copies of one store.
-            StoreError: if a store cannot be opened.
-        """
+        """Open the newest generations, so that a store that cannot be opened fails early."""
         self._remote = remote
         self._arguments: dict[str, StoreArgument] = {}  # by the ids that clients name
         self._newest: dict[str, Store] = {}
@@ -82,11 +77,7 @@ class ServedStores:
         return {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()}
 
     def at(self, wanted: Sequence[WantedStore]) -> list[WeightedStore]:
-        """Return stores at the generations that a client names, for their manifests; all at their newest if it names none.
-
-        Raises:
-            StoreError: if one is not served, or its generation is gone or incomplete.
-        """
+        """Return stores at the generations that a client names, for their manifests; all at their newest if it names none."""
         named = [(one.store_id, one.generation) for one in wanted] or [(store_id, None) for store_id in self._arguments]
         found = []
         for store_id, generation in named:
@@ -136,10 +127,6 @@ class ServedStores:
         """Return the generations of the stores that a client reads, opened once for all clients that read the same.
 
         They count as read until `using` ends.
-
-        Raises:
-            DeliveryError: if it names none.
-            StoreError: if one is not served, or its generation is gone, or is another one than the client's.
         """
         if not wanted:
             raise DeliveryError("0 stores were requested, expected 1 or more")

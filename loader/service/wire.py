@@ -148,9 +148,6 @@ def receive(
     """Receive one message within `timeout_s`, and that again for each further MiB. The socket has no timeout afterwards.
 
     Descriptors that come are appended to `fds`, if it is given.
-
-    Raises:
-        LostError: if the other side ends, is too slow, or sends anything else.
     """
     until = time.monotonic() + timeout_s
     try:
@@ -205,19 +202,11 @@ class ServiceAnswer:
     fds: list[int]
 
     def parsed(self, kind: type[T]) -> T:
-        """Return the answer as a record.
-
-        Raises:
-            DeliveryError: if it is none.
-        """
+        """Return the answer as a record."""
         return parsed(kind, self.message, f"the answer of {self.name}")
 
     def granted(self) -> Response:
-        """Return the answer to a request for batches.
-
-        Raises:
-            DeliveryError: if it is none, or impossible.
-        """
+        """Return the answer to a request for batches."""
         found = self.parsed(Response)
         if not (0 < found.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or found.depth < 1:
             raise DeliveryError(
@@ -243,10 +232,6 @@ def ask(
     """Send a message to a service that greets, and return its answer; close the connection if there is none.
 
     `name` identifies the service. It has `silence_s` to open a store and plan, or over TCP for a sign of life.
-
-    Raises:
-        LostError: if it ends, is silent, or sends anything but messages; if nobody waits any more (`over`).
-        BucketlineError: if it refuses.
     """
     fds: list[int] = []
     most = MAX_ANSWER_BYTES if message["ask"] in _LONG_ANSWERS else MAX_MESSAGE_BYTES
@@ -274,19 +259,13 @@ def ask(
 
 
 def message_of(request: AnyRequest) -> dict[str, Any]:
-    """Return a request as a message."""
     encoded = encode(request)
     assert isinstance(encoded, dict)
     return {"ask": next(name for name, kind in _KINDS.items() if kind is type(request)), **encoded}
 
 
 def parse_request(message: Mapping[str, Any]) -> AnyRequest:
-    """Parse a client's request.
-
-    Raises:
-        DeliveryError: if the client uses another protocol version, or the message is damaged.
-        UsageError: if its configuration is invalid.
-    """
+    """Parse a client's request."""
     entries = dict(message)
     if (version := entries.pop("protocol", None)) != PROTOCOL:
         raise DeliveryError(
@@ -299,11 +278,7 @@ def parse_request(message: Mapping[str, Any]) -> AnyRequest:
 
 
 def parsed(kind: type[T], message: Mapping[str, Any], item: str) -> T:
-    """Return a message as a record.
-
-    Raises:
-        DeliveryError: if it is not one; the message names the `item`.
-    """
+    """Return a message as a record."""
     try:
         return decode(kind, message, item)
     except TypedJsonError as error:

@@ -210,9 +210,6 @@ def _with_column(base: ChangeBase, made: _Made) -> Manifest:
 
     Shards that have it meanwhile, are not listed any more, or have rows again that were dropped when their values were
     requested, stay as they are.
-
-    Raises:
-        StoreError: if another writer has added a column of that name and another form, or a file is gone.
     """
     manifest, name = base.manifest, made.forms.name
     shards = tuple(

@@ -47,11 +47,7 @@ class ColumnForms:
         self._fill = fill
 
     def note(self, forms: Mapping[str, ColumnEntry]) -> None:
-        """Take the forms of values that were given before.
-
-        Raises:
-            UsageError: if they differ from those that are known.
-        """
+        """Take the forms of values that were given before."""
         for bucket, form in forms.items():
             known = self.found.setdefault(bucket, self._known.get(bucket, form))
             if known != form:
@@ -61,11 +57,7 @@ class ColumnForms:
                 )
 
     def bytes_of(self, sample_id: str, bucket: str, value: Any) -> bytes:  # noqa: ANN401 - an array or a tensor
-        """Return a value's bytes.
-
-        Raises:
-            UsageError: if it is not an array of the bucket's dtype and shape, or not finite.
-        """
+        """Return a value's bytes."""
         item = f"sample {sample_id!r:.200}, column {self.name!r}"
         form = self.found.get(bucket) or self._known.get(bucket)
         others = iter(self.found.values() or self._known.values())
@@ -80,11 +72,7 @@ class ColumnForms:
         return array.tobytes()
 
     def spec(self, bucket: str) -> BlockSpec:
-        """Return the columns of a bucket's blocks.
-
-        Raises:
-            UnknownFormError: if no value of the bucket was given.
-        """
+        """Return the columns of a bucket's blocks."""
         form = self.found.get(bucket) or self._known.get(bucket)
         if form is None:
             raise UnknownFormError(
@@ -94,11 +82,7 @@ class ColumnForms:
         return column_spec(bucket, self._axes[bucket], self.name, form)
 
     def blank(self, bucket: str) -> bytes:
-        """Return what rows without a value have: the fill value, or zeros.
-
-        Raises:
-            UsageError: if the fill value cannot be stored exactly.
-        """
+        """Return what rows without a value have: the fill value, or zeros."""
         column = self.spec(bucket).column(self.name)
         array = np.zeros(column.shape, dtype=column.numpy_dtype)
         if self._fill is not None:

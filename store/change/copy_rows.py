@@ -115,10 +115,6 @@ class RowCopier:
 
         The new shards are full at `sizes`, in bytes, in turn; any further ones at `last_size`. One ends, too, where the next
         shard's rows have other added columns. With `left_out`, rows that do not check are noted there.
-
-        Raises:
-            CorruptError: if a row or caption is damaged, naming it, without `left_out`.
-            StoreError: if a file is missing, or the disk is full.
         """
         self._sealed, self._sizes, self._size, self._left_out = [], [*sizes], last_size, left_out
         self._counted.clear()
@@ -208,12 +204,7 @@ class RowCopier:
             self._filled += sum(self._new_bytes(group, one) for group, one in checked.entries.items())
 
     def _checked(self, ordinal: int, block: _Block, entry: IndexEntry, found: SampleRecord | StoreError) -> _CheckedRow:
-        """Return a row after checking all of it.
-
-        Raises:
-            CorruptError: if something does not check.
-            StoreError: if something cannot be read.
-        """
+        """Return a row after checking all of it."""
         shard, k = self._store.shards[ordinal], entry.row - block.first_row
         columns, record, digests = _given(block.columns), _given(found), self._digests
         if k in block.bad:
@@ -304,11 +295,7 @@ class RowCopier:
 
 
 def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
-    """Return the digests of a shard's captions in row order, `[N, 16]`.
-
-    Raises:
-        CorruptError: if the index does not list each of the shard's captions.
-    """
+    """Return the digests of a shard's captions in row order, `[N, 16]`."""
     num_captions = shard.entry.groups[TEXT_GROUP].rows
     rows = shard.index.slice("caption_row", 0, num_captions)
     digests = np.zeros((num_captions, 16), dtype=np.uint8)
@@ -325,11 +312,7 @@ def _given(found: T | StoreError) -> T:
 
 
 def tried(read: Callable[..., T], *args: object) -> T | StoreError:
-    """Return the result of `read(*args)`, or the error if the file or the medium has lost the bytes.
-
-    Raises:
-        StoreError: if reading failed for a reason unrelated to the bytes, such as missing permission.
-    """
+    """Return the result of `read(*args)`, or the error if the file or the medium has lost the bytes."""
     try:
         return read(*args)
     except StoreError as error:

@@ -60,14 +60,6 @@ def merge(
     """Create the store `out` from all live samples of `sources`, each at its newest generation, opened read-only.
 
     `on_bytes` is called with the bytes copied so far and in total. If anything fails, `out` does not exist.
-
-    Raises:
-        UsageError: if `out` exists or is in a source, or there are no sources.
-        FingerprintError: if the stores have different provenance, naming the first field that differs.
-        StoreError: if two stores have a sample of the same id or a shard in common, a file is missing, or the disk cannot hold
-            the copies.
-        CorruptError: if a file's digest differs from its manifest's.
-        LockedError: if another process merges to the same output.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
     _refuse_places(out, sources)
@@ -113,11 +105,7 @@ def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
 
 
 def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
-    """Return the buckets of all stores.
-
-    Raises:
-        FingerprintError: if the stores, or buckets of the same name, have different provenance.
-    """
+    """Return the buckets of all stores."""
     buckets: dict[str, tuple[BucketEntry, Path]] = {}
     for store in stores:
         _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].path, store.path)
@@ -128,11 +116,7 @@ def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
 
 
 def _added_to(stores: Sequence[Store]) -> dict[str, AddedColumn]:
-    """Return the added columns of all stores; rows of those that lack one lack it in the merged store.
-
-    Raises:
-        FingerprintError: if two stores have one in different forms.
-    """
+    """Return the added columns of all stores; rows of those that lack one lack it in the merged store."""
     added: dict[str, AddedColumn] = {}
     holders: dict[tuple[str, str], Path] = {}
     for store in stores:
@@ -212,12 +196,7 @@ def _copy(out: Path, store: Path, entry: ShardEntry, name: str, on_bytes: Callab
 
 
 def _copy_file(source: Path, target: Path, expected: FileEntry | DroppedEntry, on_bytes: Callable[[int], None]) -> None:
-    """Copy a file durably; `target` must not exist. Blocks are shared if the file system supports it.
-
-    Raises:
-        StoreError: if the source is missing.
-        CorruptError: if its length or the copy's digest differs from the manifest's.
-    """
+    """Copy a file durably; `target` must not exist. Blocks are shared if the file system supports it."""
     with open_listed(source, expected.num_bytes) as reading, target.open("xb", buffering=0) as writing:
         left = expected.num_bytes
         while left and (count := copy_some(reading, writing.fileno(), min(left, _CHUNK_BYTES))):

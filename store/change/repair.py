@@ -109,11 +109,6 @@ def repair(
     """Read all shards and publish a generation of the readable samples, unless all are readable.
 
     `on_bytes` and `threads` as in `verify_folder`. Of a store in object storage, the damaged shards are got first.
-
-    Raises:
-        StoreError: if there is no store, its manifest is damaged, a file cannot be read for a reason unrelated to its bytes
-            (missing permission, a link to an absent disk), or the store is not writable.
-        LockedError: if another process changes the store on this disk.
     """
     found: list[RepairedShard] = []
 
@@ -224,11 +219,7 @@ def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
 
 
 def _is_as_written(path: Path, expected: FileEntry | DroppedEntry) -> bool:
-    """Return whether a file is intact; missing files and read errors of the medium count as damaged.
-
-    Raises:
-        StoreError: if it cannot be read for another reason: its bytes may be intact.
-    """
+    """Return whether a file is intact; missing files and read errors of the medium count as damaged."""
     try:
         return file_digest(path) == (expected.num_bytes, expected.digest)
     except OSError as error:

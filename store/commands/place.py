@@ -21,21 +21,13 @@ if TYPE_CHECKING:
 
 
 def store_place(text: str) -> Path | str:
-    """Return a store's place as a user typed it: a path, or a URL as text.
-
-    Raises:
-        UsageError: if it is a URL that cannot be a store's: a scheme that is not known, one slash, a query.
-    """
+    """Return a store's place as a user typed it: a path, or a URL as text."""
     refuse_misspelt(text)
     return text if is_url(text) else Path(text)
 
 
 def local_place(text: str) -> Path:
-    """Return a path that a user typed for a command that needs the store on a disk.
-
-    Raises:
-        UsageError: if it is a URL.
-    """
+    """Return a path that a user typed for a command that needs the store on a disk."""
     if is_url(text):
         raise UsageError(
             f"{redacted(text)} is a URL, and this needs a store on a disk: `store pull` it, then `store push` it back"
@@ -126,11 +118,7 @@ def show_each(command: AboutStore) -> int:
 
 
 def objects_at(url: Path | str, options: RemoteOptions) -> ObjectFolder:
-    """Return the folder of a store in object storage.
-
-    Raises:
-        UsageError: if it is a path, or a URL that cannot be a store's.
-    """
+    """Return the folder of a store in object storage."""
     from bucketline.store.remote.objects import ObjectFolder
 
     parse_url(str(url))

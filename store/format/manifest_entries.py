@@ -52,11 +52,7 @@ class GroupEntry(NamedTuple):
 
 
 def group_entry(place: Mapping[str, object]) -> GroupEntry:
-    """Return the entry of a group without dropped rows, as the metadata of a shard's extents has it.
-
-    Raises:
-        ValueError: if a number is missing or is not one.
-    """
+    """Return the entry of a group without dropped rows, as the metadata of a shard's extents has it."""
     return decode(GroupEntry, [place.get(name) for name in GroupEntry._fields[:3]] + [0])
 
 

@@ -198,10 +198,6 @@ class BlockTable:
         """Return all blocks of a group (a bucket, or `text`) by shard, from all shards' extents.
 
         Those of added columns are not among them.
-
-        Raises:
-            StoreError: if a shard's extents are missing.
-            CorruptError: if they are damaged.
         """
         entry = self._group(group)
         of_shard = np.array([at for at, one in enumerate(self._entries) if not one.is_of_column], dtype=np.int64)
@@ -214,12 +210,7 @@ class BlockTable:
         return Blocks(shard=shard, offset=offset, length=length, first_row=first_row, rows=rows)
 
     def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
-        """Return the blocks that contain rows of a group (a bucket, or `text`).
-
-        Raises:
-            StoreError: if a shard's extents are missing.
-            CorruptError: if they are damaged, do not cover a row, or point outside the shard's file.
-        """
+        """Return the blocks that contain rows of a group (a bucket, or `text`)."""
         self.extents.open(shard)
         entry = self._group(group)
         first = entry.first_block[shard]
@@ -252,11 +243,7 @@ def dropped_places(entry: ShardEntry) -> dict[str, tuple[int, int]]:
 
 
 def check_shard_id(entry: ShardEntry, file: PagedFile) -> None:
-    """Check that a sidecar belongs to the shard.
-
-    Raises:
-        CorruptError: if it belongs to another; the message has both ids.
-    """
+    """Check that a sidecar belongs to the shard."""
     found = file.metadata.get("shard_id")
     if found != entry.shard_id:
         raise CorruptError(

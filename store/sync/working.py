@@ -66,12 +66,7 @@ class WorkingStore:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let this process be the only one that uses the folder, and remove what is there of shards that are committed.
-
-        Raises:
-            LockedError: if another process packs in the folder.
-            StoreError: if the bucket cannot be read or written, or the storage does not honour put-if-absent.
-        """
+        """Let this process be the only one that uses the folder, and remove what is there of shards that are committed."""
         self.folder.refuse_read_only()
         refuse_without_put_if_absent(self.folder)
         prepare_store(self.path)
@@ -142,9 +137,6 @@ class WorkingStore:
 
         If another writer commits first, they are added to its generation: a sample of theirs replaces an older one. Without a
         shard, a new store is not committed.
-
-        Raises:
-            StoreError: if the winner has changed how samples are made, or the bucket cannot be written.
         """
         new, dropped = set(sealed) - {entry.name for entry in manifest.shards}, list(dropped)
         is_first = self._newest is None

@@ -85,6 +85,11 @@ class StoreWriter(PartWriter):
         differs from caption to caption or from row to row, by name; the empty caption has an entry of each group of captions,
         in `empty_caption` as in any caption's mapping. `shard_names` is a pattern with a place for a number; by default it is
         drawn, so that no name is ever used twice.
+
+        Raises:
+            UsageError: if `path` is a URL, columns or ragged groups do not go together, the empty caption does not fit the text
+                columns, `encoders` or `rules` have a value without a JSON form, or another argument is not of its type or out
+                of range.
         """
         if is_url(path):
             raise UsageError(
@@ -139,7 +144,13 @@ class StoreWriter(PartWriter):
         return writer
 
     def __enter__(self) -> StoreWriter:
-        """Lock the store, create it if there is none, and adopt what a killed writer had committed."""
+        """Lock the store, create it if there is none, and adopt what a killed writer had committed.
+
+        Raises:
+            LockedError: if another process writes to the store.
+            FingerprintError: if the store was made with other encoders, rules or columns.
+            StoreError: if the path is not a store and not empty, or cannot be written.
+        """
         with ExitStack() as held:
             manifest = held.enter_context(self._target.writing(self._schema))
             for bucket in manifest.buckets:
@@ -166,7 +177,11 @@ class StoreWriter(PartWriter):
             self._shard_names = ""
 
     def __contains__(self, sample_id: str) -> bool:
-        """Return True if the newest generation has the sample, or it was added since; one index lookup per shard."""
+        """Return True if the newest generation has the sample, or it was added since; one index lookup per shard.
+
+        Raises:
+            UsageError: before the writer's `with` block.
+        """
         if self._known is None:
             self._refuse_outside()
         return super().__contains__(sample_id)

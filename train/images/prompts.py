@@ -77,10 +77,6 @@ def encode_given(config: TrainConfig, store: Store) -> dict[str, bytes]:
 
     Each is encoded once, as the captions of `store` are, and kept in the run's folder: a resume needs neither the file nor text
     encoders. Their memory is free before the model is loaded.
-
-    Raises:
-        UsageError: if a file does not exist.
-        BucketlineError: if they cannot be encoded.
     """
     folder, found = config.output_dir / PROMPTS_FOLDER, dict[str, bytes]()
     for name, path, data in _sources(config.image_prompts):
@@ -126,12 +122,7 @@ def _encoded(config: TrainConfig, store: Store, file: Path) -> bytes:
 
 
 def load_prompts(given: Mapping[str, bytes], store: Store, family: Family) -> tuple[StoredPrompt, ...]:
-    """Return the prompts that a run draws, each once; `given`: what `encode_given` returns.
-
-    Raises:
-        UsageError: if the model cannot draw a prompt's size.
-        StoreError: if a file is damaged, or other encoders than the store's made it.
-    """
+    """Return the prompts that a run draws, each once; `given`: what `encode_given` returns."""
     from bucketline.store.prompt_file import decode_prompts
 
     found: dict[Prompt, StoredPrompt] = {}

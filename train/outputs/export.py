@@ -52,11 +52,7 @@ _PARTS = ("unet", "transformer", ADAPTERS)
 
 
 def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str) -> None:
-    """Write an export to a temporary folder and rename it; a folder that exists is replaced.
-
-    Raises:
-        TrainError: if it cannot be written.
-    """
+    """Write an export to a temporary folder and rename it; a folder that exists is replaced."""
     with checkpoint.written_aside(folder, card) as aside:
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))
 
@@ -76,10 +72,6 @@ def export_model(
     `output`: a `.safetensors` file in the original key layout, or a folder: an export without a card, or a whole `pipeline`.
     `fuse`: add adapters to the weights of the pipeline's model. `like`: a model of the same architecture, which gives a file's
     names and the parts that were not trained; None: the one that the run began from.
-
-    Raises:
-        UsageError: if `output` exists or is of another kind, or the options do not suit the run.
-        TrainError, StateError, ModelError, StoreError: if the checkpoint, `like` or the output is not as it has to be.
     """
     is_file = output.suffix == SUFFIX
     if output.suffix in PICKLED:

@@ -59,11 +59,7 @@ class PipelineParts:
 
 
 def fused(folder: Path, model: nn.Module) -> nn.Module:
-    """Return a model with the adapters of a checkpoint's folder added to its weights, and without them as modules.
-
-    Raises:
-        StateError: if the adapters cannot be read, or are not of this model.
-    """
+    """Return a model with the adapters of a checkpoint's folder added to its weights, and without them as modules."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     try:
@@ -85,10 +81,6 @@ def other_parts(model: Path, trained: str) -> PipelineParts:
 
     Of several sets of weights in a part, the set that is read, and without the name of a variant such as `fp16`: diffusers
     opens a folder of plain names without an argument.
-
-    Raises:
-        ModelError: if the folder has no index, the index names a part that cannot be a folder of it, or the folder lacks a part
-            that the index names and the pipeline needs.
     """
     path = index_path(model)
     try:
@@ -188,10 +180,6 @@ def write_parts(folder: Path, parts: PipelineParts, trained: str, kind: str, sch
     """Write everything but the trained weights and the card into a folder.
 
     `trained` and `kind`: the trained part and its class. `schedule`: the trained one, for diffusers' schedulers.
-
-    Raises:
-        ModelError: if the model's own scheduler cannot be read.
-        OSError: if a file cannot be read or written.
     """
     named_by, path = index_path(parts.model).name, parts.model / SCHEDULER
     try:
