@@ -57,12 +57,12 @@ log = logging.getLogger(__name__)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 
 
-def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
+def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
     """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any."""
     device, vae = loader.device, loader.shares[0].store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
-    family, model, schedule = _load_model(config, ranks, loader, start)
-    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
+    family, model, schedule = _load_model(config, ranks, start, loader)
+    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)  # how files hold them
     compiled = compiles(config, device)
     recompute(model, config, is_compiled=compiled)
     if compiled:
@@ -79,11 +79,11 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         load_optimizer(start.checkpoint, model, optimizer)
-    is_placed = ranks.world_size == 1 or config.is_sharded(ranks.world_size)
+    is_replicated = ranks.world_size > 1 and not config.is_sharded(ranks.world_size)
     training = Training(
         config=config,
         family=family,
-        model=model if is_placed else replicated(model, family, config, device),
+        model=replicated(model, family, config, device) if is_replicated else model,
         optimizer=optimizer,
         average=average,
         prep=Prep(
@@ -101,7 +101,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
 
 
 def _load_model(
-    config: TrainConfig, ranks: TrainRanks, loader: Loader, start: Start
+    config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader
 ) -> tuple[Family, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
@@ -164,7 +164,7 @@ def scale_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> Sc
     return Scale(num_devices=ranks.world_size, peak_flops=peak)
 
 
-def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], scale: Scale) -> None:
+def compile_and_count(training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], scale: Scale) -> None:
     """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
     Buckets that the scale has, from a generation before, are left out, and the others are added there. The first rank of each

@@ -48,7 +48,7 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.model import build, count_work, scale_of
+from bucketline.train.model import build_training, compile_and_count, scale_of
 from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
@@ -318,7 +318,7 @@ class Run:
         from bucketline.train.memory import built_to_fit
 
         self.training, self._weights = built_to_fit(
-            config, ranks, start, self.loader, lambda one: build(one, ranks, start, self.loader), say
+            config, ranks, start, self.loader, lambda one: build_training(one, ranks, start, self.loader), say
         )
         self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
@@ -329,7 +329,7 @@ class Run:
         self._tell_assumptions()
         self.loader.start()  # to read ahead while the rest compiles
         self.scale = scale_of(config, ranks, self.device)
-        count_work(self.training, ranks, self.loader, say, self.scale)
+        compile_and_count(self.training, ranks, self.loader, say, self.scale)
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         if config.push_to_hub and ranks.is_main:
@@ -468,7 +468,7 @@ class Run:
         facts = Facts(config=self.config, shares=self.loader.shares)
         refuse([rule for rule in RULES if rule.name == "ignored"], facts)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
-        count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)
+        compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.scale)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
         self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
