@@ -48,7 +48,7 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.model import build_training, compile_and_count, scale_of
+from bucketline.train.model import build_training, compile_and_count, step_work_of
 from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
@@ -328,8 +328,8 @@ class Run:
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
         self.loader.start()  # to read ahead while the rest compiles
-        self.scale = scale_of(config, ranks, self.device)
-        compile_and_count(self.training, ranks, self.loader, say, self.scale)
+        self.work = step_work_of(config, ranks, self.device)
+        compile_and_count(self.training, ranks, self.loader, say, self.work)
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         if config.push_to_hub and ranks.is_main:
@@ -340,7 +340,7 @@ class Run:
         self._at_end.enter_context(contextlib.closing(self.saver))
         self._recorder = WindowRecorder(
             log_every=config.log_every,
-            scale=self.scale,
+            work=self.work,
             gather=self._accelerator.gather,
             begun=self._window,
             samples_of=self._samples_of if ranks.is_main else None,
@@ -468,7 +468,7 @@ class Run:
         facts = Facts(config=self.config, shares=self.loader.shares)
         refuse([rule for rule in RULES if rule.name == "ignored"], facts)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
-        compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.scale)
+        compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
         self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
