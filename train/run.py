@@ -52,7 +52,7 @@ from bucketline.train.model import build_training, compile_and_count, step_work_
 from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
-from bucketline.train.rules import FOLDER_RULES, RULES, Facts, refuse
+from bucketline.train.rules import FOLDER_RULES, RULES, RULES_OF_A_GENERATION, Facts, refuse
 from bucketline.train.run_file import config_as_json
 from bucketline.train.save import Output, Saver
 from bucketline.train.sharding import shard_ranks_of
@@ -284,12 +284,12 @@ class Run:
         data.expect_service(config, ranks, shares)
         self.loader = self._at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
         try:
-            self._window = self._continue()
+            self._window = self._continue_loader()
             self.config = resolve(config, start, self.loader, self.device)
             set_up_device(self.config, self.device)
             refuse_combinations(self.config, ranks.world_size)
             find_optimizer(self.config)  # a missing library is told before anything is made
-            shard_ranks_of(self.config, ranks)
+            shard_ranks_of(self.config, ranks)  # and a number of processes that --sharding cannot divide
             expect_equal("the plan's digest", self.loader.plan.digest)
         except BaseException:
             self.close()
@@ -297,7 +297,7 @@ class Run:
         if config.epochs is not None:
             self._progress.say(f"{counted(self.config.num_steps, 'step')}: --epochs is {config.epochs:g}")
 
-    def _continue(self) -> WindowState | None:
+    def _continue_loader(self) -> WindowState | None:
         """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
         if (state := self.start.state) is None:
             return None
@@ -308,7 +308,10 @@ class Run:
         return state.window  # its buckets are those of this plan
 
     def build(self) -> None:
-        """Load the model and the start's checkpoint, and check them against each other; write only encoded prompts."""
+        """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts.
+
+        A checkpoint of another model is refused.
+        """
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
@@ -400,7 +403,7 @@ class Run:
     def _pause(self, agreed: Agreed) -> bool:
         """Run the tasks that are due between two steps; return whether there was one."""
         config, done = self.config, self.steps_done
-        is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
+        is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)  # `or` would leave out the others
         if agreed.saves or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
@@ -466,7 +469,7 @@ class Run:
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
         facts = Facts(config=self.config, shares=self.loader.shares)
-        refuse([rule for rule in RULES if rule.name == "ignored"], facts)
+        refuse(RULES_OF_A_GENERATION, facts)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
