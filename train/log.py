@@ -37,8 +37,9 @@ from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, STATUS
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
-from bucketline.train.compile import graphs_compiled, seconds_between
+from bucketline.train.compile import graphs_compiled
 from bucketline.train.run_file import as_run_file, config_as_json
+from bucketline.train.timing import seconds_between
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.compile import Mark
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import StepOutcome
+    from bucketline.train.timing import Mark
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,6 @@ from bucketline.loader.recorded_run import PLANS, append_plan
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import RunState, Start, expect_finite_weights, folder_of_step, way_on
-from bucketline.train.compile import mark
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.log import (
     TRACKED,
@@ -57,6 +56,7 @@ from bucketline.train.run_file import config_as_json
 from bucketline.train.save import Output, Saver
 from bucketline.train.sharding import shard_ranks_of
 from bucketline.train.step import train_step
+from bucketline.train.timing import mark
 from bucketline.train.validation import validate
 from bucketline.train.values import LrSchedule
 from bucketline.typed_json import encode
