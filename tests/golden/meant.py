@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
+
 LINES = Path(__file__).with_name("command_lines.txt")
 ONE_COMMAND = ("train", "export-model")  # programs without a command's name
 FILES = {
