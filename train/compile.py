@@ -1,4 +1,4 @@
-"""Compile blocks, warm up every bucket, count FLOPs; a GPU's clock, peak FLOP/s and peak memory."""
+"""Compile blocks, warm up every bucket, and count FLOPs; the peak FLOP/s of GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import re
-import time
 from collections import Counter
 from dataclasses import replace
 from operator import attrgetter
@@ -322,28 +321,6 @@ PEAKS = (
     | {"RTX PRO 6000 Blackwell Workstation": 504}
 )
 OTHER_BOARD = re.compile(r" (Laptop|Ti|D|SUPER|Max-Q|MIG)\b")  # as slow as no data sheet of the name before it says
-
-Mark = float | torch.cuda.Event
-"""A point in time: the host's clock, or a CUDA event, recorded without a sync."""
-
-
-def mark(device: torch.device) -> Mark:
-    """Record the current time; on CUDA, the time at which the device reaches this point."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def seconds_between(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two marks of the same kind; wait until the device has reached the second."""
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return end - begin
-    assert isinstance(end, torch.cuda.Event)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def peak_flops(device_name: str) -> float | None:

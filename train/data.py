@@ -62,7 +62,7 @@ def _rows_of(argument: StoreArgument, remote: RemoteOptions) -> int:
 
 def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
     """Open each store once, on every rank at rank 0's newest generation; if the checkpoint's plan continues, at its own."""
-    opened: list[WeightedStore] = []
+    opened: list[WeightedStore] = []  # of rank 0, the only one that calls `found`
 
     def found() -> list[int]:
         opened.extend(_opened(config, _generations(config, start)))

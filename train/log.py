@@ -37,8 +37,9 @@ from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, STATUS
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
-from bucketline.train.compile import graphs_compiled, seconds_between
+from bucketline.train.compile import graphs_compiled
 from bucketline.train.run_file import as_run_file, config_as_json
+from bucketline.train.timing import seconds_between
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.compile import Mark
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import StepOutcome
+    from bucketline.train.timing import Mark
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class NotFiniteError(TrainError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class StepWork:
     """Samples and FLOPs per step, to compute a window's throughput; buckets are added as a run takes them up."""
 
     num_devices: int
@@ -198,17 +199,17 @@ class WindowState:
     wait_s: float = 0.0
     learning_rate: float = 0.0
 
-    def line(self, scale: Scale) -> dict[str, Json]:
+    def line(self, work: StepWork) -> dict[str, Json]:
         """Return its line in the metrics; means are over the steps that were not skipped, None if all were."""
         seconds = max(sum(self.step_s), 1e-9)
-        samples = sum(scale.samples[bucket] for bucket in self.buckets)
+        samples = sum(work.samples[bucket] for bucket in self.buckets)
         line: dict[str, Json] = {
             "step": self.first_step + len(self.buckets) - 1,
             "loss": _mean(self.losses),
             "skipped_steps": self.losses.count(None),
             "samples": samples,
             "samples_per_s": samples / seconds,
-            "samples_per_s_per_device": samples / seconds / scale.num_devices,
+            "samples_per_s_per_device": samples / seconds / work.num_devices,
             "data_wait_fraction": min(1.0, self.wait_s / seconds),
             "step_s_p50": percentile(self.step_s, 50),
             "step_s_p99": percentile(self.step_s, 99),
@@ -216,11 +217,11 @@ class WindowState:
             "grad_norm": _mean(self.grad_norms),
             "buckets": dict(sorted(collections.Counter(self.buckets).items())),
         }
-        if scale.flops:
-            rate = sum(scale.flops[bucket] for bucket in self.buckets) / seconds / scale.num_devices
+        if work.flops:
+            rate = sum(work.flops[bucket] for bucket in self.buckets) / seconds / work.num_devices
             line["tflops_per_s_per_device"] = rate / 1e12
-            if scale.peak_flops is not None:
-                line["mfu"] = rate / scale.peak_flops
+            if work.peak_flops is not None:
+                line["mfu"] = rate / work.peak_flops
         return line
 
 
@@ -245,7 +246,7 @@ class WindowRecorder:
         self,
         *,
         log_every: int,
-        scale: Scale,
+        work: StepWork,
         gather: Callable[[Tensor], Tensor],
         begun: WindowState | None = None,
         samples_of: Callable[[int, Sequence[int]], str] | None = None,
@@ -254,7 +255,7 @@ class WindowRecorder:
 
         `samples_of` names the samples that some ranks read at a step, for a message; None on ranks that print none.
         """
-        self._log_every, self._scale, self._gather, self._samples_of = log_every, scale, gather, samples_of
+        self._log_every, self._work, self._gather, self._samples_of = log_every, work, gather, samples_of
         self._open = copy.deepcopy(begun)
         self._on_device: list[tuple[Tensor, Tensor]] = []  # losses and gradient norms of the open window's latest steps
         self._took: list[tuple[Mark, Mark]] = []  # likewise
@@ -279,7 +280,7 @@ class WindowRecorder:
     def flush(self) -> dict[str, Json] | None:
         """Return the line of the last complete window now, if it has not been returned yet; errors as of `add`."""
         read, self._pending = self._pending, None
-        return None if read is None else read().line(self._scale)
+        return None if read is None else read().line(self._work)
 
     def state(self) -> WindowState | None:
         """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
@@ -288,7 +289,7 @@ class WindowRecorder:
     def partial(self) -> dict[str, Json] | None:
         """Return the line of the incomplete window, or None if it is empty; for the end of a run."""
         state = self.state()
-        return None if state is None else state.line(self._scale)
+        return None if state is None else state.line(self._work)
 
     def _sent(self, window: WindowState) -> Callable[[], WindowState]:
         """Start copying the window's values from the device to the host; return what waits for them and adds them to it.

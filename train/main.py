@@ -27,13 +27,14 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     given_args = sys.argv[1:] if args is None else args
 
     def run() -> int:
+        # other packages' commands are looked for only if the first word may be one
         commands = [] if not given_args or given_args[0].startswith("-") else [*COMMANDS, "version"]
         if given_args and given_args[0] in commands:
             sys.exit(run_one_of(prog, DESCRIPTION, COMMANDS, given_args))
-        given = torchrun_ranks()
-        config = parse_on(given["rank"], given_args, prog, commands)
+        torchruns = torchrun_ranks()
+        config = parse_on(torchruns["rank"], given_args, prog, commands)
         if config.write is not None:
-            if given["rank"] == 0:
+            if torchruns["rank"] == 0:
                 write_run_file(config.write, config, given_args)
                 print(f"{config.write}: run it by `bucketline train {config.write}`")
             return 0
@@ -42,7 +43,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
         from bucketline.train.parallel import TrainRanks
         from bucketline.train.run import train
 
-        ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
+        ranks = TrainRanks(rank=torchruns["rank"], world_size=torchruns["world_size"])
         try:
             summary = train(config, ranks)
         except OtherRankFailedError:  # the other rank has printed the reason

@@ -30,7 +30,7 @@ from bucketline.train.compile import (
 from bucketline.train.config import IN_PROCESS, Base, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
-from bucketline.train.log import Scale
+from bucketline.train.log import StepWork
 from bucketline.train.models.load import facts_of, load, locate, refuse_other_encoders, schedule_of
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.weights import weights_of
@@ -57,12 +57,12 @@ log = logging.getLogger(__name__)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 
 
-def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
+def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
     """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any."""
     device, vae = loader.device, loader.shares[0].store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
-    family, model, schedule = _load_model(config, ranks, loader, start)
-    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
+    family, model, schedule = _load_model(config, ranks, start, loader)
+    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)  # how files hold them
     compiled = compiles(config, device)
     recompute(model, config, is_compiled=compiled)
     if compiled:
@@ -79,11 +79,11 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         load_optimizer(start.checkpoint, model, optimizer)
-    is_placed = ranks.world_size == 1 or config.is_sharded(ranks.world_size)
+    is_replicated = ranks.world_size > 1 and not config.is_sharded(ranks.world_size)
     training = Training(
         config=config,
         family=family,
-        model=model if is_placed else replicated(model, family, config, device),
+        model=replicated(model, family, config, device) if is_replicated else model,
         optimizer=optimizer,
         average=average,
         prep=Prep(
@@ -101,7 +101,7 @@ def build(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) 
 
 
 def _load_model(
-    config: TrainConfig, ranks: TrainRanks, loader: Loader, start: Start
+    config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader
 ) -> tuple[Family, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
@@ -152,8 +152,8 @@ def replicated(model: nn.Module, family: Family, config: TrainConfig, device: to
         )
 
 
-def scale_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> Scale:
-    """Return the scale of a run's throughput, without buckets yet; log why it has no MFU."""
+def step_work_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> StepWork:
+    """Return the work of a run's steps, without buckets yet; log why it has no MFU."""
     peak = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -161,26 +161,28 @@ def scale_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> Sc
             log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
         elif (peak := peak_flops(name)) is None:
             log.warning("no MFU: the bf16 peak of %s is unknown", name)
-    return Scale(num_devices=ranks.world_size, peak_flops=peak)
+    return StepWork(num_devices=ranks.world_size, peak_flops=peak)
 
 
-def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], scale: Scale) -> None:
+def compile_and_count(
+    training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], work: StepWork
+) -> None:
     """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
-    Buckets that the scale has, from a generation before, are left out, and the others are added there. The first rank of each
+    Buckets that `work` has, from a generation before, are left out, and the others are added there. The first rank of each
     machine compiles a bucket first: the others find its kernels in inductor's cache. Sharded ranks need each other, so they
     compile at the same time, with their share of the cores.
     """
     config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
-    scale.samples.update({bucket.name: bucket.global_batch for bucket in loader.plan.buckets})
+    work.samples.update({bucket.name: bucket.global_batch for bucket in loader.plan.buckets})
     shapes = {one.name: (loader.config.rows_of(one), *one.spec.column(LATENT).shape) for one in loader.rows.buckets()}
     trained, validated = (
-        [bucket for bucket in loader.rows.buckets(split) if scale.shapes.get(bucket.name) != shapes[bucket.name]]
+        [bucket for bucket in loader.rows.buckets(split) if work.shapes.get(bucket.name) != shapes[bucket.name]]
         for split in ("train", "val")
     )
     if not (compiled or on_gpu) or not (trained or validated):
         return
-    scale.shapes.update(shapes)
+    work.shapes.update(shapes)
     one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
     with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
         examples = example_batches(one, [*trained, *validated])
@@ -192,4 +194,4 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, say: Calla
         warm_up(training, [*own.values()], say, validated=[*evaluated.values()], turn=turn)
     if on_gpu and own:
         flops = flops_of_buckets(training.bare_model, training.family, own)
-        scale.flops.update({name: config.accumulation * ranks.world_size * each for name, each in flops.items()})
+        work.flops.update({name: config.accumulation * ranks.world_size * each for name, each in flops.items()})

@@ -41,7 +41,7 @@ FLOW_CLASS = "FlowMatchEulerDiscreteScheduler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class Mixing:
     """Mixing coefficients at some timesteps: x_t = signal · x_0 + noise · ε."""
 
     signal: Tensor  # [B, 1, 1, 1] float32
@@ -69,9 +69,9 @@ class NoiseSchedule:
     def num_timesteps(self) -> int:
         return self.signal.shape[0]
 
-    def at(self, indices: Tensor, _height: int, _width: int) -> Shares:
-        """Look up the shares at some timesteps, [B] int64; the model takes the index as its timestep."""
-        return Shares(
+    def at(self, indices: Tensor, _height: int, _width: int) -> Mixing:
+        """Look up the mixing at some timesteps, [B] int64; the model takes the index as its timestep."""
+        return Mixing(
             signal=self.signal[indices].view(-1, 1, 1, 1), noise=self.noise[indices].view(-1, 1, 1, 1), timesteps=indices
         )
 
@@ -111,26 +111,26 @@ class FlowSchedule:
         slope = (most - least) / (largest - fewest)
         return float(least + slope * (num_tokens - fewest))
 
-    def at(self, indices: Tensor, height: int, width: int) -> Shares:
-        """Compute the shares at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""
+    def at(self, indices: Tensor, height: int, width: int) -> Mixing:
+        """Compute the mixing at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""
         plain = (indices + 1).float() / self.num_timesteps
         noise = plain if self.levels is None else self.levels(plain, height, width)
         if self.levels is None or isinstance(self.shift, float):
             noise = shifted(noise, self.factor(height, width))
         each = noise.view(-1, 1, 1, 1)
-        return Shares(signal=1 - each, noise=each, timesteps=noise * self.num_timesteps)
+        return Mixing(signal=1 - each, noise=each, timesteps=noise * self.num_timesteps)
 
 
 Schedule = NoiseSchedule | FlowSchedule
 """The amount of noise at each timestep."""
 
 
-def add_noise(clean: Tensor, noise: Tensor, shares: Shares) -> Tensor:
+def add_noise(clean: Tensor, noise: Tensor, mixing: Mixing) -> Tensor:
     """Return x_t; all are [B, C, h, w] float32. Source: see the schedule."""
-    return shares.signal * clean + shares.noise * noise
+    return mixing.signal * clean + mixing.noise * noise
 
 
-def target(objective: Objective, clean: Tensor, noise: Tensor, shares: Shares) -> Tensor:
+def target(objective: Objective, clean: Tensor, noise: Tensor, mixing: Mixing) -> Tensor:
     """Return the prediction target, [B, C, h, w] float32.
 
     Source: epsilon: Ho et al. 2020 (arXiv 2006.11239), equation 14. v = √ᾱ·ε - √(1 - ᾱ)·x_0: Salimans and Ho 2022,
@@ -141,10 +141,10 @@ def target(objective: Objective, clean: Tensor, noise: Tensor, shares: Shares) -
         return noise
     if objective is Objective.FLOW:
         return noise - clean
-    return shares.signal * noise - shares.noise * clean
+    return mixing.signal * noise - mixing.noise * clean
 
 
-def weights_of_errors(asked: LossWeight, objective: Objective, shares: Shares) -> Tensor | None:
+def weights_of_errors(asked: LossWeight, objective: Objective, mixing: Mixing) -> Tensor | None:
     """Return each sample's loss weight, [B] float32; None: each counts alike.
 
     For min-snr, min(SNR, gamma) / SNR for epsilon and min(SNR, gamma) / (SNR + 1) for v. Source: Hang et al. 2023, "Efficient
@@ -155,12 +155,12 @@ def weights_of_errors(asked: LossWeight, objective: Objective, shares: Shares) -
     `compute_loss_weighting_for_sd3`, and n² its scripts' `--precondition_outputs`.
     """
     if asked.gamma is not None:
-        snr = (shares.signal / shares.noise).square().flatten()
+        snr = (mixing.signal / mixing.noise).square().flatten()
         if objective is Objective.EPSILON:
             return (asked.gamma / snr).clamp(max=1.0)  # finite for SNR 0 too, as in a zero-terminal-SNR schedule
         assert objective is Objective.V_PREDICTION
         return snr.clamp(max=asked.gamma) / (snr + 1)
-    noise = shares.noise.flatten()
+    noise = mixing.noise.flatten()
     if asked.name is Weighting.COSMAP:
         return 2 / (math.pi * (1 - 2 * noise + 2 * noise.square()))
     if asked.name is Weighting.SIGMA_SQRT:
@@ -211,7 +211,7 @@ class Prep:
     compiled: bool = False  # fuse the arithmetic in training with torch.compile
 
     @functools.cached_property
-    def _noise(self) -> Callable[..., Noised]:
+    def _arithmetic(self) -> Callable[..., Noised]:
         # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
         return torch.compile(self._eager, dynamic=False) if self.compiled else self._eager
 
@@ -223,7 +223,7 @@ class Prep:
             noise = noise + offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(noise.shape[1], 1, 1))
         drawn = posterior_noise(batch.latents, batch.latent_kind, batch.keys), noise
         text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
-        return self._noise(batch.latents, *drawn, indices, *text)
+        return self._arithmetic(batch.latents, *drawn, indices, *text)
 
     def for_validation(self, batch: Batch, noise: Tensor, timestep: int) -> Noised:
         """Noise a batch at one timestep; `noise` is the result of `sample_noise`. Its tokens stay as they are."""
@@ -241,12 +241,12 @@ class Prep:
         tokens_scale: Tensor | None = None,
     ) -> Noised:
         clean = self.scale.apply(latents, of_posterior)
-        shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
+        mixing = self.schedule.at(indices, clean.shape[2], clean.shape[3])
         return Noised(
-            noisy=add_noise(clean, noise, shares),
-            timesteps=shares.timesteps,
-            target=target(self.objective, clean, noise, shares),
-            weight=weights_of_errors(self.options.loss_weight, self.objective, shares),
+            noisy=add_noise(clean, noise, mixing),
+            timesteps=mixing.timesteps,
+            target=target(self.objective, clean, noise, mixing),
+            weight=weights_of_errors(self.options.loss_weight, self.objective, mixing),
             tokens=dequantised(tokens, tokens_scale) if tokens is not None and tokens_scale is not None else None,
         )
 

@@ -23,11 +23,11 @@ NAMED = {
     "adamw": f"{__name__}:make_adamw",
     "adamw-8bit": "bucketline.train.optimizers.adamw_8bit:make_8bit",
     "muon": "bucketline.train.optimizers.muon:make_muon",
-    "prodigy": f"{__name__}:make_prodigy",
+    "prodigy": "bucketline.train.optimizers.prodigy:make_prodigy",
 }
+"""What makes each optimizer that has a name, as MODULE:FUNCTION: a module imports its library, which may be missing."""
 ADAMWS = ("adamw", "adamw-8bit")  # --betas and --weights bf16 are for these
 OF_SHARDS = ("adamw", "muon")  # step on the shards of FSDP
-PRODIGYS_SLICE = 11  # of a weight's values, every which one the rate is found from; its authors' choice where memory is short
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
@@ -96,8 +96,6 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
 def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of ours, or any class of an optimizer
     """Return what makes the chosen optimizer, whose library this imports."""
     if (name := config.optimizer or "adamw") in NAMED:
-        if name == "prodigy":
-            imported("prodigyopt:Prodigy")
         return imported(NAMED[name])
     from torch.optim import Optimizer
 
@@ -149,24 +147,6 @@ def make_adamw(_model: nn.Module, groups: list[dict[str, Any]], config: TrainCon
 
     assert config.learning_rate is not None
     return AdamW(groups, lr=config.learning_rate, betas=config.betas.pair, eps=config.betas.eps, fused=True)
-
-
-def make_prodigy(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> Optimizer:
-    """Return Prodigy (Mishchenko and Defazio 2023, arXiv 2306.06101), of prodigyopt, as its authors set it for diffusion.
-
-    It is AdamW that finds its learning rate, which `config.learning_rate` multiplies.
-    """
-    from prodigyopt import Prodigy
-
-    del compiled
-    prodigy: Optimizer = Prodigy(
-        groups,
-        lr=config.learning_rate or 1.0,  # it takes no 0; each step sets the rate
-        use_bias_correction=True,
-        safeguard_warmup=True,
-        slice_p=PRODIGYS_SLICE,
-    )
-    return prodigy
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

@@ -367,3 +367,5 @@ RULES = (
     ),
 )
 """Rules of a run whose stores are open."""
+RULES_OF_A_GENERATION = [rule for rule in RULES if rule.name == "ignored"]
+"""Those of them that a later generation of the stores is looked at by, while the run goes on."""

@@ -31,7 +31,6 @@ from bucketline.loader.recorded_run import PLANS, append_plan
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import RunState, Start, expect_finite_weights, folder_of_step, way_on
-from bucketline.train.compile import mark
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.log import (
     TRACKED,
@@ -48,15 +47,16 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.model import build, count_work, scale_of
+from bucketline.train.model import build_training, compile_and_count, step_work_of
 from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
-from bucketline.train.rules import FOLDER_RULES, RULES, Facts, refuse
+from bucketline.train.rules import FOLDER_RULES, RULES, RULES_OF_A_GENERATION, Facts, refuse
 from bucketline.train.run_file import config_as_json
 from bucketline.train.save import Output, Saver
 from bucketline.train.sharding import shard_ranks_of
 from bucketline.train.step import train_step
+from bucketline.train.timing import mark
 from bucketline.train.validation import validate
 from bucketline.train.values import LrSchedule
 from bucketline.typed_json import encode
@@ -284,12 +284,12 @@ class Run:
         data.expect_service(config, ranks, shares)
         self.loader = self._at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
         try:
-            self._window = self._continue()
+            self._window = self._continue_loader()
             self.config = resolve(config, start, self.loader, self.device)
             set_up_device(self.config, self.device)
             refuse_combinations(self.config, ranks.world_size)
             find_optimizer(self.config)  # a missing library is told before anything is made
-            shard_ranks_of(self.config, ranks)
+            shard_ranks_of(self.config, ranks)  # and a number of processes that --sharding cannot divide
             expect_equal("the plan's digest", self.loader.plan.digest)
         except BaseException:
             self.close()
@@ -297,7 +297,7 @@ class Run:
         if config.epochs is not None:
             self._progress.say(f"{counted(self.config.num_steps, 'step')}: --epochs is {config.epochs:g}")
 
-    def _continue(self) -> WindowState | None:
+    def _continue_loader(self) -> WindowState | None:
         """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
         if (state := self.start.state) is None:
             return None
@@ -308,7 +308,10 @@ class Run:
         return state.window  # its buckets are those of this plan
 
     def build(self) -> None:
-        """Load the model and the start's checkpoint, and check them against each other; write only encoded prompts."""
+        """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts.
+
+        A checkpoint of another model is refused.
+        """
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
@@ -318,7 +321,7 @@ class Run:
         from bucketline.train.memory import built_to_fit
 
         self.training, self._weights = built_to_fit(
-            config, ranks, start, self.loader, lambda one: build(one, ranks, start, self.loader), say
+            config, ranks, start, self.loader, lambda one: build_training(one, ranks, start, self.loader), say
         )
         self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
@@ -328,8 +331,8 @@ class Run:
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
         self.loader.start()  # to read ahead while the rest compiles
-        self.scale = scale_of(config, ranks, self.device)
-        count_work(self.training, ranks, self.loader, say, self.scale)
+        self.work = step_work_of(config, ranks, self.device)
+        compile_and_count(self.training, ranks, self.loader, say, self.work)
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         if config.push_to_hub and ranks.is_main:
@@ -340,7 +343,7 @@ class Run:
         self._at_end.enter_context(contextlib.closing(self.saver))
         self._recorder = WindowRecorder(
             log_every=config.log_every,
-            scale=self.scale,
+            work=self.work,
             gather=self._accelerator.gather,
             begun=self._window,
             samples_of=self._samples_of if ranks.is_main else None,
@@ -400,7 +403,7 @@ class Run:
     def _pause(self, agreed: Agreed) -> bool:
         """Run the tasks that are due between two steps; return whether there was one."""
         config, done = self.config, self.steps_done
-        is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)
+        is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)  # `or` would leave out the others
         if agreed.saves or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
@@ -466,9 +469,9 @@ class Run:
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
         facts = Facts(config=self.config, shares=self.loader.shares)
-        refuse([rule for rule in RULES if rule.name == "ignored"], facts)
+        refuse(RULES_OF_A_GENERATION, facts)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
-        count_work(self.training, self.ranks, self.loader, self._progress.say, self.scale)
+        compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
         self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")

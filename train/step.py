@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bucketline.train.ema import Average
     from bucketline.train.noise import Prep
 
-_DROPOUT = 4  # purpose of a seed; the plan uses 1 and 2, the rows' keys 3
+_DROPOUT = 4  # purpose of a key of the seed; `loader/plan/` has 1 to 7, and a 4 only in keys without a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

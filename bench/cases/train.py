@@ -142,7 +142,7 @@ class Windows:
         in_process = replace(trainer.config, service="none")
         with open_loader(in_process, trainer.ranks, trainer.loader.shares, self.device) as one:
             self._examples = example_batches(one, trainer.loader.rows.buckets("train"))
-        counted = trainer.scale
+        counted = trainer.work
         self._flops = counted.flops or flops_of_buckets(trainer.training.bare_model, trainer.training.family, self._examples)
         self._images = counted.samples
         self.peak_flops = counted.peak_flops

@@ -117,7 +117,7 @@ class CacheNeeds:
         all. In another order, it needs room for what is read at a time.
         """
         window = self._plan.window
-        fits = window is not None and LEAST_RING * self.in_use(window) <= cache_bytes - self.kept_bytes
+        fits = window is not None and int(LEAST_RING * self.in_use(window)) <= cache_bytes - self.kept_bytes
         if fits or self.is_held(cache_bytes):
             return None
         order = {None: "with all rows shuffled", 0: "in stored order"}.get(window, f"in windows of {window} rows")

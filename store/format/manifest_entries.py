@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from bucketline.store.format.text_block import is_bucket
 from bucketline.typed_json import decode
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
@@ -51,9 +49,10 @@ class GroupEntry(NamedTuple):
         return self.rows - self.dropped
 
 
-def group_entry(place: Mapping[str, object]) -> GroupEntry:
+def group_entry(place: object) -> GroupEntry:
     """Return the entry of a group without dropped rows, as the metadata of a shard's extents has it."""
-    return decode(GroupEntry, [place.get(name) for name in GroupEntry._fields[:3]] + [0])
+    found = place if isinstance(place, Mapping) else {}  # and each number is named as missing
+    return decode(GroupEntry, [found.get(name) for name in GroupEntry._fields[:3]] + [0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

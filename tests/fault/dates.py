@@ -1,7 +1,6 @@
 """Odd dates: images from before 1970 and from after 2262 in every kind of source, and tars whose headers say no time at all.
 
-Each source is packed, verified and packed again: every image is there, and unchanged the second time. Shards that an earlier
-version left pending with a date that no index holds are adopted.
+Each source is packed, verified and packed again: every image is there, and unchanged the second time.
 """
 
 from __future__ import annotations
@@ -12,15 +11,8 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lmdb
-import msgpack
-
-from bucketline.store.format.manifest import Manifest
-from bucketline.store.write.publish import adopt, lock_store, publish
-from tests.fault.apart import How, apart
-from tests.fault.ground import Ground, ids_of, is_sound, judged
+from tests.fault.ground import Ground, is_sound, judged
 from tests.fault.record import Asked, Kind, Outcome, Record
-from tests.kit import add, empty_store, open_writer, samples_of
 from tests.models import png, write_images
 from tests.streamed import streamed
 
@@ -41,7 +33,6 @@ TIMES = (
     "1e-400",
     "-0.0",
 )
-FIRST_UNSEALABLE, LAST_PACKABLE = 1 << 63, (1 << 64) - 1  # ns: beyond the index's I64, and the last that msgpack takes
 NUM_IMAGES = 4
 
 
@@ -50,7 +41,6 @@ def odd_dates(asked: Asked) -> Iterator[Record]:
     ground = Ground.prepare(asked)
     yield dated_sources(ground, asked.of(1, 8))
     yield tar_times(ground, asked.of(1, 12))
-    yield poisoned_shards(ground, asked.of(4, 60))
 
 
 def draw_ns(ground: Ground) -> int:
@@ -152,39 +142,3 @@ def tar_times(ground: Ground, rounds: int) -> Record:
         outcome, said = packed_twice(ground, streamed(old), NUM_IMAGES)
         record.add(outcome, f"{times}: {said}")
     return record
-
-
-def poisoned_shards(ground: Ground, trials: int) -> Record:
-    """Shards that were left pending with a date that fits a record and no index."""
-    record = Record(fault="a pending shard with a date that no index holds", kind=Kind.INPUT)
-    for _ in range(trials):
-        store, mtime_ns = ground.fresh() / "s", ground.draw.randint(FIRST_UNSEALABLE, LAST_PACKABLE)
-        manifest = empty_store(store)
-        samples = samples_of({"train/8x8": ground.draw.randrange(1, 30)})
-        writer = open_writer(store, "left")
-        for sample in samples:
-            add(writer, sample)
-        writer.commit()
-        writer.close()
-        poison(writer.path, ground.draw.randrange(len(samples)), mtime_ns)
-
-        def adopted(store: Path = store, manifest: Manifest = manifest) -> None:
-            with lock_store(store):
-                publish(store, manifest, adopt(store, manifest), ())
-
-        ended = apart(adopted)
-        if ended.how is not How.DONE:
-            record.add(Outcome.LOST if ended.how is How.REFUSED else ended.outcome, f"{mtime_ns}: {ended.said}")
-        elif ids_of(store) != sorted(sample.id for sample in samples) or is_sound(store):
-            record.add(Outcome.LOST, f"{mtime_ns}: {len(ids_of(store))} of {len(samples)} samples, {is_sound(store)}")
-        else:
-            record.add(Outcome.RECOVERED)
-    return record
-
-
-def poison(pending: Path, number: int, mtime_ns: int) -> None:
-    """Return one of a pending shard's records a date, as an earlier writer would have written it."""
-    with lmdb.open(str(pending), subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
-        records = [(bytes(key), bytes(value)) for key, value in txn.cursor() if key.startswith(b"sample/")]
-        key, value = records[number]
-        txn.put(key, msgpack.packb({**msgpack.unpackb(value), "source_mtime_ns": mtime_ns}))

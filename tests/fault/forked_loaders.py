@@ -95,7 +95,7 @@ def copy_at_any_moment(bench: Bench, service: str | None) -> Ended:
     with started(Loader(path, config, service=service)) as loader:
         for _ in range(COPIES):
             taken = bench.random.choice([bench.random.randrange(1, ends[-1]), *ends])
-            loader.load_state_dict({**loader.state_dict(), "step": 0, "micro_step": 0, "epoch": None})
+            loader.load_state_dict({**loader.state_dict(), "step": 0, "micro_step": 0, "epoch": 0})
             by_epochs = bench.random.random() < 0.5
             batches = _by_epochs(loader) if by_epochs else loader.forever()
             if [(one.epoch, one.step, one.ids.tolist()) for one in islice(batches, taken)] != expected[:taken]:

@@ -173,7 +173,7 @@ def test_what_a_crash_leaves_before_the_first_commit_is_swept_away(source: Path,
     store = tmp_path / "s"
     (store / "pending").mkdir(parents=True)
     (store / "pending" / "g1-r0.lmdb").write_bytes(b"")
-    (store / f"{MANIFEST}.123.tmp").write_bytes(b"{")
+    (store / f"{MANIFEST}.0123abcd.tmp").write_bytes(b"{")
     call("ingest", *pack(source, store, model)).done()
     assert not [path for path in store.rglob("*") if path.suffix == ".tmp" or path.name == "g1-r0.lmdb"]
 

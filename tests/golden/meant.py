@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
+
 LINES = Path(__file__).with_name("command_lines.txt")
 ONE_COMMAND = ("train", "export-model")  # programs without a command's name
 FILES = {
@@ -74,6 +76,7 @@ def meant(work: Path) -> dict[str, Any]:
             defaults[words[0] if words[0] in ONE_COMMAND else " ".join(words[:2])] = own
             given = {one.name: _plain(getattr(options, one.name)) for one in dataclasses.fields(options)}
             found[line] = {name: given[name] for name in sorted(given) if name not in own or given[name] != own[name]}
+    AcceleratorState._reset_state(reset_partial_state=True)  # a refused run has set it, and forked ranks would take it over
     return {"defaults": defaults, **found}
 
 

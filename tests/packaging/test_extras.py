@@ -46,10 +46,10 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
     code, lines = without(["PIL"], "bucketline.ingest.cli", ["scan", source])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[ingest]'")
+    make_training_store(tmp_path / "a.store")
     code, lines = without(["torch"], "bucketline.loader.cli", ["serve", tmp_path / "a.store", "--at", tmp_path / "s"])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[loader]'")
-    make_training_store(tmp_path / "a.store")
     (tmp_path / "model" / "unet").mkdir(parents=True)
     (tmp_path / "model" / "unet" / "config.json").touch()
     asked = [

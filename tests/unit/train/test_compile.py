@@ -330,7 +330,7 @@ def compiled_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[
 
     monkeypatch.setattr(model, "warm_up", note)
     monkeypatch.setattr(model, "compile_blocks", lambda *_, **__: None)
-    monkeypatch.setattr(Prep, "_noise", property(lambda prep: prep._eager))
+    monkeypatch.setattr(Prep, "_arithmetic", property(lambda prep: prep._eager))
     return found
 
 

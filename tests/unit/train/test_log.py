@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketline.train.log import NotFiniteError, Scale, WindowRecorder, WindowState, cut_back, read_metrics
+from bucketline.train.log import NotFiniteError, StepWork, WindowRecorder, WindowState, cut_back, read_metrics
 from bucketline.train.step import StepOutcome
 from tests.unit.train.tiny_run import config
 
@@ -90,9 +90,9 @@ def test_lines_are_those_of_a_plain_reckoning_each_one_window_late(
     expected = reckoned(steps, first, log_every)
 
     def recorder(begun: WindowState | None = None) -> WindowRecorder:
-        scale = Scale(num_devices=2, samples=SAMPLES, flops=FLOPS, peak_flops=8e12)
+        work = StepWork(num_devices=2, samples=SAMPLES, flops=FLOPS, peak_flops=8e12)
         return WindowRecorder(
-            log_every=log_every, scale=scale, gather=lambda own: torch.cat([own + rank for rank in range(RANKS)]), begun=begun
+            log_every=log_every, work=work, gather=lambda own: torch.cat([own + rank for rank in range(RANKS)]), begun=begun
         )
 
     windows, found, complete = recorder(), list[dict[str, Any]](), 0
@@ -120,7 +120,7 @@ def test_lines_are_those_of_a_plain_reckoning_each_one_window_late(
 def test_the_ranks_whose_loss_is_not_finite_are_named(caplog: pytest.LogCaptureFixture) -> None:
     windows = WindowRecorder(
         log_every=1,
-        scale=Scale(num_devices=2, samples=SAMPLES, peak_flops=None),
+        work=StepWork(num_devices=2, samples=SAMPLES, peak_flops=None),
         gather=lambda own: torch.cat([own, own / 0]),
         samples_of=lambda step, ranks: f"sample {step} of {list(ranks)}",
     )

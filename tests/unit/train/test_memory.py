@@ -18,7 +18,7 @@ from bucketline.train.compile import forward_backward
 from bucketline.train.config import Base
 from bucketline.train.data import open_loader, open_stores
 from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, try_step
-from bucketline.train.model import build
+from bucketline.train.model import build_training
 from bucketline.train.run import resolve, train
 from bucketline.train.values import Ema, EmaPlace
 from tests.unit.train.forked import fork_ranks
@@ -81,7 +81,7 @@ def test_a_given_option_wins(tmp_path: Path, given: dict[str, Any], left: tuple[
 
 def built(asked: TrainConfig, ranks: TrainRanks = ALONE) -> tuple[Loader, Callable[[TrainConfig], tuple[Training, Weights]]]:
     loader = open_loader(asked, ranks, open_stores(asked, ranks, NEW), CPU)
-    return loader, lambda one: build(one, ranks, NEW, loader)
+    return loader, lambda one: build_training(one, ranks, NEW, loader)
 
 
 def ends_unless(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TrainConfig], bool]) -> None:

@@ -13,8 +13,8 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 from bucketline.train.config import Objective
 from bucketline.train.noise import (
     FlowSchedule,
+    Mixing,
     NoiseSchedule,
-    Shares,
     add_noise,
     squared_error,
     target,
@@ -25,7 +25,7 @@ from bucketline.train.values import LossWeight, Weighting
 CPU = torch.device("cpu")
 
 
-def drawn() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Shares]:
+def drawn() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Mixing]:
     """Return diffusers' scheduler, timesteps, clean latents, noise, and the shares of signal and noise."""
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     schedule = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, CPU)
@@ -36,27 +36,27 @@ def drawn() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Shares]:
 
 
 def test_noise_is_added_as_diffusers_adds_it() -> None:
-    scheduler, timesteps, clean, noise, shares = drawn()
-    torch.testing.assert_close(add_noise(clean, noise, shares), scheduler.add_noise(clean, noise, timesteps))
+    scheduler, timesteps, clean, noise, mixing = drawn()
+    torch.testing.assert_close(add_noise(clean, noise, mixing), scheduler.add_noise(clean, noise, timesteps))
 
 
 def test_epsilon_is_the_noise_itself() -> None:
-    _, _, clean, noise, shares = drawn()
-    assert target(Objective.EPSILON, clean, noise, shares) is noise
+    _, _, clean, noise, mixing = drawn()
+    assert target(Objective.EPSILON, clean, noise, mixing) is noise
 
 
 def test_v_is_diffusers_velocity() -> None:
-    scheduler, timesteps, clean, noise, shares = drawn()
-    found = target(Objective.V_PREDICTION, clean, noise, shares)
+    scheduler, timesteps, clean, noise, mixing = drawn()
+    found = target(Objective.V_PREDICTION, clean, noise, mixing)
     torch.testing.assert_close(found, scheduler.get_velocity(clean, noise, timesteps))
 
 
 def test_v_and_x_t_give_back_clean_and_noise_as_the_paper_says() -> None:
-    _, _, clean, noise, shares = drawn()
-    noisy = add_noise(clean, noise, shares)
-    v = target(Objective.V_PREDICTION, clean, noise, shares)
-    torch.testing.assert_close(shares.signal * noisy - shares.noise * v, clean, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(shares.noise * noisy + shares.signal * v, noise, atol=1e-5, rtol=1e-5)
+    _, _, clean, noise, mixing = drawn()
+    noisy = add_noise(clean, noise, mixing)
+    v = target(Objective.V_PREDICTION, clean, noise, mixing)
+    torch.testing.assert_close(mixing.signal * noisy - mixing.noise * v, clean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mixing.noise * noisy + mixing.signal * v, noise, atol=1e-5, rtol=1e-5)
 
 
 def test_a_flows_target_is_the_velocity_from_image_to_noise() -> None:
@@ -75,9 +75,9 @@ def test_a_flows_timesteps_are_those_that_diffusers_scheduler_has(shift: float) 
     torch.testing.assert_close(found.noise.flatten(), scheduler.sigmas.flip(0))
     torch.testing.assert_close(found.timesteps, scheduler.timesteps.flip(0), rtol=1e-5, atol=1e-3)
     clean, noise = (torch.randn(2, 2, 3, 5) for _ in range(2))
-    shares = FlowSchedule(num_timesteps=1000, shift=shift, patch_size=1).at(torch.tensor([10, 700]), 3, 5)
+    mixing = FlowSchedule(num_timesteps=1000, shift=shift, patch_size=1).at(torch.tensor([10, 700]), 3, 5)
     told = scheduler.timesteps.flip(0)[[10, 700]]
-    torch.testing.assert_close(add_noise(clean, noise, shares), scheduler.scale_noise(clean, told, noise))
+    torch.testing.assert_close(add_noise(clean, noise, mixing), scheduler.scale_noise(clean, told, noise))
 
 
 @pytest.mark.parametrize("kind", ["exponential", "linear"])
@@ -93,8 +93,8 @@ def test_a_flows_shift_by_size_is_that_of_flux_and_sd3_in_diffusers(kind: str, s
     torch.testing.assert_close(found.timesteps, wanted * 1000, rtol=1e-5, atol=1e-3)
 
 
-def min_snr(objective: Objective, shares: Shares, gamma: float) -> torch.Tensor:
-    found = weights_of_errors(LossWeight(name=Weighting.MIN_SNR, gamma=gamma), objective, shares)
+def min_snr(objective: Objective, mixing: Mixing, gamma: float) -> torch.Tensor:
+    found = weights_of_errors(LossWeight(name=Weighting.MIN_SNR, gamma=gamma), objective, mixing)
     assert found is not None
     return found
 
@@ -105,24 +105,24 @@ def test_min_snr_weights_are_those_of_diffusers_training_scripts(gamma: float) -
     timesteps = torch.arange(1000)
     snr = compute_snr(scheduler, timesteps)
     least = torch.stack([snr, gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0]
-    shares = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, CPU).at(timesteps, 8, 8)
-    torch.testing.assert_close(min_snr(Objective.EPSILON, shares, gamma), least / snr)
-    torch.testing.assert_close(min_snr(Objective.V_PREDICTION, shares, gamma), least / (snr + 1))
+    mixing = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, CPU).at(timesteps, 8, 8)
+    torch.testing.assert_close(min_snr(Objective.EPSILON, mixing, gamma), least / snr)
+    torch.testing.assert_close(min_snr(Objective.V_PREDICTION, mixing, gamma), least / (snr + 1))
 
 
 @pytest.mark.parametrize("weighting", [Weighting.COSMAP, Weighting.SIGMA_SQRT])
 def test_a_flows_weights_are_those_of_diffusers_training_scripts(weighting: Weighting) -> None:
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
     sigmas = scheduler.sigmas.flip(0)
-    shares = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(torch.arange(1000), 8, 8)
-    found = weights_of_errors(LossWeight(name=weighting), Objective.FLOW, shares)
+    mixing = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(torch.arange(1000), 8, 8)
+    found = weights_of_errors(LossWeight(name=weighting), Objective.FLOW, mixing)
     torch.testing.assert_close(found, compute_loss_weighting_for_sd3(weighting.replace("-", "_"), sigmas))
 
 
 def test_min_snr_weights_are_numbers_where_there_is_noise_alone() -> None:
-    shares = NoiseSchedule.from_alphas_cumprod(torch.tensor([0.5, 0.0]), CPU).at(torch.arange(2), 8, 8)
-    assert min_snr(Objective.EPSILON, shares, 5.0).tolist() == [1.0, 1.0]
-    assert min_snr(Objective.V_PREDICTION, shares, 5.0).tolist() == [pytest.approx(0.5), 0.0]
+    mixing = NoiseSchedule.from_alphas_cumprod(torch.tensor([0.5, 0.0]), CPU).at(torch.arange(2), 8, 8)
+    assert min_snr(Objective.EPSILON, mixing, 5.0).tolist() == [1.0, 1.0]
+    assert min_snr(Objective.V_PREDICTION, mixing, 5.0).tolist() == [pytest.approx(0.5), 0.0]
 
 
 def test_squared_error_is_a_mean_per_sample_in_32_bits() -> None:

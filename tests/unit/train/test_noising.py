@@ -153,8 +153,8 @@ def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> N
     prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.EPSILON, options=options)
     noised = prep.for_training(make_batch(8))
     assert noised.weight is not None
-    shares = schedule.at(noised.timesteps, 8, 8)
-    wanted = weights_of_errors(options.loss_weight, Objective.EPSILON, shares)
+    mixing = schedule.at(noised.timesteps, 8, 8)
+    wanted = weights_of_errors(options.loss_weight, Objective.EPSILON, mixing)
     assert wanted is not None
     assert torch.equal(noised.weight, wanted)
     assert make_prep().for_training(make_batch(8)).weight is None

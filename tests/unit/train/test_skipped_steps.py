@@ -15,7 +15,7 @@ from bucketline.errors import TrainError
 from bucketline.loader import Loader
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
-from bucketline.train.log import Scale, WindowRecorder, read_metrics
+from bucketline.train.log import StepWork, WindowRecorder, read_metrics
 from bucketline.train.run import train
 from bucketline.train.step import StepOutcome
 from tests.unit.train.tiny_run import ALONE, built, config, losses
@@ -74,8 +74,8 @@ def test_the_recorder_asks_for_the_ranks_whose_loss_is_not_finite(folder: Path) 
     def gather(own: torch.Tensor) -> torch.Tensor:
         return torch.cat([own, own.nan_to_num(0.5)])
 
-    scale = Scale(num_devices=2, samples={"train/8x8": 2}, flops={}, peak_flops=None)
-    recorder = WindowRecorder(log_every=2, scale=scale, gather=gather, samples_of=note)
+    work = StepWork(num_devices=2, samples={"train/8x8": 2}, flops={}, peak_flops=None)
+    recorder = WindowRecorder(log_every=2, work=work, gather=gather, samples_of=note)
     for step, loss in enumerate((1.0, float("nan"))):
         values = torch.tensor(loss), torch.tensor(float("nan"))
         outcome = StepOutcome(bucket="train/8x8", learning_rate=1.0, loss=values[0], grad_norm=values[1])

@@ -520,8 +520,7 @@ def test_serve_says_what_is_wrong_with_its_options(store: Store, token: Path, tm
         (("--at", "unix:"), "--at is 'unix:', expected unix:PATH or tcp://HOST:PORT"),
         (("--at", "tcp:a:1"), "--at is 'tcp:a:1', expected unix:PATH or tcp://HOST:PORT"),
         (("--at", "tcp://a:b"), "a:b is not an address"),
-        (("--socket", tmp_path / "s"), "there is no option --socket; say --at unix:PATH"),
-        (("--listen", "0"), "there is no option --listen; say --at tcp://HOST:PORT"),
+        (("--socket", tmp_path / "s"), "there is no option --socket"),
     ):
         refused = call("loader", "serve", store.path, *more)
         assert refused.code == 2

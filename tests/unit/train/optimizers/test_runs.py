@@ -133,7 +133,8 @@ class TwoWeights(torch.optim.SGD):
 
 
 def test_a_missing_library_is_told_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "bucketline.train.optimizers.adamw_8bit", raising=False)
+    for module in ("adamw_8bit", "prodigy"):
+        monkeypatch.delitem(sys.modules, f"bucketline.train.optimizers.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'bucketline\[quantised\]'"), extra_named("train"):
         find_optimizer(config(tmp_path, optimizer="adamw-8bit"))
