@@ -195,20 +195,21 @@ class WindowState:
     grad_norms: list[float | None] = field(default_factory=list)
     buckets: list[str] = field(default_factory=list)  # per step, including those still on the device
     step_s: list[float] = field(default_factory=list)
+    samples: int = 0  # of the steps, over all devices; a resumed run's plan may lack a step's bucket
+    flops: float = 0.0  # likewise
     wait_s: float = 0.0
     learning_rate: float = 0.0
 
     def line(self, scale: Scale) -> dict[str, Json]:
         """Return its line in the metrics; means are over the steps that were not skipped, None if all were."""
         seconds = max(sum(self.step_s), 1e-9)
-        samples = sum(scale.samples[bucket] for bucket in self.buckets)
         line: dict[str, Json] = {
             "step": self.first_step + len(self.buckets) - 1,
             "loss": _mean(self.losses),
             "skipped_steps": self.losses.count(None),
-            "samples": samples,
-            "samples_per_s": samples / seconds,
-            "samples_per_s_per_device": samples / seconds / scale.num_devices,
+            "samples": self.samples,
+            "samples_per_s": self.samples / seconds,
+            "samples_per_s_per_device": self.samples / seconds / scale.num_devices,
             "data_wait_fraction": min(1.0, self.wait_s / seconds),
             "step_s_p50": percentile(self.step_s, 50),
             "step_s_p99": percentile(self.step_s, 99),
@@ -217,7 +218,7 @@ class WindowState:
             "buckets": dict(sorted(collections.Counter(self.buckets).items())),
         }
         if scale.flops:
-            rate = sum(scale.flops[bucket] for bucket in self.buckets) / seconds / scale.num_devices
+            rate = self.flops / seconds / scale.num_devices
             line["tflops_per_s_per_device"] = rate / 1e12
             if scale.peak_flops is not None:
                 line["mfu"] = rate / scale.peak_flops
@@ -267,6 +268,8 @@ class WindowRecorder:
         self._on_device.append((outcome.loss, outcome.grad_norm))
         self._took.append(took)
         window.buckets.append(outcome.bucket)
+        window.samples += self._scale.samples[outcome.bucket]
+        window.flops += self._scale.flops[outcome.bucket] if self._scale.flops else 0.0
         window.wait_s += wait_s
         window.learning_rate = outcome.learning_rate
         if (step + 1) % self._log_every:
