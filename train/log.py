@@ -38,7 +38,7 @@ from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, S
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled, seconds_between
-from bucketline.train.run_file import as_run_file, config_as_json
+from bucketline.train.run_file import FITTED, as_run_file, config_as_json
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -129,8 +129,10 @@ def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[Weigh
 
     `given`: the configuration before it was resolved.
     """
+    recorded, asked = config_as_json(config), config_as_json(given)
     document: dict[str, Json] = {
-        "config": config_as_json(config),
+        "config": recorded,
+        "given": {name: asked[name] for name in FITTED if asked[name] != recorded[name]},  # for a resume with other memory
         "started_in": str(Path.cwd()),
         "world_size": world_size,
         "versions": dict(versions()),
