@@ -38,7 +38,7 @@ from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, S
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled
-from bucketline.train.run_file import as_run_file, config_as_json
+from bucketline.train.run_file import FITTED, as_run_file, config_as_json
 from bucketline.train.timing import seconds_between
 from bucketline.typed_json import encode
 
@@ -130,8 +130,10 @@ def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[Weigh
 
     `given`: the configuration before it was resolved.
     """
+    recorded, asked = config_as_json(config), config_as_json(given)
     document: dict[str, Json] = {
-        "config": config_as_json(config),
+        "config": recorded,
+        "given": {name: asked[name] for name in FITTED if asked[name] != recorded[name]},  # for a resume with other memory
         "started_in": str(Path.cwd()),
         "world_size": world_size,
         "versions": dict(versions()),
@@ -196,20 +198,21 @@ class WindowState:
     grad_norms: list[float | None] = field(default_factory=list)
     buckets: list[str] = field(default_factory=list)  # per step, including those still on the device
     step_s: list[float] = field(default_factory=list)
+    samples: int = 0  # of the steps, over all devices; a resumed run's plan may lack a step's bucket
+    flops: float = 0.0  # likewise
     wait_s: float = 0.0
     learning_rate: float = 0.0
 
     def line(self, work: StepWork) -> dict[str, Json]:
         """Return its line in the metrics; means are over the steps that were not skipped, None if all were."""
         seconds = max(sum(self.step_s), 1e-9)
-        samples = sum(work.samples[bucket] for bucket in self.buckets)
         line: dict[str, Json] = {
             "step": self.first_step + len(self.buckets) - 1,
             "loss": _mean(self.losses),
             "skipped_steps": self.losses.count(None),
-            "samples": samples,
-            "samples_per_s": samples / seconds,
-            "samples_per_s_per_device": samples / seconds / work.num_devices,
+            "samples": self.samples,
+            "samples_per_s": self.samples / seconds,
+            "samples_per_s_per_device": self.samples / seconds / work.num_devices,
             "data_wait_fraction": min(1.0, self.wait_s / seconds),
             "step_s_p50": percentile(self.step_s, 50),
             "step_s_p99": percentile(self.step_s, 99),
@@ -218,7 +221,7 @@ class WindowState:
             "buckets": dict(sorted(collections.Counter(self.buckets).items())),
         }
         if work.flops:
-            rate = sum(work.flops[bucket] for bucket in self.buckets) / seconds / work.num_devices
+            rate = self.flops / seconds / work.num_devices
             line["tflops_per_s_per_device"] = rate / 1e12
             if work.peak_flops is not None:
                 line["mfu"] = rate / work.peak_flops
@@ -268,6 +271,8 @@ class WindowRecorder:
         self._on_device.append((outcome.loss, outcome.grad_norm))
         self._took.append(took)
         window.buckets.append(outcome.bucket)
+        window.samples += self._work.samples[outcome.bucket]
+        window.flops += self._work.flops[outcome.bucket] if self._work.flops else 0.0
         window.wait_s += wait_s
         window.learning_rate = outcome.learning_rate
         if (step + 1) % self._log_every:

@@ -42,6 +42,8 @@ PLACES = (
     *("service", "service_token", "service_certificate"),
 )
 """Options that name files; a run's relative ones are of the folder in which it was started."""
+FITTED = ("recompute", "ema", "base", "offload_blocks")
+"""Options that a run may choose by its memory: a resumed one has them as they were given, and chooses again with another."""
 
 
 def preset_names() -> list[str]:
@@ -118,7 +120,8 @@ def values_of_run(options: type, folder: str) -> dict[str, Any]:
     """Return the options with which a run was started."""
     path = Path(folder) / CONFIG
     try:
-        values: dict[str, Json] = {**json.loads(path.read_bytes())["config"]}
+        document = json.loads(path.read_bytes())
+        values: dict[str, Json] = {**document["config"], **document.get("given", {})}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(

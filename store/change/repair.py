@@ -151,13 +151,12 @@ def _on_this_disk(base: ChangeBase, damaged: Iterable[ShardEntry]) -> Iterator[P
 def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEntry, ...], RepairedShard]:
     """Return the shards that take the place of a damaged one, and the report."""
     entry = base.manifest.shards[ordinal]
-    lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, base.manifest), entry, column))
-    entry = replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
-    bad = {file for file, expected in files_of(path, entry) if not _is_as_written(file, expected)}
+    bad = {file for file, expected in files_of(path, replace(entry, added={})) if not _is_as_written(file, expected)}
     entry, restored = _with_sidecars(base, path, entry, bad)
-    shards = [*base.manifest.shards]
-    shards[ordinal] = entry
-    manifest, lmdb = replace(base.manifest, shards=tuple(shards)), shard_paths(path, entry.name).lmdb
+    manifest, lmdb = _with_shard(base.manifest, ordinal, entry), shard_paths(path, entry.name).lmdb
+    lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, manifest), entry, column))
+    entry = replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
+    manifest = _with_shard(manifest, ordinal, entry)
     new: tuple[ShardEntry, ...] = (entry,)
     left_out, is_replaced = LeftOut(), bool(bad) or _has_faults(Store(path, manifest), entry)
     if is_replaced:
@@ -180,6 +179,10 @@ def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEn
         dropped_ids=tuple(left_out.ids),
         lost_columns=lost,
     )
+
+
+def _with_shard(manifest: Manifest, ordinal: int, entry: ShardEntry) -> Manifest:
+    return replace(manifest, shards=(*manifest.shards[:ordinal], entry, *manifest.shards[ordinal + 1 :]))
 
 
 def _with_sidecars(base: ChangeBase, path: Path, entry: ShardEntry, bad: set[Path]) -> tuple[ShardEntry, tuple[str, ...]]:

@@ -117,13 +117,16 @@ def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder
 
 def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, folder: Path, tmp_path: Path) -> None:
     assert packed.code == 0
-    for name in ("photos.store", "more.store"):
-        shutil.copytree(folder / "photos.store", tmp_path / name)
+    shutil.copytree(folder / "photos.store", tmp_path / "photos.store")
+    shutil.copytree(folder / "photos", tmp_path / "photos" / "more")
+    shutil.copytree(folder / "stable-diffusion-v1-5", tmp_path / "stable-diffusion-v1-5")
+    pack = example_of(ingest_cli.COMMANDS["pack"])
+    run_in(tmp_path, ["more.store" if word == "photos.store" else word for word in pack]).done()
     for name in ("store drop", "store merge", "store compact"):
         done = run_in(tmp_path, example_of(EXAMPLES[name])).done()
         assert done.out
     assert Store.open(tmp_path / "photos.store").manifest.samples == 10
-    assert Store.open(tmp_path / "all.store").manifest.samples == 12
+    assert Store.open(tmp_path / "all.store").manifest.samples == 22
 
 
 def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.loader.recorded_run import read_run
+from bucketline.store.change.drop import drop
 from bucketline.train import data as data_module
 from bucketline.train import run as run_module
 from bucketline.train.config import parse
+from bucketline.train.log import read_metrics
 from bucketline.train.run import train
 from bucketline.train.step import train_step
 from tests.unit.train.tiny_run import (
@@ -102,3 +104,21 @@ def test_rows_to_wait_for_may_be_given(given: list[str], found: object, folder: 
 def test_fewer_than_one_row_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="--follow is 0, expected 1 or more"):
         config(folder, follow=0)
+
+
+def test_a_window_of_steps_goes_on_without_a_bucket_that_was_dropped_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*args: object) -> object:
+        if args[2] == 2:
+            drop(folder / "tiny.store", (), match="train/192x128/*")
+        return train_step(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step)
+    asked = config(folder, max_steps=5, log_every=100, follow=1)
+    train(asked, ALONE)
+    assert schedule(asked) == [(0, (1,)), (4, (2,))]
+    train(replace(asked, max_steps=6, resume=True), ALONE)
+    (window,) = (line for line in read_metrics(asked.output_dir) if "loss" in line)
+    assert window["buckets"] == {"train/128x128": 5, "train/192x128": 1}
+    assert window["samples"] == 6 * 4

@@ -15,7 +15,7 @@ from bucketline.errors import UsageError
 from bucketline.train import checkpoint, memory
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import forward_backward
-from bucketline.train.config import Base
+from bucketline.train.config import Base, parse
 from bucketline.train.data import open_loader, open_stores
 from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, try_step
 from bucketline.train.model import build_training
@@ -117,6 +117,22 @@ def test_a_run_turns_on_what_it_needs_says_so_and_is_the_one_that_has_it_given(
     assert recompute_of(folder / "fitted") == 0.5
     train(dataclasses.replace(asked, memory=None, recompute=0.0, max_steps=3, resume=True), ALONE)
     assert recompute_of(folder / "fitted") == 0
+
+
+@pytest.mark.parametrize(("more", "fits"), [({}, "recompute"), ({"recompute": 1.0}, "ema"), ({"lora_rank": 2}, "recompute")])
+def test_a_run_that_is_resumed_by_its_folder_with_less_memory_is_fitted_again(
+    folder: Path, more: dict[str, Any], fits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(folder, max_steps=1, memory="24GiB", **more)
+    train(asked, ALONE)
+    before = checkpoint.read_state(checkpoint.last_whole(asked.output_dir)).config
+    for steps, memory_now in enumerate(("24GiB", "8GiB", "8GiB"), 2):
+        with monkeypatch.context() as short:
+            ends_unless(short, lambda one: (one.recompute or 0) >= 0.5 if fits == "recompute" else one.ema.every == 10)
+            train(parse(["--resume", str(asked.output_dir), "--memory", memory_now, f"--max-steps={steps}"], "train"), ALONE)
+        now = checkpoint.read_state(checkpoint.last_whole(asked.output_dir)).config
+        changed = {} if memory_now == "24GiB" else {"recompute": 0.5} if fits == "recompute" else {"ema": "0.9999:cpu:10"}
+        assert now == {**before, "max_steps": steps, "resume": True, "memory": now["memory"], **changed}
 
 
 def recompute_of(run: Path) -> float:

@@ -307,6 +307,17 @@ def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:
     expect_masks(path, len(IDS))
 
 
+@pytest.mark.parametrize("suffix", [".index", ".extents"])
+def test_a_repair_of_a_sidecar_keeps_the_column(path: Path, suffix: str) -> None:
+    add_column(path, "mask", mask_of)
+    before = tree(path / "shards")
+    sidecar = path / "shards" / f"{Store.open(path).shards[0].name}{suffix}"
+    sidecar.unlink()
+    done = repair(path)
+    assert (done.shards[0].restored, done.shards[0].lost_columns, done.dropped) == ((sidecar.name,), (), 0)
+    assert tree(path / "shards") == before
+
+
 def test_a_repair_of_the_rows_keeps_the_column_of_those_that_stay(path: Path) -> None:
     add_column(path, "mask", mask_of)
     located = Store.open(path).bucket("train/64x64").locate(np.array([2]))
