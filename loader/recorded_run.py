@@ -70,7 +70,7 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
     """
     state = parse_state(loader.state_dict())
     new = PlanLine(step=state.step if step is None else step, state=state)
-    lines = _read_lines(path) if path.exists() else []
+    lines = read_plans(path) if path.exists() else []
     kept = [one for one in lines if one.step < new.step]
     if not kept or kept[-1] != new:
         kept.append(new)
@@ -79,14 +79,18 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
         write_durably(path, text.encode())
 
 
-def _read_lines(path: Path) -> list[PlanLine]:
+def read_plans(path: Path) -> list[PlanLine]:
+    """Return the lines of a `plans.jsonl`; a StateError names the line that is damaged, and what to do."""
     lines = []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
             lines.append(PlanLine(step=int(line["step"]), state=parse_state(line["loader"])))
         except (ValueError, LookupError, TypeError, RecursionError, StateError) as error:
-            raise StateError(f"{path}, line {number}, is not the line of a plan: {error!s:.300}") from error
+            raise StateError(
+                f"{path}, line {number}, is not the line of a plan: {error!s:.300}; restore it, or remove the file, and "
+                "`loader seen` knows of the steps from the next resume on"
+            ) from error
     return lines
 
 
@@ -178,7 +182,7 @@ def read_run(path: Path, option: str = "the run") -> RecordedRun:
 
 
 def _of_folder(place: Path, run: Path, steps: int) -> RecordedRun:
-    lines = _read_lines(run / PLANS)
+    lines = read_plans(run / PLANS)
     if not lines:
         raise StateError(f"{run / PLANS} has no line")
     config: Any = {}
@@ -195,7 +199,7 @@ def _of_state(file: Path) -> RecordedRun:
         raise StateError(f"not JSON: {error!s:.200}; give a run's folder, or a loader's state as JSON") from error
     state = parse_state(document)
     plans = file.with_name(PLANS)
-    lines = _read_lines(plans) if plans.exists() else []
+    lines = read_plans(plans) if plans.exists() else []
     if not lines:
         lines = [PlanLine(step=0, state=at_step(state, 0))]
     return RecordedRun(place=file, lines=tuple(lines), steps=lines[-1].shift + state.step, start=None)

@@ -63,14 +63,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(20_600),
+    "store": Budget(20_500),
     "ingest": Budget(18_600),
-    "loader": Budget(11_500),
-    "train": Budget(8_700),
+    "loader": Budget(11_300),
+    "train": Budget(8_600),
     TRAINER: Budget(5_800, mark=2_600),
     "bucketline": Budget(6_800),
     "bench": Budget(7_200),
-    "product": Budget(73_200, mark=64_000),
+    "product": Budget(72_800, mark=64_000),
     "tests": Budget(73_700, mark=62_000),
 }
 

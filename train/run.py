@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import time
 import warnings
@@ -27,7 +26,7 @@ from bucketline.files.atomic_write import write_durably
 from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS, STATUS
 from bucketline.loader.mixture import StoreId
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
-from bucketline.loader.recorded_run import PLANS, append_plan
+from bucketline.loader.recorded_run import PLANS, append_plan, read_plans
 from bucketline.option_types import OnResume, options_on_resume
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import RunState, Start, expect_finite_weights, folder_of_step, way_on
@@ -252,8 +251,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
 
 def num_plans(path: Path) -> int:
     """Return the number of plans that a run has had, by its `plans.jsonl`, whose lines may be of one on other ranks."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return len({json.loads(line)["loader"]["plan"] for line in lines})
+    return len({line.state.plan for line in read_plans(path)}) if path.exists() else 0
 
 
 class Run:

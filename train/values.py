@@ -174,8 +174,8 @@ class MemoryLimit(OptionValue):
     """The memory of each device that a run may take."""
 
     FORMS = ("off", "NUM_BYTES")
-    EXPECTED = "off, or a number of bytes above 0, such as 24GiB (of 2^30 bytes, also 24G) or 24GB (of 10^9)"
-    LIMITS: ClassVar = {"num_bytes": ABOVE_0}
+    EXPECTED = "off, or 1MiB or more, such as 24GiB (of 2^30 bytes, also 24G) or 24GB (of 10^9)"
+    LIMITS: ClassVar = {"num_bytes": ("1MiB or more", lambda value: value >= 1 << 20)}  # 24 would be bytes, and a slip
 
     num_bytes: Annotated[int | None, IN_BYTES] = None  # None: nothing is chosen
 

@@ -187,7 +187,7 @@ def test_every_size_is_printed_exactly(num_bytes: int) -> None:
     [
         *((f"24{unit}", 24 << 30) for unit in ("GiB", "gib", "Gi", "G", "g", " GiB")),
         *((f"24{unit}", 24 * 10**9) for unit in ("GB", "gb", "Gb", " GB")),
-        *(("0.5TB", 5 * 10**11), ("1.5KiB", 1536), ("4096", 4096), ("4096B", 4096)),
+        *(("0.5TB", 5 * 10**11), ("1.5MiB", 3 << 19), ("4194304", 1 << 22), ("4194304B", 1 << 22)),
     ],
 )
 def test_sizes_are_those_that_people_type(text: str, num_bytes: int) -> None:
@@ -202,7 +202,7 @@ REFUSED: dict[type[OptionValue], str] = {
     "polynomial|polynomial:0|piecewise-constant:1|piecewise-constant:1:9,0|piecewise-constant:1:9,2:3,1",
     Betas: "0.9|0.9,|0.9,0.999,1e-8,1|1,0.9|0.9,-0.1|0.9,0.999,0",
     Ema: "off:cpu|0.9:cpu:cpu|0.9:10:10|0.9:10:cpu|0.9:|2|-0.1|nan|0.9:cpu:0|0.9:1.5",
-    MemoryLimit: "|0|-1GiB|24 GiB GiB|24GiB8|24Gb/s|1,5GiB|nan|off:1|1.5|1.5B",
+    MemoryLimit: "|0|24|-1GiB|24 GiB GiB|24GiB8|24Gb/s|1,5GiB|nan|off:1|1.5|1.5B",
     SaveTimes: "1000,30m,1h|1000,2000|30m,1h|,30m|1000,|1000 30m|0|0s|-5|nan|1000,,30m",
     BatchSize: "4MP/8/8|4MP/|/8|8/8|4MP/0|4MP 8|0|-8|0.5|4GP|8.0.0|infMP|4MP/8MP",
     Sharding: "fsdp:8:8|fsdp:|fsdp:1|fsdp:0|fsdp:-8|fsdp:2.5|ddp:8|hsdp|fsdp:machine:8",

@@ -118,7 +118,7 @@ def _write_folder(weights: Path, output: Path, dtype: str) -> None:
                 save_tensors(_in_dtype(tensors, dtype), inner / path.name, metadata)
             else:
                 shutil.copyfile(path, inner / path.name)
-        if (scheduler := weights.parent / SCHEDULER).exists():  # of a whole model, and not of an earlier version
+        if (scheduler := weights.parent / SCHEDULER).exists():  # of a whole model
             (aside / SCHEDULER).parent.mkdir()
             shutil.copyfile(scheduler, aside / SCHEDULER)
 

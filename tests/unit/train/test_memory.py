@@ -180,7 +180,7 @@ def test_nothing_is_tried_on_a_cpu_without_a_memory(folder: Path, monkeypatch: p
             built_to_fit(config(folder, memory=given), ALONE, NEW, loader, build_one, lambda _: None)
         with pytest.raises(TypeError):
             built_to_fit(config(folder, memory="3GiB"), ALONE, NEW, loader, build_one, lambda _: None)
-    with pytest.raises(UsageError, match="--memory is 'much', expected off, or a number of bytes above 0"):
+    with pytest.raises(UsageError, match="--memory is 'much', expected off, or 1MiB or more"):
         config(folder, memory="much")
 
 
