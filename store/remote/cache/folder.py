@@ -347,7 +347,7 @@ def _mark(path: Path) -> None:
     if not is_cache(path):
         path.mkdir(parents=True, exist_ok=True)
         left = [found.name for found in path.iterdir() if not found.name.startswith(MARK)]
-        if left:
+        if left and not is_cache(path):  # looked up again: another process may have begun the cache meanwhile, its mark first
             raise StoreError(
                 f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not "
                 "exist, with --cache"

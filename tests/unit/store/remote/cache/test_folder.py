@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ def test_a_folder_with_other_files_is_not_made_a_cache(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["photo.png"]
     assert main(["cache", "clear", "--cache", str(tmp_path)]) == 0
     assert (tmp_path / "photo.png").exists()
+
+
+def test_a_cache_that_another_process_begins_meanwhile_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Path.iterdir
+
+    def begun_before(path: Path) -> Iterator[Path]:
+        monkeypatch.setattr(Path, "iterdir", listed)
+        CacheFolder(path, None).open_store("a" * 32, "s3://b/a.store")  # as another process
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", begun_before)
+    assert [store.folder for store in CacheFolder(tmp_path / "cache", None).stores()] == ["a" * 32]
 
 
 def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tmp_path: Path) -> None:
