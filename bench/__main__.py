@@ -91,7 +91,7 @@ class All:
     full: bool = False
     """Use the sizes that the targets refer to. Takes about 12 GiB of disk and an hour."""
     only: tuple[str, ...] = ()
-    """Run only these cases. Default: all."""
+    """Run only these of peers, hot, cold, start, stream, scale, pack, import and train. Default: all."""
     publish: Path | None = None
     """Also write results.json, RESULTS.md and plots to this folder after each case, replacing earlier ones. With --only, the
     other cases' published results stay, each with the commit that it was measured at."""

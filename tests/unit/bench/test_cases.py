@@ -138,6 +138,8 @@ def test_the_help_of_all_cases_names_them() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "--help", "all"])
     assert ran.code == 0, ran.err
     assert [word for run in RUNS for word in run.split() if word not in ran.out] == []
+    first = spawn([sys.executable, "-m", "bucketline.bench", "--help"]).done().out
+    assert [case for case in CASES if case not in first] == []
     assert len(CASES) == 9
 
 

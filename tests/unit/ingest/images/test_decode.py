@@ -25,7 +25,7 @@ from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Crop, Framing
 from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
 from bucketline.ingest.images.srgb import to_srgb
-from tests import profiles
+from tests import kinds_of_images, profiles
 from tests.commands import spawn
 from tests.models import colour_image, encoded, png
 from tests.photographs import crop_of
@@ -312,16 +312,7 @@ def test_a_deep_image_takes_a_few_bytes_of_memory_a_pixel(kind: str, most: int, 
 
 # However a camera was held, and at whatever fraction a JPEG is decoded: one placement, the same pixels.
 
-TURNS = {
-    1: None,
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
+TURNS = {1: None, **kinds_of_images.TURNS}
 
 
 def turned(upright: Image.Image, orientation: int, kind: str, **options: Any) -> bytes:
