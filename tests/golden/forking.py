@@ -17,7 +17,7 @@ IMPORTED_ONCE = (
     *("bucketline.train.main", "bucketline.train.commands.export_model", "bucketline.ingest.cli", "bucketline.loader"),
     *("diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.unets.unet_2d_condition", "diffusers.schedulers"),
     *("peft", "transformers", "matplotlib.figure", "torchao.optim", "torch.distributed.fsdp"),
-    *("torch.distributed.checkpoint.state_dict",),
+    *("torch.distributed.checkpoint.state_dict", "cyclopts"),
 )
 
 
