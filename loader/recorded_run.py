@@ -12,9 +12,9 @@ import contextlib
 import json
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import StateError, UsageError
 from bucketline.files.atomic_write import write_durably
@@ -23,7 +23,7 @@ from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
 from bucketline.loader.plan.make_plan import make_plan
 from bucketline.loader.service.sockets import UNIX
-from bucketline.loader.state import LoaderState, at_step, parse_state, state_as_json
+from bucketline.loader.state import LoaderState, parse_state, state_as_json
 from bucketline.store import Store
 from bucketline.store.remote.urls import is_url
 
@@ -39,8 +39,7 @@ PLANS = "plans.jsonl"
 _CHECKPOINT = re.compile(r"step-([0-9]+)")  # one that is not complete has a suffix
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLine:
+class PlanLine(NamedTuple):
     """A line of `plans.jsonl`: the steps of a run from one on, up to the next line's."""
 
     step: int  # of the run
@@ -51,15 +50,10 @@ class PlanLine:
         """Return what a step of the run has more than the plan's own number."""
         return self.step - self.state.step
 
-    def __eq__(self, other: object) -> bool:
+    def is_like(self, other: PlanLine) -> bool:
         """Return True if both make the same batches of the same steps, on the same ranks."""
-        if not isinstance(other, PlanLine):
-            return NotImplemented
-        return self.shift == other.shift and replace(at_step(self.state, 0), epoch=0) == replace(
-            at_step(other.state, 0), epoch=0
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+        one, two = (replace(line.state, step=0, micro_step=0, epoch=0) for line in (self, other))
+        return self.shift == other.shift and one == two
 
 
 def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
@@ -69,12 +63,12 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
     `step`: the run's number of the next step, if it is not the loader's own.
     """
     state = parse_state(loader.state_dict())
-    new = PlanLine(step=state.step if step is None else step, state=state)
+    new = PlanLine(state.step if step is None else step, state)
     lines = read_plans(path) if path.exists() else []
     kept = [one for one in lines if one.step < new.step]
-    if not kept or kept[-1] != new:
+    if not kept or not kept[-1].is_like(new):
         kept.append(new)
-    if [one.step for one in kept] != [one.step for one in lines] or kept != lines:
+    if kept != lines:
         text = "".join(json.dumps({"step": one.step, "loader": state_as_json(one.state)}) + "\n" for one in kept)
         write_durably(path, text.encode())
 
@@ -85,7 +79,7 @@ def read_plans(path: Path) -> list[PlanLine]:
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
-            lines.append(PlanLine(step=int(line["step"]), state=parse_state(line["loader"])))
+            lines.append(PlanLine(int(line["step"]), parse_state(line["loader"])))
         except (ValueError, LookupError, TypeError, RecursionError, StateError) as error:
             raise StateError(
                 f"{path}, line {number}, is not the line of a plan: {error!s:.300}; restore it, or remove the file, and "
@@ -94,15 +88,12 @@ def read_plans(path: Path) -> list[PlanLine]:
     return lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """The plans of a run, and how it reached its stores."""
+class RecordedRun(NamedTuple):
+    """The plans of a run."""
 
-    place: Path
-    lines: tuple[PlanLine, ...]  # at least one
+    lines: Sequence[PlanLine]  # at least one
     steps: int  # done at the checkpoint that is asked about
     start: Path | None  # folder to which the stores' paths are relative; None: not known
-    storage: Mapping[str, Any] = field(default_factory=dict)  # the run's own options for object storage
 
     def line_of(self, step: int) -> PlanLine:
         """Return the line of a step; of one that is still to come, the last one."""
@@ -120,15 +111,6 @@ class RecordedRun:
             known = ", ".join(f"{store_id} ({path})" for store_id, path in recorded.items())
             raise UsageError(f"{moved[others[0]]} is the store {others[0]}, and the run read {known}; name stores of the run")
         return moved
-
-    def reached(self, remote: RemoteOptions) -> RemoteOptions:
-        """Return options for object storage with the run's own where none is given."""
-        endpoint, options = self.storage.get("endpoint"), self.storage.get("store_option")
-        if remote.endpoint is None and isinstance(endpoint, str):
-            remote = replace(remote, endpoint=endpoint)
-        if not remote.options and isinstance(options, list | tuple):
-            remote = replace(remote, options=tuple(map(str, options)))
-        return remote
 
 
 def started_in(place: Path, output_dir: object) -> Path | None:
@@ -166,49 +148,42 @@ def read_run(path: Path, option: str = "the run") -> RecordedRun:
     A state without a `plans.jsonl` next to it has one plan.
     """
     try:
-        if not path.is_dir():
-            return _of_state(path)
-        if found := _CHECKPOINT.fullmatch(path.resolve().name):
-            return _of_folder(path, path.resolve().parents[1], int(found[1]))
-        steps = [int(found[1]) for one in path.glob(f"{CHECKPOINTS}/*") if (found := _CHECKPOINT.fullmatch(one.name))]
-        return _of_folder(path, path, max(steps, default=0))
+        return _run_of_folder(path) if path.is_dir() else _run_of_state(path)
     except StateError as error:
         raise StateError(f"{option} {path}: {error}") from error
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (
+            f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else f"not JSON: {error!s:.200}"
+        )
         raise StateError(
-            f"{option} {path}: {error.filename} cannot be read: {error.strerror}; give a run's folder, a checkpoint in it, or "
-            "a loader's state as JSON"
+            f"{option} {path}: {reason}; give a run's folder, a checkpoint in it, or a loader's state as JSON"
         ) from error
 
 
-def _of_folder(place: Path, run: Path, steps: int) -> RecordedRun:
-    lines = read_plans(run / PLANS)
+def _run_of_folder(folder: Path) -> RecordedRun:
+    found = _CHECKPOINT.fullmatch(folder.resolve().name)
+    run = folder.resolve().parents[1] if found else folder
+    names = [found] if found else [_CHECKPOINT.fullmatch(one.name) for one in run.glob(f"{CHECKPOINTS}/*")]
+    lines, output_dir = read_plans(run / PLANS), None
     if not lines:
         raise StateError(f"{run / PLANS} has no line")
-    config: Any = {}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        config = dict(json.loads((run / CONFIG).read_bytes())["config"])
-    start = started_in(place, config.get("output_dir"))
-    return RecordedRun(place=place, lines=tuple(lines), steps=steps, start=start, storage=config)
+        output_dir = json.loads((run / CONFIG).read_bytes())["config"]["output_dir"]
+    return RecordedRun(lines, max((int(one[1]) for one in names if one), default=0), started_in(folder, output_dir))
 
 
-def _of_state(file: Path) -> RecordedRun:
-    try:
-        document = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"not JSON: {error!s:.200}; give a run's folder, or a loader's state as JSON") from error
-    state = parse_state(document)
-    plans = file.with_name(PLANS)
+def _run_of_state(file: Path) -> RecordedRun:
+    state, plans = parse_state(json.loads(file.read_bytes())), file.with_name(PLANS)
     lines = read_plans(plans) if plans.exists() else []
-    if not lines:
-        lines = [PlanLine(step=0, state=at_step(state, 0))]
-    return RecordedRun(place=file, lines=tuple(lines), steps=lines[-1].shift + state.step, start=None)
+    lines = lines or [PlanLine(0, replace(state, step=0, micro_step=0))]
+    return RecordedRun(lines, lines[-1].shift + state.step, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
     """A plan that was made again, with the stores at the generations that it is of."""
 
+    line: PlanLine
     shares: tuple[WeightedStore, ...]
     rows: OpenShards
     config: LoaderConfig
@@ -216,10 +191,10 @@ class RecordedPlan:
 
 
 def open_plan(
-    run: RecordedRun, state: LoaderState, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None
+    run: RecordedRun, line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None
 ) -> RecordedPlan:
     """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id."""
-    shares = []
+    state, shares = line.state, []
     for one in state.stores:
         path = moved.get(one.store_id) or from_start(one.path, run.start)
         store = Store.open(path, one.generation, remote=remote)
@@ -233,4 +208,4 @@ def open_plan(
     plan = make_plan(rows, config, world_size=state.world_size)
     if plan.digest != state.plan:
         raise StateError(f"the plan of these stores has the digest {plan.digest}, the recorded one {state.plan}")
-    return RecordedPlan(shares=tuple(shares), rows=rows, config=config, plan=plan)
+    return RecordedPlan(line=line, shares=tuple(shares), rows=rows, config=config, plan=plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StateError
@@ -148,8 +148,3 @@ def state_as_json(state: LoaderState) -> dict[str, Any]:
     encoded = encode(state)
     assert isinstance(encoded, dict)
     return dict(encoded)
-
-
-def at_step(state: LoaderState, step: int) -> LoaderState:
-    """Return a state at the first micro-batch of another step of its plan."""
-    return replace(state, step=step, micro_step=0)

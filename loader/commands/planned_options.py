@@ -111,10 +111,10 @@ class PlannedOptions(BatchOptions):
         from bucketline.loader.recorded_run import open_plan, read_run
 
         run = read_run(self.of_run, "--run")
-        remote = run.reached(self.remote())
+        remote = self.remote()
         try:
             line = run.line_of(run.steps if step is None else step)
-            found = open_plan(run, line.state, run.given(self.stores, remote), remote)
+            found = open_plan(run, line, run.given(self.stores, remote), remote)
         except StateError as error:
             raise StateError(f"--run {self.of_run}: {error}") from error
         number = 0 if step is None else step - line.shift
