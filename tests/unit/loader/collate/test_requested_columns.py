@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, UsageError
-from bucketline.loader import Batch, Loader, LoaderConfig, numpy_batches
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.collate.window import Window
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
 from bucketline.loader.prefetch.readahead import ColdDetector
@@ -129,17 +129,6 @@ def test_a_batch_without_a_target_says_so(store: Store) -> None:
     assert batch.columns["mask"].dtype is torch.uint8
     with pytest.raises(UsageError, match=r"has the columns \['mask'\], no target; request it in LoaderConfig.columns"):
         batch.latents.sum()
-
-
-def test_numpy_has_the_columns_by_the_same_names(store: Store) -> None:
-    with Loader(store, LoaderConfig(batch_size=4, columns=ASKED)) as loader:
-        batch = next(loader.forever())
-        (found,) = numpy_batches([batch])
-    assert found.dtypes["columns.features/dino"] == "F8_E4M3"
-    assert found.dtypes["columns.control/depth"] == "BF16"
-    assert found.dtypes["present.control/depth"] == "bool"
-    for name in ("columns.features/dino", "columns.control/depth", "latents"):
-        assert found.float32(name).tolist() == batch.by_name()[name].float().tolist(), name
 
 
 def test_a_state_resumes_with_other_columns_at_the_same_rows(store: Store) -> None:
