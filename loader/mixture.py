@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 
-from bucketline.errors import FingerprintError, UsageError
+from bucketline.errors import BucketlineError, FingerprintError, UsageError
 from bucketline.files.redact import redacted
 from bucketline.loader.plan.shares import rows_per_pass
 from bucketline.option_types import expect
 from bucketline.option_value import FieldForm, OptionValue
 from bucketline.store import Bucket, Store
+from bucketline.store.format.manifest import generations
 from bucketline.store.format.mixture_file import read_mixture
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.read.store import OpenShards, StoreRows
@@ -220,6 +221,27 @@ def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]
     if any(one.weight is not None for one in asked):
         raise UsageError(f"{store} has a weight, which only training takes: leave it out; a program sets row_weights")
     return [WeightedStore(store=Store.open(one.path, remote=remote, reads_rows=True), repeats=one.repeats) for one in asked]
+
+
+def at_generations(shares: Sequence[WeightedStore], wanted: Sequence[int | None]) -> tuple[WeightedStore, ...]:
+    """Return stores at other generations: `wanted` of each, or the newest for None. Removed caches are made again."""
+
+    def is_at(store: Store, generation: int | None) -> bool:
+        return store.manifest.generation == generation and not (store.source is not None and store.source.is_removed)
+
+    return tuple(
+        share if is_at(share.store, generation) else WeightedStore(share.store.reopened(generation), share.repeats)
+        for share, generation in zip(shares, wanted, strict=True)
+    )
+
+
+def newest_generations(shares: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
+    """Return the stores at their newest generations; as they are, if these cannot be read now."""
+    wanted = [max(generations(share.store.path), default=None) if share.store.is_local else None for share in shares]
+    try:
+        return at_generations(shares, wanted)
+    except BucketlineError:  # a server that does not answer now; what is read already stays readable
+        return tuple(shares)
 
 
 def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:

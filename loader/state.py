@@ -78,9 +78,8 @@ def parse_state(saved: Mapping[str, object]) -> LoaderState:
         raise StateError(f"the saved loader state is damaged: {error}") from error
 
 
-def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
-    """Parse a saved state and check that a loader in the state `present` can resume from it."""
-    state = parse_state(saved)
+def check_state(state: LoaderState, present: LoaderState) -> None:
+    """Check that a loader in the state `present` can resume from a saved one."""
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):
             raise StateError(f"the loader's {name} was {before!r} when its state was saved and is {now!r} now; {_advice(name)}")
@@ -93,7 +92,6 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
                 f"the state was saved within a step (micro-batch {state.micro_step} of {state.accumulation}); {name} was "
                 f"{before} and is {now} now, and may only change between steps"
             )
-    return state
 
 
 def saved_choices(saved: LoaderState, plan: Plan) -> dict[str, int | None]:
