@@ -17,7 +17,7 @@ from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.forks import OwnerProcess
 from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.buffer_pool import carve
-from bucketline.loader.plan.cursor import Cursor
+from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.stats import Stats
 from bucketline.option_types import expect_int
 

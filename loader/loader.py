@@ -12,12 +12,13 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bucketline.command_line import shown_rows
+import torch
+
+from bucketline.command_line import counted, shown_rows
 from bucketline.errors import BucketlineError, StateError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.columns import latent_kind, make_conditioning
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.device import device_of
 from bucketline.loader.iteration import CLOSED, EpochLoader, Reading
 from bucketline.loader.latent_scale import RecordedScale
 from bucketline.loader.mixture import (
@@ -30,7 +31,7 @@ from bucketline.loader.mixture import (
     open_shares,
 )
 from bucketline.loader.plan.cache_needs import refuse_small_caches, reserve_ring
-from bucketline.loader.plan.cursor import Cursor
+from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.delivery import Buffers
 from bucketline.loader.prefetch.threads import ThreadStream
@@ -54,8 +55,6 @@ from bucketline.option_types import expect, expect_int
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.iteration import Stream
@@ -410,3 +409,21 @@ def _again(options: dict[str, Any], state: dict[str, object], reading: Reading) 
 
 def _generations(shares: Sequence[WeightedStore]) -> list[int]:
     return [share.store.manifest.generation for share in shares]
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number."""
+    expected = "expected cpu, cuda, cuda:N, N or None"
+    if device is None:
+        return torch.device("cpu")
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise UsageError(f"device is {device!r:.80}, {expected}") from error
+    if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    if found.type == "cuda" and (found.index or 0) >= (num_gpus := torch.cuda.device_count()):
+        raise UsageError(f"device is {found}, and this process sees {counted(num_gpus, 'GPU')}, {expected}; see nvidia-smi")
+    return found

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.plan.epoch_steps import Cursor
     from bucketline.loader.prefetch.delivery import Buffers
     from bucketline.loader.stats import Stats
 

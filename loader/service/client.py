@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from bucketline.loader.mixture import StoreId
-    from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.plan.epoch_steps import Cursor
     from bucketline.loader.service.links import Link
     from bucketline.loader.service.wire import Request
 

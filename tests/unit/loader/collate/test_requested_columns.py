@@ -19,7 +19,6 @@ from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import RowColumn, Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.torch_dtypes import as_stored
-from tests.commands import call
 from tests.kit import ANY, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
 
 ROWS = {"train/64x64": 23, "train/64x96": 10, "val/64x64": 3}
@@ -176,16 +175,3 @@ def test_rows_without_a_size_are_flipped_without_a_crop(tmp_path: Path) -> None:
     with Loader(store, config) as loader:
         batches = [batch for batch in loader.forever() if check([batch], items, config)]
     assert not any(batch.crop.any() or batch.target_size.any() for batch in batches)
-
-
-def test_a_plan_tells_the_bytes_of_requested_columns_per_micro_batch(store: Store) -> None:
-    asked = ("loader", "plan", store.path, "--batch", 3, "--accumulation", 2)
-    report = call(*asked, "--columns", "target, control/depth", "--json").json
-    assert report["columns"] == ["target", "control/depth"]
-    bucket = store.bucket("train/64x64")
-    row_bytes = sum(bucket.spec.column(name).row_bytes for name in ("latent", "control/depth")) + 1  # and the presence
-    assert {entry["name"]: entry["column_bytes"] for entry in report["buckets"]}["train/64x64"] == 3 * row_bytes
-    assert "columns per" in call(*asked, "--columns", "target").out
-    assert "column_bytes" not in call(*asked, "--json").json["buckets"][0]
-    ran = call(*asked, "--columns", "target,depth")
-    assert (ran.code, "columns has 'depth', and" in ran.err) == (2, True)
