@@ -125,20 +125,22 @@ def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Jso
     yield "plan", state.plan
 
 
+_ADVICE = {
+    "global_batch": "choose batch size x accumulation x ranks so that each bucket has the saved number",
+    "lanes": "give the saved number, or none, with a global batch that it divides",
+    "window": "give the saved number, or none (if that was None: with a cache that holds the stores)",
+    **dict.fromkeys(
+        ("store_id", "generation", "repeats", "digest", "plan"), "open the store and the generation that the run was planned on"
+    ),
+}
+
+
 def _advice(name: str) -> str:
-    if name == "global_batch":
-        return "choose batch size x accumulation x ranks so that each bucket has the saved number"
-    if name == "lanes":
-        return "give the saved number, or none, with a global batch that it divides"
-    if name == "window":
-        return "give the saved number, or none (if that was None: with a cache that holds the stores)"
-    if name in ("store_id", "generation", "repeats", "digest", "plan"):
-        return "open the store and the generation that the run was planned on"
     if name.startswith("stores"):
         return (
             "open the stores that the run was planned on, each at its generation, in the same order and with the same repeats"
         )
-    return "use the saved value, or start over"
+    return _ADVICE.get(name, "use the saved value, or start over")
 
 
 def state_as_json(state: LoaderState) -> dict[str, Any]:

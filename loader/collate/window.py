@@ -275,7 +275,7 @@ class Window:
             plainly = True
         if plainly:
             return [PlainRead(shard=shard[a:b], offsets=offsets[a:b], num_bytes=row_bytes) for a, b in pairwise(ends)]
-        gather_index = self._gather.aim_at(shard[ends[0] : ends[-1]], offsets[ends[0] : ends[-1]], row_bytes)
+        gather_index = self._gather.index_of(shard[ends[0] : ends[-1]], offsets[ends[0] : ends[-1]], row_bytes)
         return [gather_index.part(a - ends[0], b - ends[0]) for a, b in pairwise(ends)]
 
     def _copies(
@@ -332,7 +332,7 @@ class Window:
             if bool((count[begin:end] == length).all()):  # no padding: a caption is one piece
                 found += self._each(shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
                 continue
-            gather_index = self._gather.aim_padded(shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
+            gather_index = self._gather.padded_index(shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
             found += [
                 gather_index.part((a - begin) * length, (b - begin) * length) for a, b in pairwise(self._ends[m : last + 1])
             ]
