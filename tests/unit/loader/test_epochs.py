@@ -121,11 +121,6 @@ def test_another_world_size_resumes_within_an_epoch_and_at_its_end(tiny: Store) 
     ]
 
 
-def test_rewinding_through_several_epochs_is_refused() -> None:
-    with pytest.raises(UsageError, match="rewind is set and epochs is 3; each `for` reads the same epoch"):
-        LoaderConfig(batch_size=1, rewind=True, epochs=3)
-
-
 def test_after_the_last_of_epochs_another_for_is_refused_with_the_remedy(tiny: Store) -> None:
     with Loader(tiny, LoaderConfig(batch_size=BATCH, epochs=1)) as loader:
         first = micros(loader)

@@ -73,12 +73,6 @@ def test_a_flipped_row_has_all_of_its_mirror_image(store: Store) -> None:
     assert 0 < int(present.sum()) < len(present)
 
 
-def test_a_service_delivers_the_same(store: Store) -> None:
-    config = LoaderConfig(batch_size=5, epochs=1, columns=ASKED[:3][::-1])
-    with Loader(store, config, service="auto") as loader:
-        assert check(loader, ANY.samples(ROWS), config) == 35
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown role": (
         {"columns": ("control/pose",)},
