@@ -20,7 +20,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, FingerprintError, UsageError
 from bucketline.files.redact import redacted
-from bucketline.loader.plan.shares import rows_per_pass
+from bucketline.loader.plan.plan import rows_per_pass
 from bucketline.option_types import expect
 from bucketline.option_value import FieldForm, OptionValue
 from bucketline.store import Bucket, Store

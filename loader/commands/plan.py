@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bucketline.command_line import counted, one_line, print_json, printable
-from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
 
 if TYPE_CHECKING:

@@ -120,7 +120,7 @@ class CacheNeeds:
         other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
         return (
             f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "
-            f"{order}, lines would be fetched again and again; have a cache of {_rounded_up(needed)} (--cache-bytes), or "
+            f"{order}, lines would be fetched again and again; have a cache of {-(-needed >> 20)}MiB (--cache-bytes), or "
             f"{other}"
         )
 
@@ -164,13 +164,3 @@ def cache_for(num_bytes: int) -> int:
     True
     """
     return num_bytes + min(num_bytes, USUAL_RING_BYTES)
-
-
-def _rounded_up(num_bytes: int) -> str:
-    """Return bytes as text for an option; a cache of so many has no fewer.
-
-    >>> _rounded_up(1 << 30), _rounded_up((1 << 30) + 1), _rounded_up(11 << 30)
-    ('1024MiB', '1025MiB', '11GiB')
-    """
-    unit, name = (1 << 20, "MiB") if num_bytes < 10 << 30 else (1 << 30, "GiB")
-    return f"{-(-num_bytes // unit)}{name}"

@@ -27,8 +27,7 @@ from bucketline.forks import cached_property
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.plan.lanes import Lanes, ShardRuns, Span
-from bucketline.loader.plan.permutation import extend_key, key_of, permute_all
-from bucketline.loader.plan.shares import PassRows
+from bucketline.loader.plan.permutation import extend_key, key_of, permute, permute_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +41,7 @@ PLAN_VERSION = 1
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
+_ROUND = 3  # of those derived from a bucket's key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,3 +329,49 @@ class Plan:
             f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks, or "
             f"{others}"
         )
+
+
+def rows_per_pass(num_rows: int, share: float) -> int:
+    """Return how many of a store's rows in a bucket a pass reads; at least one, if it has any.
+
+    >>> rows_per_pass(10, 0.25), rows_per_pass(3, 0.1), rows_per_pass(10, 2.5)
+    (3, 1, 25)
+    """
+    return max(int(num_rows * share + 0.5), min(num_rows, 1))
+
+
+class PassRows:
+    """The rows of a bucket's passes, if a pass reads a share of a store's that is not a whole number of times all of them.
+
+    A pass of a bucket has `per_pass` places for such a store. The places of all passes, one after the other, go through all of
+    the store's rows again and again, each time in another order: so every row comes once before any comes twice. A row's place
+    is a pure function of the seed and the number of the round.
+    """
+
+    def __init__(self, parts: Sequence[StoreRows], key: int, *, is_mixed: bool) -> None:
+        """`key` is the bucket's. `is_mixed`: rounds are; otherwise neighbouring rows stay together."""
+        self._parts, self._key, self._is_mixed = tuple(parts), key, is_mixed
+        self._ends = np.cumsum([part.per_pass for part in parts])
+
+    def rows(self, numbers: NDArray[np.int64], pass_number: int) -> NDArray[np.int64]:
+        """Return the bucket's row for each of the numbers 0 to N - 1 that the order deals with; N rows come in a pass."""
+        part_of = np.searchsorted(self._ends, numbers, side="right")
+        rows = np.empty_like(numbers)
+        for at, part in enumerate(self._parts):
+            own = np.flatnonzero(part_of == at)
+            if not len(own):
+                continue
+            within = numbers[own] - (int(self._ends[at]) - part.per_pass)
+            before, begin = divmod(pass_number * part.per_pass, part.num_rows)  # Python's integers: passes may be many
+            rounds, places = np.divmod(within + begin, part.num_rows)
+            for number in np.unique(rounds).tolist():
+                of_round = rounds == number
+                places[of_round] = self._mixed(places[of_round], part, at, before + number)
+            rows[own] = part.first + places
+        return rows
+
+    def _mixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
+        return permute(places, part.num_rows, self._key_of(at, number)) if self._is_mixed else places
+
+    def _key_of(self, at: int, number: int) -> int:
+        return extend_key(extend_key(extend_key(self._key, _ROUND), at), number)
