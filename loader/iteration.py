@@ -238,21 +238,19 @@ class EpochLoader(ABC):
 
     def _expect_position(self, found: LoaderState) -> None:
         """Check that a saved position means the same by this loader's `epochs`."""
-        num_steps, here = self._steps.num_steps, (found.step, found.micro_step)
-        if num_steps is not None and found.step > num_steps:
-            raise StateError(f"the state is at step {found.step}, this loader ends after {num_steps} steps; give more epochs")
-        if found.epochs == self._steps.epochs:
-            return
-        if found.epochs is not None and here > (self._steps.steps_before(found.epochs), 0):
+        epochs, here = self._steps.epochs, (found.step, found.micro_step)
+        is_same = found.epochs == epochs
+        if not is_same and found.epochs is not None and here > (self._steps.steps_before(found.epochs), 0):
             raise StateError(
                 f"the state is of a loader with epochs={found.epochs}, whose last batches were padded, and this one has "
-                f"epochs={self._steps.epochs}, which would read their rows again; resume it with epochs={found.epochs}, or "
-                f"begin with set_epoch({found.epochs}) and without a state"
+                f"epochs={epochs}, which would read their rows again; resume it with epochs={found.epochs}, or begin with "
+                f"set_epoch({found.epochs}) and without a state"
             )
-        if self._steps.epochs is not None and here > (self._steps.steps_before(self._steps.epochs), 0):
+        end = None if epochs is None else self._steps.num_steps if is_same else self._steps.steps_before(epochs)
+        if end is not None and here > (end, 0):
             raise StateError(
-                f"the state is at step {found.step}, after {self._steps.epochs} epochs of a loader with epochs={found.epochs}; "
-                "give more epochs"
+                f"the state is at step {found.step} of a loader with epochs={found.epochs}, and this one ends after {end} "
+                f"steps (epochs={epochs}); give more epochs"
             )
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from bucketline.loader.collate.verify import name_sample, verify_batch
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
 from bucketline.loader.dequantise import dequantise_field
 from bucketline.loader.plan.rng import keys_of_rows
-from bucketline.store.format.block import CAPTIONS, ID
+from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
 from bucketline.store.read.preadv import FileGather
 from bucketline.store.remote.cache.batch_lines import LineTable
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.window import CopyPlan, RaggedRows
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.plan import Plan, PlannedStep
-    from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
 
 
@@ -78,11 +77,7 @@ class BatchBuilder:
             try:
                 whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]), self._added)
             except StoreError as error:
-                # `Readahead` retries them one by one; only then search for the sample
-                rows = planned[numbers[0]].rows
-                read = partial(_locate_row, self._store, bucket, rows)
-                blamed = "" if len(numbers) > 1 or not self._may_name(error) else name_sample(self._store, bucket, rows, read)
-                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
+                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
             end = 0
             for number in numbers:
                 part = planned[number]
@@ -238,9 +233,3 @@ class BatchBuilder:
         for entries in Window(self._planner, [own]).entries():
             for shard, row in zip(entries.located.shard.tolist(), entries.located.row.tolist(), strict=True):
                 self._store.entry(entries.group.spec, shard, row)
-
-
-def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
-    """Locate one row and read its smallest column, only to check that this works."""
-    column = bucket.spec.column(ID)
-    FileGather(store).rows(bucket.locate(rows[n : n + 1]), column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
