@@ -96,7 +96,7 @@ def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
 def _seen_by_numpy(memory: NDArray[np.uint8], field: Field) -> Tensor:
     dtype = _NUMPY_DTYPES.get(field.dtype)
     if dtype is not None:
-        return torch.from_numpy(np.ndarray(field.shape, dtype, memory, field.begin))  # type: ignore[arg-type]
+        return torch.from_numpy(np.ndarray(field.shape, dtype, memory, field.begin))
     bits = np.ndarray(field.shape, f"i{field.dtype.itemsize}", memory, field.begin)
     return torch.from_numpy(bits).view(field.dtype)
 
