@@ -37,8 +37,6 @@ EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
 """The place of the moving average of the weights."""
 ShardBy = StrEnum("ShardBy", {"DDP": "ddp", "FSDP": "fsdp", "MACHINE": "fsdp:machine"})
 """The processes that share one copy of the model."""
-AlsoPushed = StrEnum("AlsoPushed", ["EXPORTS"])
-"""The uploads besides that of the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,18 +202,6 @@ class Sharding(OptionValue):
 
     name: ShardBy = ShardBy.DDP
     ranks: int | None = None  # that share one copy; None: all, or those of a machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubTarget(OptionValue):
-    """The repository to upload to, and what besides the last step's export."""
-
-    FORMS = ("REPOSITORY[:ALSO]",)
-    METAVAR = "USER/NAME"
-    EXPECTED = "the name of a repository, such as user/name, or user/name:exports"
-
-    repository: Annotated[str, FieldForm(r"(?:[\w.-]+/)?[\w.-]+", str)]
-    also: AlsoPushed | None = None
 
 
 UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
