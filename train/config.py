@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
 from bucketline.help_screen import asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 BASE_OFF = "off"  # value of --base
+_REPOSITORY = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
@@ -368,6 +371,9 @@ class TrainConfig(
         self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
         self._expect("a number above 0", _is_above_0, "shift", "lora_alpha")
         self._expect("a number", math.isfinite, "guidance", "image_guidance")
+        if self.push_to_hub is not None and not _REPOSITORY.fullmatch(self.push_to_hub):
+            shown = redacted(self.push_to_hub)
+            raise UsageError(f"--push-to-hub is {shown!r:.80}, expected the name of a repository, such as user/name")
         end, steps = self.lr_schedule.end, self.max_steps
         if end is not None and steps is not None and self.lr_schedule.floor == 0 and steps > end:
             longer = replace(self.lr_schedule, end=steps)

@@ -543,18 +543,8 @@ class Run:
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
         if start.state is None:
-            chosen = {
-                as_option(name): value for name, value in chosen_options(config, self._given).items() if value is not None
-            }
-            self._progress.say(
-                ", ".join(
-                    [
-                        "left open",
-                        f"--objective {self.training.prep.objective}",
-                        *(f"{name} {value}" for name, value in chosen.items()),
-                    ]
-                )
-            )
+            chosen = [f"{as_option(name)} {value}" for name, value in chosen_options(config, self._given).items() if value]
+            self._progress.say(f"left open: {', '.join(chosen) or 'nothing'}")
             if config.model.is_dir() and not weight_files(config.model / family.folder):
                 log.warning(
                     "%s has a configuration but no weights: the model starts at random, from --seed %d; adapters fit only this "

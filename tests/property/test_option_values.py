@@ -27,7 +27,6 @@ from bucketline.train.config import TrainConfig
 from bucketline.train.values import (
     Betas,
     Ema,
-    HubTarget,
     LossWeight,
     LrSchedule,
     MemoryLimit,
@@ -57,7 +56,6 @@ TYPED: dict[type[OptionValue], tuple[str, ...]] = {
     MemoryLimit: ("off", "24GiB", "24gib", "24G", "24GB", "1.5 TiB", "80000000000"),
     SaveTimes: ("1000", "30m", "1000,30m", "30m,1000", "1000, 1.5h", "0.1s"),
     Sharding: ("ddp", "fsdp", "fsdp:machine", "fsdp:8"),
-    HubTarget: ("user/name", "name", "user/name:exports"),
     BatchSize: ("8", "4MP", "4MP/8", "16ktok", "4096tok/2", "1.5mp", "786432px"),
     WorldSize: ("8", "64@8"),
     SplitRows: ("train", "val:partial", "val:carry"),
@@ -208,7 +206,6 @@ REFUSED: dict[type[OptionValue], str] = {
     Sharding: "fsdp:8:8|fsdp:|fsdp:1|fsdp:0|fsdp:-8|fsdp:2.5|ddp:8|hsdp|fsdp:machine:8",
     RayEngine: "|ray:|ray: a|rays|spark|auto",
     WantedWorkers: "|2:|:8|8:2|2:8:9|4@|4@gpu|@1gpu,1gpu|@1gpu,1cpu,1gpu|@-1gpu|0",
-    HubTarget: "a/b/c|a/b:|a/b:exports:exports|a b|:exports",
     WorldSize: "0|8@|@8|8@3|64@8@2|1.5",
     SplitRows: "|val:|val:all|val:drop:drop",
     HeldOut: "|2|-0.1|nan|0.1:|0.1:id:id|0.1:shelf",
