@@ -119,7 +119,7 @@ def _load_model(
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and start.checkpoint is None:
-            from bucketline.train.models.lora_file import start_from
+            from bucketline.train.lora_file import start_from
 
             start_from(config.lora_from, model, family.lora_pipeline)
     if config.precision is Precision.FP8:

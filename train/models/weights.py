@@ -80,7 +80,7 @@ class Adapters:
         return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-        from bucketline.train.models.lora_file import for_other_tools
+        from bucketline.train.lora_file import for_other_tools
 
         # The format of diffusers' `save_lora_weights` preserves rank, alpha and layers.
         metadata = {LORA_METADATA: config} if self.pipeline else {}
