@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
+from bucketline.train.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
