@@ -28,6 +28,7 @@ import secrets
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -44,7 +45,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.fsdp import FSDPModule
 
-from bucketline.command_line import counted
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 
     from bucketline.train.ema import Average
     from bucketline.train.models.weights import Weights
-    from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
 
@@ -416,6 +415,10 @@ class Output(StrEnum):
     EXPORT = "exports"
 
 
+WriteExport = Callable[[Path, str, dict[str, Any], str], None]
+"""Writes an export: its folder, the model's configuration, the tensors of the best weights, and the card."""
+
+
 class Saver:
     """Saves checkpoints and exports, one step at a time; every rank has one, and calls it at the same steps.
 
@@ -424,10 +427,10 @@ class Saver:
     """
 
     def __init__(
-        self, training: Training, ranks: TrainRanks, weights: Weights, saved: Path | None, uploads: HubUploads | None = None
+        self, training: Training, ranks: TrainRanks, weights: Weights, saved: Path | None, write_export: WriteExport
     ) -> None:
         """Start the thread; `saved`: the checkpoint that the run starts from."""
-        self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads
+        self._training, self._ranks, self._weights, self._write_export = training, ranks, weights, write_export
         self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
         config = training.config
         self.every_steps = config.save_every and config.save_every.steps
@@ -480,12 +483,7 @@ class Saver:
                 folder, weights, own_config, copies, state, card=cards[Output.CHECKPOINT], keep=config.keep, group=self._group
             )
         if (folder := due.get(Output.EXPORT)) is not None and self._ranks.is_main:
-            from bucketline.train.outputs.export import write_export
-
-            best, card = copies.get("average") or copies["last"], cards[Output.EXPORT]
-            write_export(folder, weights, own_config, best, dtype=config.export_dtype, card=card)
-            if self._uploads is not None and state.steps_done == config.num_steps:
-                self._uploads.push(folder, counted(state.steps_done, "step"))
+            self._write_export(folder, own_config, copies.get("average") or copies["last"], cards[Output.EXPORT])
 
     def poll(self) -> None:
         """Raise the error of the save in progress, if it has failed; never wait. Called after each step."""

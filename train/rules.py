@@ -102,7 +102,8 @@ def _changed(facts: Facts) -> None:
         if is_open or before == present[name] or (config.new_plan and name in LoaderConfig.__dataclass_fields__):
             continue
         option = as_option(name)
-        remedy = f"leave out {option}" if before in (None, False) else f"use {option} {before}".removesuffix(" True")
+        is_given = before is not None and before is not False
+        remedy = f"use {option} {before}".removesuffix(" True") if is_given else f"leave out {option}"
         raise UsageError(
             f"{option} is {present[name]}, and {facts.start.checkpoint} was trained with {before}; {remedy}, or start a new "
             "run in another --output-dir"

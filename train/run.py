@@ -10,7 +10,7 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, PlanError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
+from bucketline.files.run_marker import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
 from bucketline.loader.recorded_run import PLANS, append_plan, read_plans
 from bucketline.option_types import OnResume, options_on_resume
@@ -152,8 +152,8 @@ def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
     A new run's folder is made unless it exists. No file is changed until training begins.
     """
     output = config.output_dir
-    if config.resume and not output.is_dir():
-        raise UsageError(f"there is no run in {output}; give the --output-dir of one, or leave out --resume to begin one there")
+    if config.resume and not (output / CHECKPOINTS).is_dir():
+        raise UsageError(f"{output} has no checkpoint to resume; give the --output-dir of a run, or leave out --resume")
     if not config.resume:
         refuse_place(config)
     try:
@@ -177,10 +177,8 @@ def failures_recorded(run: Run) -> Iterator[None]:
         raise
     except BaseException as error:
         explained = _explained(run, error)
-        reason = (
-            str(explained or error) if isinstance(error, BucketlineError) or explained else f"{type(error).__name__}: {error}"
-        )
         if run.has_begun:
+            reason = str(explained or error) if explained or isinstance(error, BucketlineError) else repr(error)
             with contextlib.suppress(OSError):  # on a failing disk, report the first failure
                 write_status(run.config.output_dir, RunStatus.FAILED, run.steps_done, reason)
         if explained is not None:
@@ -327,7 +325,7 @@ class Run:
             from bucketline.train.outputs.hub import HubUploads
 
             self.uploads = HubUploads(config.push_to_hub, say)
-        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
+        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
         self._at_end.enter_context(contextlib.closing(self.saver))
         self._recorder = WindowRecorder(
             log_every=config.log_every,
@@ -513,6 +511,14 @@ class Run:
 
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
+
+    def _write_export(self, folder: Path, config: str, tensors: dict[str, Any], card: str) -> None:
+        """Write an export, in the saver's thread; upload that of the last step."""
+        from bucketline.train.outputs.export import write_export
+
+        write_export(folder, self._weights, config, tensors, dtype=self.config.export_dtype, card=card)
+        if self.uploads is not None and folder.name == folder_of_step(self.config.num_steps):
+            self.uploads.push(folder, counted(self.config.num_steps, "step"))
 
     def _draw(self, sheet: Path | None) -> bool:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""

@@ -79,6 +79,11 @@ def without_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder / "run" / "checkpoints")
 
 
+def without_digests(folder: Path) -> None:
+    for path in (folder / "run" / "checkpoints").glob("*/digests.json"):
+        path.unlink()
+
+
 def without_its_generation(folder: Path) -> None:
     add_to_store(folder / "tiny.store", samples({"train/128x128": 20}, "later/"))
     with lock_store(folder / "tiny.store"):
@@ -102,7 +107,7 @@ WITH_A_MEAN = {"vae": {**VAE, "latents_mean": [0.0, 1.0]}, "text_encoder": dict(
 ANOTHER_VAE = {"vae": {**VAE, "weights_hash": "0" * 32}, "text_encoder": dict(TEXT_ENCODER)}
 CASES = (
     # the folder
-    Case(r"there is no run in \S+new; give the --output-dir of one", {"resume": True}),
+    Case("new has no checkpoint to resume; give the --output-dir of a run", {"resume": True}),
     Case("tiny.store overlap; choose a separate folder", {"output_dir": "tiny.store/shards/.."}),
     Case("overlap", {"output_dir": "link/run"}, lambda folder: (folder / "link").symlink_to(folder / "tiny.store")),
     Case("overlap", {"output_dir": "."}),
@@ -112,7 +117,8 @@ CASES = (
     Case("'config.json'.* not a run of this trainer", change=with_files("config.json")),
     Case("already has a run; continue it with --resume, or choose another", {"output_dir": "run"}),
     Case("already has a run", {"output_dir": "run"}, without_checkpoints),
-    Case("has no complete checkpoint to resume", AGAIN, without_checkpoints, TrainError),
+    Case("run has no checkpoint to resume", AGAIN, without_checkpoints),
+    Case("has no complete checkpoint to resume; start over", AGAIN, without_digests, TrainError),
     # a resume
     Case(f"--max-steps is 1, and {STEP} is already at step 2; use that many or more", {**AGAIN, "max_steps": 1}),
     Case(f"--seed is 9, and {STEP} was trained with 0; use --seed 0, or start a new run", {**AGAIN, "seed": 9}),
@@ -144,8 +150,7 @@ CASES = (
     Case("--weights is bf16, and --precision is fp32", {"weights": WeightDtype.BF16}),
     Case("--epochs is 0.01|no step", {"epochs": 1e-6, "max_steps": None}, error=BucketlineError),
     Case(r"no service can be reached at .*none\.sock", {"service": "/none.sock"}, error=BucketlineError),
-    Case("--track-with is aim, whose package is not installed; pip install aim", {"track_with": ("aim",)}),
-    Case("--track-with is tensorbord, expected one of .*tensorboard", {"track_with": ("tensorbord",)}),
+    Case("--track-with is aim, expected one of .*aim.*, whose package is installed", {"track_with": ("aim",)}),
 )
 
 
@@ -156,9 +161,8 @@ def test_a_run_is_refused_and_nothing_is_written(case: Case, begun: Path, tmp_pa
     asked, before = in_folder(folder, case.options), tree(folder)
     with pytest.raises(case.error, match=case.message):
         train(asked, ALONE)
-    assert {name: data for name, data in tree(folder).items() if not name.endswith(".lock")} == {
-        name: data for name, data in before.items() if not name.endswith(".lock")
-    }
+    changed = {name for name, data in tree(folder).items() if before.get(name) != data}
+    assert {name.removeprefix("new/") for name in changed if not name.endswith(".lock")} <= {""}, "an empty folder at most"
 
 
 def test_a_resume_that_breaks_no_rule_continues(begun: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def status(output: Path) -> dict[str, object]:
 
 
 def checkpoints(asked: TrainConfig) -> list[str]:
-    return sorted(path.name.removeprefix("step-000000") for path in (asked.output_dir / "checkpoints").iterdir())
+    return sorted(path.name.removeprefix("step-000000") for path in (asked.output_dir / "checkpoints").glob("*"))
 
 
 class Whole(NamedTuple):
@@ -339,7 +339,7 @@ def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monk
         with pytest.raises(MemoryError):
             train(config(folder, max_steps=2, seed=3), ALONE)
     assert (asked.output_dir / "metrics.jsonl").read_bytes()
-    assert status(asked.output_dir) == {"state": "failed", "step": 0, "reason": "MemoryError: "}
+    assert status(asked.output_dir) == {"state": "failed", "step": 0, "reason": "MemoryError()"}
     train(asked, ALONE)
     assert losses(asked.output_dir) == losses(plain.output_dir)
 

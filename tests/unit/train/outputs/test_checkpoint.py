@@ -267,7 +267,7 @@ def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
     )
     training.config.output_dir.mkdir()
     (training.config.output_dir / METRICS).touch()
-    made = Saver(training, ALONE, WEIGHTS, None)
+    made = Saver(training, ALONE, WEIGHTS, None, lambda *_: None)
     yield made
     made.close()
 
