@@ -70,5 +70,6 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     assert f"{project}/model" in str(refused.value), "it was found, and it has no other parts"
 
     (project / "data").rename(tmp_path / "data")
-    trainer("--resume", run, "--max-steps", "6").fails("data/tiny.store is not a store", code=1)
-    trainer("--resume", run, "--max-steps", "6", "--store", "../data/tiny.store:2", "--lr-schedule", "cosine:0.1@5").done()
+    longer = ("--resume", run, "--max-steps", "6", "--lr-schedule", "cosine:0.1@5")
+    trainer(*longer).fails("data/tiny.store is not a store", code=1)
+    trainer(*longer, "--store", "../data/tiny.store:2").done()
