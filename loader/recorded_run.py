@@ -8,27 +8,23 @@ A plan tells what a step read, so a line needs only the loader's state where the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import StateError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import CHECKPOINTS, CONFIG, STATUS
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
+from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.make_plan import make_plan
-from bucketline.loader.service.sockets import UNIX
 from bucketline.loader.state import LoaderState, parse_state, state_as_json
 from bucketline.store import Store
-from bucketline.store.remote.urls import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from bucketline.loader.loader import Loader
     from bucketline.loader.plan.plan import Plan
@@ -93,7 +89,6 @@ class RecordedRun(NamedTuple):
 
     lines: Sequence[PlanLine]  # at least one
     steps: int  # done at the checkpoint that is asked about
-    start: Path | None  # folder to which the stores' paths are relative; None: not known
 
     def line_of(self, step: int) -> PlanLine:
         """Return the line of a step; of one that is still to come, the last one."""
@@ -111,35 +106,6 @@ class RecordedRun(NamedTuple):
             known = ", ".join(f"{store_id} ({path})" for store_id, path in recorded.items())
             raise UsageError(f"{moved[others[0]]} is the store {others[0]}, and the run read {known}; name stores of the run")
         return moved
-
-
-def started_in(place: Path, output_dir: object) -> Path | None:
-    """Return the folder in which a run was started, to which the paths are relative that it has recorded; None: not known.
-
-    `place`: the run's folder, or one within it. A run that has moved with what it reads is found by the end of `output_dir`.
-    """
-    run = Path(os.path.abspath(place))  # noqa: PTH100 - links are kept: they may be in `output_dir`
-    run = next((one for one in (run, *run.parents[:2]) if (one / STATUS).exists()), run)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        start = Path(json.loads((run / CONFIG).read_bytes())["started_in"])
-        if (start / str(output_dir)).resolve() == run.resolve():
-            return start
-    own = Path(str(output_dir)).parts
-    return Path(*run.parts[: -len(own)]) if own and run.parts[-len(own) :] == own and len(run.parts) > len(own) else None
-
-
-def from_start(word: str, start: Path | None) -> str:
-    """Return a path or a store that a run has recorded, from the folder in which it was started, if it is there; else as it is.
-
-    `word`: also `unix:PATH`.
-    """
-    before, path = (UNIX, word.removeprefix(UNIX)) if word.startswith(UNIX) else ("", word)
-    if start is None or start == Path.cwd() or not path or is_url(path) or Path(path).is_absolute():
-        return word
-    with contextlib.suppress(OSError, ValueError, UsageError):  # of a text, which is not a path
-        if Path(StoreArgument.parse(f"{start / path}").path).exists():
-            return f"{before}{start / path}"
-    return word
 
 
 def read_run(path: Path, option: str = "the run") -> RecordedRun:
@@ -164,19 +130,17 @@ def _run_of_folder(folder: Path) -> RecordedRun:
     found = _CHECKPOINT.fullmatch(folder.resolve().name)
     run = folder.resolve().parents[1] if found else folder
     names = [found] if found else [_CHECKPOINT.fullmatch(one.name) for one in run.glob(f"{CHECKPOINTS}/*")]
-    lines, output_dir = read_plans(run / PLANS), None
+    lines = read_plans(run / PLANS)
     if not lines:
         raise StateError(f"{run / PLANS} has no line")
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        output_dir = json.loads((run / CONFIG).read_bytes())["config"]["output_dir"]
-    return RecordedRun(lines, max((int(one[1]) for one in names if one), default=0), started_in(folder, output_dir))
+    return RecordedRun(lines, max((int(one[1]) for one in names if one), default=0))
 
 
 def _run_of_state(file: Path) -> RecordedRun:
     state, plans = parse_state(json.loads(file.read_bytes())), file.with_name(PLANS)
     lines = read_plans(plans) if plans.exists() else []
     lines = lines or [PlanLine(0, replace(state, step=0, micro_step=0))]
-    return RecordedRun(lines, lines[-1].shift + state.step, None)
+    return RecordedRun(lines, lines[-1].shift + state.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +154,11 @@ class RecordedPlan:
     plan: Plan
 
 
-def open_plan(
-    run: RecordedRun, line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None
-) -> RecordedPlan:
+def open_plan(line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None) -> RecordedPlan:
     """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id."""
     state, shares = line.state, []
     for one in state.stores:
-        path = moved.get(one.store_id) or from_start(one.path, run.start)
+        path = moved.get(one.store_id, one.path)
         store = Store.open(path, one.generation, remote=remote)
         if store.manifest.store_id != one.store_id:
             raise StateError(

@@ -67,7 +67,7 @@ class Seen:
         for line, end in zip(run.lines, [*ends, run.steps], strict=True):
             if line.step < end:
                 try:
-                    self.parts.append((open_plan(run, line, moved, remote), range(line.state.step, end - line.shift)))
+                    self.parts.append((open_plan(line, moved, remote), range(line.state.step, end - line.shift)))
                 except BucketlineError as error:
                     self.unknown.append(f"steps {line.step} to {end - 1} cannot be told: {error}")
 

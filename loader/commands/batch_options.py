@@ -164,7 +164,7 @@ class PlannedOptions(BatchOptions):
         remote = self.remote()
         try:
             line = run.line_of(run.steps if step is None else step)
-            found = open_plan(run, line, run.given(self.stores, remote), remote)
+            found = open_plan(line, run.given(self.stores, remote), remote)
         except StateError as error:
             raise StateError(f"--run {self.of_run}: {error}") from error
         number = 0 if step is None else step - line.shift
