@@ -22,15 +22,14 @@ from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import listed_generations
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.transfer.download import Downloader
+from bucketline.store.transfer.files import Downloader
 from bucketline.store.write.describe import describe_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import TypeAlias
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import Manifest, ShardEntry
     from bucketline.store.write.change_base import ChangeBase
 
     _New: TypeAlias = list[tuple[ShardEntry, ...]]  # shards of each run

@@ -22,13 +22,13 @@ from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.columns import EntriesOf
 from bucketline.store.format.hashing import bytes_digest, caption_digest, file_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest_entries import FileEntry, ShardEntry
+from bucketline.store.format.manifest import FileEntry, ShardEntry
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.transfer.download import Downloader
+from bucketline.store.transfer.files import Downloader
 from bucketline.store.verify.shard import ColumnCheck, ShardCheck
 from bucketline.store.verify.verify import verify_folder
 from bucketline.store.write.describe import describe_shard
@@ -38,8 +38,7 @@ from bucketline.store.write.seal import rebuilt_sidecars
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry
+    from bucketline.store.format.manifest import DroppedEntry, Manifest
     from bucketline.store.format.text_block import Entry, RaggedSpec
     from bucketline.store.write.change_base import ChangeBase
 

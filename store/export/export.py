@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.export.exporter import Exporter, ExportRequest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import ShardEntry
     from bucketline.store.read.store import Store
 
 BYTES_A_SAMPLE = 4096  # of headers, and of the disk beyond a file's length

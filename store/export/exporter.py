@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from bucketline.extensions import Extensions
+from bucketline.store.export.sample_file import record_as_json
+from bucketline.store.format.hashing import sample_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,9 +64,25 @@ EXPORTERS: Extensions[type[Exporter]] = Extensions(
     "bucketline.exporters",
     {
         "webdataset": "bucketline.store.export.webdataset_tars:TarExporter",
-        "safetensors": "bucketline.store.export.safetensors_folder:FolderExporter",
-        "kohya": "bucketline.store.export.kohya_npz:KohyaExporter",
-        "mds": "bucketline.store.export.mds_shards:MdsExporter",
+        "safetensors": "bucketline.store.export.exporter:FolderExporter",
+        "kohya": "bucketline.store.export.kohya:KohyaExporter",
+        "mds": "bucketline.store.export.mds:MdsExporter",
     },
     lambda found: isinstance(found, type) and issubclass(found, Exporter),
 )
+
+
+_SAMPLES = "samples.jsonl"
+
+
+class FolderExporter(Exporter):
+    """Writes the folder."""
+
+    def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
+        """Write each sample's file and its line; see `Exporter`."""
+        with (folder / _SAMPLES).open("w", encoding="ascii") as lines:
+            for record, data in samples:
+                name = f"{record.bucket}/{sample_digest(record.id).hex()}.safetensors"
+                (folder / record.bucket).mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(data)
+                lines.write(json.dumps({"file": name, **record_as_json(record)}) + "\n")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec, Column
-    from bucketline.store.read.located import Located
     from bucketline.store.shard.reader import SealedShard
+    from bucketline.store.shard.row_locator import Located
 
 
 class ReadableShards(Protocol):

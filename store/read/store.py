@@ -32,11 +32,10 @@ from bucketline.store.format.text_block import (
     caption_checksum,
     delivered,
 )
-from bucketline.store.read.located import Located, LocatedEntries
 from bucketline.store.read.preadv import FileGather, check_added, check_rows
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.shard.row_locator import BlockTable
+from bucketline.store.shard.row_locator import BlockTable, Located, LocatedEntries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.schema import BucketEntry, RaggedEntry
     from bucketline.store.remote.cache.remote_source import RemoteSource

@@ -17,12 +17,20 @@ from bucketline.files.redact import redacted
 from bucketline.pages.page import Section, document, parts, refuse_page, worst_first
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
-from bucketline.store.report.collect import MAX_CARDS, Shown, collect_facts, collect_lists, worst_buckets
-from bucketline.store.report.findings import findings
+from bucketline.store.report.facts import (
+    MAX_CARDS,
+    Shown,
+    check_latents,
+    collect_facts,
+    collect_lists,
+    read_latents,
+    vae_of,
+    with_latents,
+    worst_buckets,
+)
 from bucketline.store.report.latent_rgb import latent_images, still
-from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
 from bucketline.store.report.other_process import call_elsewhere
-from bucketline.store.report.sections import Cards, places_shown, template_values
+from bucketline.store.report.sections import Cards, findings, places_shown, template_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -32,8 +40,7 @@ if TYPE_CHECKING:
 
     from bucketline.pages.page import Finding
     from bucketline.store.read.store import Store
-    from bucketline.store.report.collect import Facts, ListFacts
-    from bucketline.store.report.latents import RowPlace
+    from bucketline.store.report.facts import Facts, ListFacts, RowPlace
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
 _KINDS = {  # of a store's files, by the end of the name

@@ -18,15 +18,13 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import MANIFEST, dump_manifest, generation_path
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.transfer.download import Downloader, is_there
-from bucketline.store.transfer.upload import LISTS, MAX_LIST_BYTES
+from bucketline.store.transfer.files import LISTS, MAX_LIST_BYTES, Downloader, is_there
 from bucketline.store.write.publish import changing, prepare_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import Manifest, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 NOTE = ".pulling"  # the id of the store that an unfinished pull is of

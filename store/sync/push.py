@@ -12,9 +12,9 @@ from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import dump_manifest, finished, generations, read_manifest
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.remote.generations import commit, complete_first, find_newest, refuse_without_put_if_absent
+from bucketline.store.transfer.files import Uploader, send_lists
 from bucketline.store.transfer.sender import noted
-from bucketline.store.transfer.upload import Uploader, send_lists
-from bucketline.store.write.newest import existing_manifest
+from bucketline.store.write.change_base import existing_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.transfer.upload import Sent
+    from bucketline.store.transfer.files import Sent
 
 _ROUNDS = 3  # of sending what is gone when it should be committed
 

@@ -10,14 +10,21 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import explaining
 from bucketline.store.change.commit import WorkFolder, commit_change
 from bucketline.store.change.merge import fingerprint_of
-from bucketline.store.format.manifest import MANIFEST, check_fingerprint, generation_path, generations, write_manifest
-from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
+from bucketline.store.format.manifest import (
+    COLUMN_SHARD_NAME,
+    MANIFEST,
+    check_fingerprint,
+    generation_path,
+    generations,
+    write_manifest,
+)
 from bucketline.store.read.lost_files import files_of, lost_shards
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import is_url, refuse_misspelt, working_cache, working_folder
 from bucketline.store.sync.pull import get_lists
+from bucketline.store.transfer.files import Uploader, send_lists, shard_of
 from bucketline.store.transfer.sender import (
     ShardSender,
     forget_sent,
@@ -25,8 +32,7 @@ from bucketline.store.transfer.sender import (
     send_shard,
     sent_shards,
 )
-from bucketline.store.transfer.upload import Uploader, send_lists, shard_of
-from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.change_base import newest_manifest
 from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, with_shards
 from bucketline.store.write.target import LocalTarget
 from bucketline.typed_json import first_difference

@@ -22,7 +22,7 @@ from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.store.format.block import ID, encode_block
 from bucketline.store.format.hashing import file_digest, line_sums
 from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, shard_paths
-from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME, ColumnShardEntry, FileEntry, group_entry
+from bucketline.store.format.manifest import COLUMN_SHARD_NAME, ColumnShardEntry, FileEntry, group_entry
 from bucketline.store.format.schema import ColumnEntry, column_entries
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec, Row
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import ShardEntry
     from bucketline.store.shard.reader import SealedShard
 
 MAKING = ".column"  # the suffix of what is being made in `pending/`

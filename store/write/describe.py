@@ -18,11 +18,11 @@ from bucketline.files.regular_file import read_regular
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.format.manifest_entries import FileEntry, RaggedTotals, ShardEntry, group_entry
+from bucketline.store.format.manifest import FileEntry, RaggedTotals, ShardEntry, group_entry
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.schema import BucketEntry, bucket_entry
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile

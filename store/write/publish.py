@@ -20,19 +20,27 @@ from bucketline.files.locks import FileLock
 from bucketline.store.folder import LocalFolder
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, FORMAT_VERSION, shard_paths
-from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
-from bucketline.store.format.manifest_entries import SHARD_NAME, DroppedEntry, GroupEntry, ShardEntry
+from bucketline.store.format.manifest import (
+    SHARD_NAME,
+    DroppedEntry,
+    GroupEntry,
+    Manifest,
+    ShardEntry,
+    generations,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text_block import is_bucket
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.attempts import remove_attempts
-from bucketline.store.write.change_base import ChangeBase
+from bucketline.store.write.change_base import ChangeBase, existing_manifest, is_published, listed_by_any
 from bucketline.store.write.column_shard import MAKING
 from bucketline.store.write.describe import describe_shard
-from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
 from bucketline.store.write.seal import SEALING, may_have_commits, seal_apart
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,17 +29,53 @@ from bucketline.store.format.columns import (
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.schema import AXIS_NAME, bucket_name, bucket_sizes
-from bucketline.store.format.text_block import TEXT_GROUP, make_caption, quantised_caption
+from bucketline.store.format.schema import AXIS_NAME, GroupRules, RaggedEntry, bucket_name, bucket_sizes, column_entries
+from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, make_caption, quantised_caption
 from bucketline.store.write.arrays import checked_arrays
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from bucketline.store.format.schema import Schema
     from bucketline.store.format.text_block import Entry, TextSpec
     from bucketline.store.write.arrays import Arrays
-    from bucketline.store.write.ragged_form import RaggedGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedGroup(GroupRules):
+    """A group of arrays whose first dimension differs from entry to entry: another encoder's tokens, audio, points.
+
+    `columns` are its token columns: an entry has an array `[T, *shape]` of each, all of the same T, 0 or more. `fixed` are
+    columns of which an entry has one array `[*shape]`. With `of="captions"` each caption has an entry, which is given with its
+    embedding. With `of="rows"` each row has one; `stored_once` stores those that are equal once per shard, and rows may lack an
+    `optional` one. An entry has no mirror image: a loader that flips refuses the group, unless `mirrored` is "same".
+    """
+
+    columns: Sequence[Column]
+    fixed: Sequence[Column] = ()
+    allow_nonfinite: bool = False  # whether NaN and infinite values are stored, not refused
+
+    def __post_init__(self) -> None:
+        try:
+            self.check(self.spec(""))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def spec(self, name: str) -> RaggedSpec:
+        """Return the columns of the blocks of the group of this name."""
+        return RaggedSpec(tokens=tuple(self.columns), fixed=tuple(self.fixed), group=RAGGED_PREFIX + name)
+
+    def entry(self, name: str) -> RaggedEntry:
+        """Return the group in the manifest's form."""
+        spec = self.spec(name)
+        return RaggedEntry(
+            **{rule.name: getattr(self, rule.name) for rule in fields(GroupRules)} | {"of": EntriesOf(self.of)},
+            header_bytes=spec.header_bytes,
+            tokens=column_entries(spec.tokens),
+            fixed=column_entries(spec.fixed),
+        )
 
 
 SPLITS = ("train", "val")

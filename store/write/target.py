@@ -13,7 +13,7 @@ from bucketline.store.folder import Folder, LocalFolder
 from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, write_manifest
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.store import Store
-from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.change_base import is_published, newest_manifest
 from bucketline.store.write.publish import FOLDERS, adopt, lock_store, new_manifest, prepare_store, publish
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ MOMENTS = {
     "finish": ("bucketline.ingest.pack", "finish"),
     "publish": ("bucketline.store.write.target", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
-    "send": ("bucketline.store.transfer.upload", "Uploader._send"),
+    "send": ("bucketline.store.transfer.files", "Uploader._send"),
     "note": ("bucketline.store.transfer.sender", "note_description"),
     "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
     "url-commit": ("bucketline.store.change.commit", "commit"),

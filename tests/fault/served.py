@@ -22,7 +22,7 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, PRESENT_SUFFIX
-from bucketline.store.remote.cache.remote_files import cached_paths
+from bucketline.store.remote.cache.remote_source import cached_paths
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.forcing import started
 

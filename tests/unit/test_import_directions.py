@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
 ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "command_line.py")
-SIZES_OF_IMAGES = "kohya_names.py"  # of an exporter, with its extra
+SIZES_OF_IMAGES = "kohya.py"  # of an exporter, with its extra
 REACHED_BY = "store/remote/urls.py"  # the object store's client takes its endpoint from the environment: it is part of a place
 CONSOLE = ("cli.py", "config.py", "command_line.py", "progress.py", "main.py", "log.py", "run_file.py")
 CONSOLE_FOLDER = "commands"  # one command a file

@@ -22,8 +22,7 @@ from bucketline.store.export.export import export, open_export, plan_export
 from bucketline.store.export.exporter import ExportRequest
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import parse_manifest
-from bucketline.store.format.text_codec import dequantise, quantise
-from bucketline.store.format.text_error import TextError, measured_error
+from bucketline.store.format.text_codec import TextError, dequantise, measured_error, quantise
 from bucketline.store.read.info import info
 from bucketline.store.read.iter_samples import Selection
 from bucketline.store.verify.verify import verify

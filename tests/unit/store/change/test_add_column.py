@@ -17,11 +17,11 @@ from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import create_aside
 from bucketline.files.locks import FileLock
 from bucketline.store import Store, add_column
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
-from bucketline.store.change.restore import restore
 from bucketline.store.export.sample_file import sample_file
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX

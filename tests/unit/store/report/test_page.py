@@ -19,9 +19,16 @@ from bucketline.pages.image_files import png
 from bucketline.pages.page import Finding, parts
 from bucketline.store import RowColumn, Store, StoreWriter
 from bucketline.store.report import collect as collect_module
-from bucketline.store.report.collect import MAX_REASONS, OTHER_REASONS, collect_facts, collect_lists
-from bucketline.store.report.findings import findings
-from bucketline.store.report.latents import check_latents, near_duplicates, vae_of
+from bucketline.store.report.facts import (
+    MAX_REASONS,
+    OTHER_REASONS,
+    check_latents,
+    collect_facts,
+    collect_lists,
+    near_duplicates,
+    vae_of,
+)
+from bucketline.store.report.sections import findings
 from tests.commands import call
 from tests.kit import make_sample, make_store, samples_of
 from tests.models import SMALL

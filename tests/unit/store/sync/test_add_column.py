@@ -9,10 +9,10 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, add_column
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
-from bucketline.store.change.restore import restore
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions

@@ -13,10 +13,10 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
-from bucketline.store.change.restore import restore
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation, read_generation
