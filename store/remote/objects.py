@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError, UsageError
 from bucketline.files.redact import redacted_within
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
     from bucketline.store.remote.plain_http import PlainHttp
     from bucketline.store.remote.urls import Address
-    from bucketline.store.remote.web_server import WebAnswer, WebServer
 
 WRITE_TIMEOUT_S = 600.0  # of one part, on a slow line that others share
 _memory: dict[str, MemoryStore] = {}
@@ -63,7 +64,11 @@ def connect(address: Address, secret_url: str, options: RemoteOptions, *, is_wri
             return kinds.LocalStore(address.path, mkdir=is_writing)
         common = {"client_options": _client_options(address, options, is_writing=is_writing), "retry_config": _retry(options)}
         if address.kind == "http":
-            return kinds.HTTPStore(secret_url, **common)
+            if user := urlsplit(secret_url).netloc.rpartition("@")[0]:
+                common["client_options"]["default_headers"] = {
+                    "authorization": f"Basic {b64encode(unquote(user).encode()).decode()}"
+                }
+            return kinds.HTTPStore(address.url, **common)
         config: Any = options.client_options()
         if options.endpoint is not None:
             config["base_url" if address.kind == "gcs" else "endpoint"] = options.endpoint
@@ -127,7 +132,7 @@ MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards h
 _CHUNK_BYTES = 4 << 20  # of an answer, between two looks at how much has come; by 1 MiB a line takes 1.6 times the time
 _LOOK_UPS = 16  # at a time, of objects that cannot be listed
 MAX_MESSAGE = 300  # characters of what the client says
-_DENIED = ("PermissionDeniedError", "UnauthenticatedError", "WebDeniedError")
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
 _NO_RANGES = re.compile(r"Range request not supported|non-partial response when range requested", re.IGNORECASE)
 _BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
@@ -144,12 +149,6 @@ _CREDENTIALS: dict[Kind, str] = {
 
 def _entry(meta: ObjectMeta) -> ListedFile:
     return ListedFile(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
-
-
-def _close(found: GetResult | WebAnswer) -> None:
-    """Free the connection of a web server's answer; the client of object storage frees its own."""
-    if (close := getattr(found, "close", None)) is not None:
-        close()
 
 
 def _joined(chunks: Iterable[bytes | memoryview]) -> bytes:
@@ -181,13 +180,8 @@ class ObjectFolder:
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
         deadline_s = self.options.deadline_s
-        self._web_server: WebServer | None = None
         self._plain_http: PlainHttp | None = None
-        if self.kind == "http":  # the HTTP client is imported by whoever needs it: stores on a disk do not
-            from bucketline.store.remote.web_server import WebServer
-
-            self._web_server = WebServer(self._secret_url, deadline_s=deadline_s)
-        elif self.is_far:
+        if self.is_far:  # the HTTP client is imported by whoever needs it: stores on a disk do not
             from bucketline.store.remote.plain_http import PlainHttp
 
             self._plain_http = PlainHttp(deadline_s=deadline_s)
@@ -245,30 +239,22 @@ class ObjectFolder:
     def _range(self, name: str, begin: int, end: int) -> Iterator[bytes | memoryview]:
         return self._bounded(name, self._get(name, (begin, end)), end - begin, is_part=True)
 
-    def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult | WebAnswer:
+    def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult:
         """Request an object, or a range of it."""
         import obstore
 
-        client = self._client()
-        if self._web_server is not None:
-            return self._web_server.get(name, span)
-        return obstore.get(client, name, options=None if span is None else {"range": span})
+        return obstore.get(self._client(), name, options=None if span is None else {"range": span})
 
-    def _bounded(
-        self, name: str, found: GetResult | WebAnswer, most_bytes: int, *, is_part: bool = False
-    ) -> Iterator[bytes | memoryview]:
+    def _bounded(self, name: str, found: GetResult, most_bytes: int, *, is_part: bool = False) -> Iterator[bytes | memoryview]:
         """Yield the bytes of an answer, whatever its header says of their number, and no more than `most_bytes`."""
         stated, count = found.meta["size"], 0
-        try:
-            if not is_part and stated > most_bytes:
-                raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
-            for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
-                count += len(chunk)
-                if count > most_bytes:
-                    raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
-                yield chunk
-        finally:
-            _close(found)
+        if not is_part and stated > most_bytes:
+            raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
+        for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
+            count += len(chunk)
+            if count > most_bytes:
+                raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
+            yield chunk
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
@@ -289,11 +275,7 @@ class ObjectFolder:
         with self._explaining("read", name):
             found = self._get(name)
             entry = _entry(found.meta)
-            try:
-                check(entry)
-            except BaseException:
-                _close(found)
-                raise
+            check(entry)
             return _joined(self._bounded(name, found, entry.num_bytes)), entry
 
     def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ListedFile]:
@@ -315,8 +297,7 @@ class ObjectFolder:
 
         try:
             with self._explaining("look up", name):
-                client = self._client()
-                return _entry(obstore.head(client, name) if self._web_server is None else self._web_server.head(name))
+                return _entry(obstore.head(self._client(), name))
         except MissingObjectError:
             return None
 
@@ -481,7 +462,7 @@ class ObjectFolder:
                     f"cannot {verb} {self.place(name)}: the client cannot make the request ({self._brief(error)}); check that "
                     f"keys, tokens and token files are one line ({_CREDENTIALS[self.kind]})"
                 ) from None
-            if not kind.__module__.startswith(("obstore", "bucketline.store.remote.web_server")):  # of an iterable's own
+            if not kind.__module__.startswith("obstore"):  # of an iterable's own
                 raise
             if _NO_RANGES.search(str(error)):
                 raise NoRangesError(

@@ -18,7 +18,7 @@ from bucketline.pages.charts import Line, lines
 from bucketline.pages.image_files import png
 from bucketline.pages.page import Finding, parts
 from bucketline.store import RowColumn, Store, StoreWriter
-from bucketline.store.report import collect as collect_module
+from bucketline.store.report import facts as facts_module
 from bucketline.store.report.facts import (
     MAX_REASONS,
     OTHER_REASONS,
@@ -384,7 +384,7 @@ def test_frequent_words_stay_when_rare_ones_make_room(
     counted = collect_facts(store_with(), 1).words
     assert counted.most_common(1) == [("b", 2 * sum(ROWS.values()))]  # twice in each caption
     assert len(counted) > 4
-    monkeypatch.setattr(collect_module, "MAX_WORDS", 4)
+    monkeypatch.setattr(facts_module, "MAX_WORDS", 4)
     few = collect_facts(store_with(), 1).words
     assert few["b"] == counted["b"]
     assert len(few) <= 4

@@ -19,7 +19,7 @@ from bucketline.store.remote.generations import newest_generation, read_generati
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.transfer import download, upload
+from bucketline.store.transfer import files
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.kit import (
@@ -96,7 +96,7 @@ def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Pat
 def test_files_of_many_parts_are_put_together_in_order(
     kind: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (download, upload, objects_module):
+    for module in (files, objects_module):
         monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
     folder = in_memory() if kind == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
     push(own, folder)
@@ -205,7 +205,7 @@ def test_what_was_left_long_ago_is_sent_again(own: Path, monkeypatch: pytest.Mon
         patched.setattr("bucketline.store.sync.push.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             push(own, folder)
-    monkeypatch.setattr(upload, "FRESH_S", -60.0)
+    monkeypatch.setattr(files, "FRESH_S", -60.0)
     assert push(own, folder).sent.files == 6
     assert push(own, folder).sent.files == 0  # a generation lists it now
 
