@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
     from obstore.store import MemoryStore, ObjectStore
 
-    from bucketline.store.remote.plain_http import PlainHttp
     from bucketline.store.remote.urls import Address
 
 WRITE_TIMEOUT_S = 600.0  # of one part, on a slow line that others share
@@ -127,7 +126,6 @@ __all__ = ["ObjectFolder", "RemoteOptions", "is_url"]
 PART_BYTES = 8 << 20
 MAX_PARTS = 9_000  # S3 allows 10,000
 PARTS_IN_FLIGHT = 4
-SIGNED_FOR = timedelta(hours=1)
 MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
 _CHUNK_BYTES = 4 << 20  # of an answer, between two looks at how much has come; by 1 MiB a line takes 1.6 times the time
 _LOOK_UPS = 16  # at a time, of objects that cannot be listed
@@ -179,12 +177,6 @@ class ObjectFolder:
         self.identity = identity_of(self._address, self.options)
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
-        deadline_s = self.options.deadline_s
-        self._plain_http: PlainHttp | None = None
-        if self.is_far:  # the HTTP client is imported by whoever needs it: stores on a disk do not
-            from bucketline.store.remote.plain_http import PlainHttp
-
-            self._plain_http = PlainHttp(deadline_s=deadline_s)
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -257,15 +249,7 @@ class ObjectFolder:
             yield chunk
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
-
-        Over plain HTTP this takes half of the processor's time.
-        """
-        plain = self._plain_http
-        found = plain.pieces(self._request_of, name, begin, end) if plain is not None else None
-        if found is not None:
-            yield from found
-            return
+        """Yield the bytes of a range, as `read_range` returns them, in pieces, each valid until the next is requested."""
         with self._explaining("read", name):
             for chunk in self._range(name, begin, end):
                 yield memoryview(chunk).cast("B")
@@ -430,16 +414,6 @@ class ObjectFolder:
                     client = connect(self._address, self._secret_url, self.options, is_writing=is_writing)
                     self._clients[is_writing] = client
         return client
-
-    def _request_of(self, name: str) -> tuple[str, dict[str, str]] | None:
-        """Return an object's URL and headers for a request of our own, signed if the store needs that; None if it cannot be."""
-        client = self._client()
-        import obstore
-
-        try:
-            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[call-overload]
-        except Exception:  # noqa: BLE001 - such as an identity that may read but not sign
-            return None
 
     @contextmanager
     def _explaining(self, verb: str, name: str) -> Iterator[None]:

@@ -77,7 +77,7 @@ def test_the_store_knows_bytes_and_nothing_above_it() -> None:
 
 
 def test_the_store_needs_only_the_libraries_that_the_design_names() -> None:
-    allowed = {"numpy", "lmdb", "msgpack", "obstore", "safetensors", "xxhash", "bucketline", "cyclopts", "rich", "urllib3"}
+    allowed = {"numpy", "lmdb", "msgpack", "obstore", "safetensors", "xxhash", "bucketline", "cyclopts", "rich"}
     allowed |= {"webdataset", "PIL"}  # of exporters
     found = {module.partition(".")[0] for path in files("store") for module in imported(path)}
     assert not found - allowed - set(sys.stdlib_module_names)
@@ -181,7 +181,7 @@ def test_a_package_is_imported_without_paying_for_torch(module: str) -> None:
 
 
 def test_a_store_on_a_disk_is_opened_and_written_without_the_clients_of_object_storage() -> None:
-    clients = {"obstore", "urllib3", "ssl"}
+    clients = {"obstore", "ssl"}
     run = f"import sys; from bucketline.store import Store, StoreWriter; print(sorted({clients} & set(sys.modules)))"
     assert spawn([sys.executable, "-c", run]).out == "[]\n"
 
