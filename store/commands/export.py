@@ -44,8 +44,6 @@ class Export(ReadingArguments):
     columns: Annotated[str | None, Arg(metavar="ROLES")] = None
     """Columns that kohya and mds get next to the latents, such as mask,control/depth, or none. Default: all; one that the
     format cannot hold is refused by name."""
-    images: Annotated[Path | None, Arg(metavar="FOLDER")] = None
-    """Folder of the images, to read sizes that the store does not know, for kohya, whose scripts look for caches by size."""
     dry_run: bool = False
     """Print the number of samples, and about how many bytes they take, without writing them."""
     json: bool = False
@@ -78,15 +76,12 @@ class Export(ReadingArguments):
         columns: tuple[str, ...] | None = None
         if self.columns is not None:
             columns = () if self.columns.strip() == NO_COLUMNS else tuple(role.strip() for role in self.columns.split(","))
-        if self.images is not None and not self.images.is_dir():
-            raise UsageError(f"--images {self.images} is not a folder; name the folder of the images")
         return ExportRequest(
             output=self.output,
             format=self.format,
             selection=Selection(split=self.split, bucket=self.bucket),
             shard_bytes=self.shard_size and self.shard_size.num_bytes,
             columns=columns,
-            images=self.images,
         )
 
     def _refuse_options(self, exporter: type[Exporter]) -> None:
@@ -94,7 +89,6 @@ class Export(ReadingArguments):
         for option, value, why in (
             ("shard_bytes", self.shard_size, f"--shard-size only applies to tars and shards, {writes} writes none"),
             ("columns", self.columns, f"--columns {self.columns!r:.80}: {writes} writes all columns"),
-            ("images", self.images, f"--images {self.images}: {writes} does not need the images"),
         ):
             if value is not None and option not in exporter.options:
                 raise UsageError(f"{why}; leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,8 +17,7 @@ from bucketline.command_line import (
     printable,
     refuse_below,
 )
-from bucketline.errors import UsageError
-from bucketline.options import ALONE, Arg, Positional
+from bucketline.options import Arg, Positional
 from bucketline.pack_options import as_settings
 from bucketline.store.commands.place import ChangingArguments, ReadingArguments, StorePlace, show_each, shown
 from bucketline.store.format.columns import LATENT
@@ -47,27 +46,11 @@ class Info(ReadingArguments):
 
     store: Positional[StorePlace]
     """Path or URL of the store, or the folder of a data set's stores."""
-    rules: Annotated[str | None, Arg(metavar="SOURCE")] = field(default=None, metadata={ALONE: "."})
-    """Print a data set file instead, from which `ingest pack` packs an equal store; with the path of its source, or `.`."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        if self.rules is None:
-            return show_each(self)
-        from bucketline.store.format.mixture_file import read_mixture
-        from bucketline.store.read.dataset_rules import dataset_file, dataset_file_of
-
-        if self.json:
-            raise UsageError("--rules prints a data set file, and --json an object; leave one out")
-        members = read_mixture(self.store) if isinstance(self.store, Path) else None
-        if members is None:
-            print(dataset_file(self.open_store(self.store).manifest, shown(self.store), self.rules), end="")
-            return 0
-        assert isinstance(self.store, Path)
-        each = [(one.name, one.repeats, self.open_store(self.store / one.name).manifest) for one in members]
-        print(dataset_file_of(each, shown(self.store), self.rules), end="")
-        return 0
+        return show_each(self)
 
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.store.read.info import info

@@ -29,7 +29,6 @@ class ExportRequest:
     selection: Selection
     shard_bytes: int | None = None  # the most that a file of many samples has; None: the format's default
     columns: tuple[str, ...] | None = None  # roles to write next to the latents; None: all
-    images: Path | None = None  # folder of the images, for sizes that the store does not know
 
 
 class ExportedSample(NamedTuple):
@@ -42,7 +41,7 @@ class ExportedSample(NamedTuple):
 class Exporter(ABC):
     """Writes samples in one format; an object for each export."""
 
-    options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`, `images`
+    options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`
     shard_bytes: ClassVar[int] = 1 << 30  # the default
     value_bytes: ClassVar[int] = 1  # that a value is written with, if the store has it in fewer
     most_captions: ClassVar[int] = 1 << 31  # of a sample that are written with their embeddings

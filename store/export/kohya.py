@@ -51,10 +51,9 @@ class KohyaName:
 class KohyaNames:
     """Names samples one after the other."""
 
-    def __init__(self, store: Store, family: str, images: Path | None) -> None:
-        """`images`: folder of the images, whose sizes are read if the store does not know them."""
+    def __init__(self, store: Store, family: str) -> None:
         rules = store.manifest.rules.get("import")
-        self._store, self._family, self._images = store, family, images
+        self._store, self._family = store, family
         self._kind = str(rules.get("kind")) if isinstance(rules, dict) else ""
         self._of: dict[str, str] = {}  # image by stem
         self._ids: dict[tuple[str, str], str] = {}  # by path and end of keys
@@ -64,7 +63,12 @@ class KohyaNames:
         """Return a sample's place; `key_end` is what its keys in the file end in."""
         image = self._image(record, key_end)
         stem = self._stem(image, record)
-        width, height = self._size(image, stem, record)
+        height, width = record.original_size
+        if not (height and width):
+            raise StoreError(
+                f"sample {record.id!r:.200}: the size of its image is unknown, and kohya's scripts look for a cache by it; "
+                "leave it out"
+            )
         path = f"{stem}_{width:04d}x{height:04d}_{self._family}.npz"
         is_first_of_image = stem not in self._of
         other = self._ids.setdefault((path, key_end), record.id)
@@ -106,33 +110,6 @@ class KohyaNames:
             raise StoreError(f"sample {record.id!r:.200} cannot be a file's name, as kohya's caches are called; leave it out")
         return stem
 
-    def _size(self, image: str, stem: str, record: SampleRecord) -> tuple[int, int]:
-        """Return the width and height of a sample's image."""
-        height, width = record.original_size
-        if height and width:
-            return width, height
-        if self._images is None:
-            raise StoreError(
-                f"sample {record.id!r:.200}: the size of its image is unknown, and kohya's scripts look for a cache by it; "
-                "--images FOLDER reads it from the images"
-            )
-        names = [image, *(stem + extension for known in sorted(_IMAGES) for extension in (known, known.upper()))]
-        path = next((path for name in names if (path := self._images / name).is_file()), None)
-        if path is None:
-            raise StoreError(f"sample {record.id!r:.200}: its image is not in {self._images}; name the folder of the images")
-        return _size_of_image(path)
-
-
-def _size_of_image(path: Path) -> tuple[int, int]:
-    """Return an image's width and height as its file has them, as sd-scripts does: not turned upright."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.size
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise StoreError(f"{path} cannot be read as an image ({error!s:.100}); restore it") from error
-
 
 MODELS = ("sd", "sdxl", "sd3", "flux")
 CLIP_TOKENS = 77  # before the T5's in SD3's
@@ -143,7 +120,7 @@ _SUFFIX = {"sdxl": "_te_outputs", "sd3": "_sd3_te", "flux": "_flux_te"}
 class KohyaExporter(Exporter):
     """Writes the folder."""
 
-    options = frozenset({"columns", "images"})
+    options = frozenset({"columns"})
     value_bytes = 4
     most_captions = 1
 
@@ -166,7 +143,7 @@ class KohyaExporter(Exporter):
                 f"{store.path} has the text family {self.form.family or 'none'!r}; kohya's caches are written for "
                 f"{', '.join(MODELS)}: use --format safetensors"
             )
-        self._checked = KohyaNames(store, self.form.family, request.images)
+        self._checked = KohyaNames(store, self.form.family)
 
     def check(self, record: SampleRecord) -> None:
         """Check a sample's name; see `KohyaNames.name`."""
@@ -174,7 +151,7 @@ class KohyaExporter(Exporter):
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
         """Write each sample's files; see `Exporter`."""
-        names = KohyaNames(self.store, self.form.family, self.request.images)
+        names = KohyaNames(self.store, self.form.family)
         for record, data in samples:
             name, arrays = names.name(record, self._key_end(record)), self.form.arrays(record, data)
             path = folder / name.path

@@ -29,10 +29,10 @@ from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.write.column_shard import COLUMN_FIELDS, ids_by_row
 from bucketline.store.write.describe import entry_of_extents
 from bucketline.store.write.shard_contents import ShardContents, read_contents
-from bucketline.typed_json import differences, encode
+from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.format.text_block import TextBlock
     from bucketline.store.read.store import Store
-
-    Numbers = Mapping[str, NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,60 +123,30 @@ class BlockPlace(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Damage:
+    """A damaged caption, or another group's entry; `number` is that in the shard, None of a block that cannot be read.
+
+    The blocks of captions and entries precede those of rows, so that the rows that use one are found after it.
+    """
+
     error: str
     place: BlockPlace
-    caption: int | None  # or another group's entry; None if none of the block's are readable
+    number: int | None
     rows: int = 0  # that use it
     samples: list[str] = field(default_factory=list)  # ids of these rows, if known
 
+    def used_by(self, numbers: Mapping[str, NDArray[np.int32]]) -> list[int]:
+        """Return the rows of a block that use it, given the captions or entries of its rows, `[K, V]` by group."""
+        own = numbers[self.place.group]
+        first, count = (self.place.first_row, self.place.rows) if self.number is None else (self.number, 1)
+        rows: list[int] = np.flatnonzero(((own >= first) & (own < first + count)).any(axis=1)).tolist()
+        return rows
 
-class CaptionUsers:
-    """Collects damaged captions and ragged entries, then the rows that use them, and reports both at the end.
-
-    A shard's blocks of these precede its buckets' blocks in key order. A block's numbers say what its rows use: for each group
-    the captions, or entries, of its rows, `[K, V]`.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._found: list[_Damage] = []
-
-    @property
-    def has_any(self) -> bool:
-        """True if a caption or an entry is damaged."""
-        return bool(self._found)
-
-    def add(self, error: str, place: BlockPlace, caption: int | None) -> None:
-        """Add a damaged caption, or entry, by its number in the shard, or a complete block of them (None)."""
-        self._found.append(_Damage(error=error, place=place, caption=caption))
-
-    def rows(self, numbers: Numbers) -> list[int]:
-        """Return the indices of rows that use a damaged caption or entry, given their numbers."""
-        found = {k for damage in self._found for k in np.flatnonzero(_uses(numbers, damage)).tolist()}
-        return sorted(found)
-
-    def note(self, numbers: Numbers, names: Sequence[str | None]) -> None:
-        """Add rows as users, given their numbers and their sample ids, None if unknown."""
-        for damage in self._found:
-            for k in np.flatnonzero(_uses(numbers, damage)).tolist():
-                damage.rows += 1
-                if (name := names[k]) is not None:
-                    damage.samples.append(name)
-
-    def report(self, faults: Faults) -> None:
-        """Add a fault for each damaged caption and entry."""
-        for damage in self._found:
-            verb, group = "uses" if damage.rows == 1 else "use", damage.place.group
-            what = "it" if damage.caption is not None else "its captions" if group == TEXT_GROUP else "its entries"
-            error = f"{damage.error}; {counted(damage.rows, 'sample')} {verb} {what}"
-            faults.add(error, group, damage.place.block, damage.caption, samples=tuple(damage.samples))
-
-
-def _uses(numbers: Numbers, damage: _Damage) -> NDArray[np.bool_]:
-    captions = numbers[damage.place.group]
-    first, count = (damage.place.first_row, damage.place.rows) if damage.caption is None else (damage.caption, 1)
-    found: NDArray[np.bool_] = np.any((captions >= first) & (captions < first + count), axis=1)
-    return found
+    def fault(self, faults: Faults) -> None:
+        """Add it to the faults, with the number of the samples that use it."""
+        verb, group = "uses" if self.rows == 1 else "use", self.place.group
+        what = "it" if self.number is not None else "its captions" if group == TEXT_GROUP else "its entries"
+        error = f"{self.error}; {counted(self.rows, 'sample')} {verb} {what}"
+        faults.add(error, group, self.place.block, self.number, samples=tuple(self.samples))
 
 
 MAX_BLOCK_BYTES = 64 << 20  # maximum that verify holds in memory; a block is about 1 MiB, or one row
@@ -203,7 +171,7 @@ class ShardCheck:
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
         self._read_bytes = self._told_bytes = 0
-        self._users = CaptionUsers()
+        self._damage: list[_Damage] = []  # of captions and entries
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -223,7 +191,8 @@ class ShardCheck:
             self._tell(entry.lmdb.num_bytes)  # also if the file ends early
             if lines is not None:
                 self._describe(damaged, lines)
-        self._users.report(self._faults)
+        for damage in self._damage:
+            damage.fault(self._faults)
 
     def _tell(self, read_bytes: int) -> None:
         self._on_bytes(read_bytes - self._told_bytes)
@@ -261,7 +230,7 @@ class ShardCheck:
         finally:
             os.close(fd)
         whole = digest if file_bytes == expected.num_bytes else None
-        is_named = self._faults.has_any_inside or self._users.has_any  # more exactly than by lines
+        is_named = self._faults.has_any_inside or self._damage  # more exactly than by lines
         if file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
             with self._faults.guard():
                 self._compare_lines(lines)
@@ -305,8 +274,7 @@ class ShardCheck:
         unread = Faults(None)
         with unread.guard():
             self._entry_block(place, data, item)
-        for fault in unread.found:
-            self._users.add(fault.error, place, None)
+        self._damage += [_Damage(error=fault.error, place=place, number=None) for fault in unread.found]
 
     def _entry_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
         block = read_text_block(self._store.groups[place.group], data, item)
@@ -314,8 +282,7 @@ class ShardCheck:
         found = dict.fromkeys(block.bad(), _BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY)
         if block.spec.is_quantised:
             found = {**dict.fromkeys(strange_captions(block), _STRANGE_CAPTION), **found}
-        for n in sorted(found):
-            self._users.add(found[n], place, place.first_row + n)
+        self._damage += [_Damage(error=found[n], place=place, number=place.first_row + n) for n in sorted(found)]
 
     def _row_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
         spec = self._specs[place.group]
@@ -352,14 +319,15 @@ class ShardCheck:
 
     def _note_users(self, place: BlockPlace, numbers: Mapping[str, NDArray[np.int32]], bad: list[int]) -> None:
         """Record the live rows that use a damaged caption or entry."""
-        users = set(self._users.rows(numbers)) - set(bad)
-        if not users:
+        if not self._damage:
             return
+        skipped = set(bad)
         with suppress(StoreError):  # a damaged list of dropped rows is reported elsewhere
-            users -= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
-        rows = sorted(users)
-        names = self._names(place, rows)
-        self._users.note({group: own[rows] for group, own in numbers.items()}, [names.get(place.first_row + k) for k in rows])
+            skipped |= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
+        for damage in self._damage:
+            rows = [k for k in damage.used_by(numbers) if k not in skipped]
+            damage.rows += len(rows)
+            damage.samples += self._names(place, rows).values()
 
     def _is_expected(self, place: BlockPlace, first_row: int, rows: int) -> None:
         if (first_row, rows) != (place.first_row, place.rows):
@@ -409,8 +377,8 @@ class ShardCheck:
         dropped = {name: group.dropped for name, group in entry.groups.items()}
         groups = {name: group._replace(dropped=dropped.get(name, 0)) for name, group in again.groups.items()}
         again = replace(again, groups=groups, record_bytes=record_bytes, dropped=entry.dropped, added=entry.added)
-        for name, own, listed_value in differences(encode(again), encode(entry), ""):
-            self._faults.add(f"{name} is {own}, the manifest says {listed_value}")
+        if difference := first_difference(encode(again), encode(entry), ""):
+            self._faults.add("{} is {}, the manifest says {}".format(*difference))
 
 
 class ColumnCheck(ShardCheck):
