@@ -45,10 +45,9 @@ class Push(ChangingArguments):
         if self.json:
             print_json(asdict(done))
             return 0
-        there = f", {human_bytes(done.sent.bytes_there)} were there" if done.sent.files_there else ""
         committed = "" if done.is_committed else ", which was there"
         print(
-            f"{folder.url}: {counted(done.sent.files, 'file')} with {human_bytes(done.sent.num_bytes)} sent{there}; generation "
+            f"{folder.url}: {counted(done.files, 'file')} with {human_bytes(done.num_bytes)} sent; generation "
             f"{done.generation} with {counted(done.samples, 'sample')}{committed}"
         )
         return 0

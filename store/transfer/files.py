@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
@@ -37,17 +37,8 @@ if TYPE_CHECKING:
 
 LISTS = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl")  # of the packer, not of the format
 MAX_LIST_BYTES = 1 << 30
+Item = TypeVar("Item")
 FRESH_S = 12 * 3600.0  # half of the time that garbage collection leaves to what nothing lists
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """The files that an upload sent, and those that were there already."""
-
-    files: int
-    num_bytes: int
-    files_there: int
-    bytes_there: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +57,19 @@ class _File:
         if listed is None or COLUMN_SHARD_NAME.fullmatch(self.path.stem):
             return not self.is_list  # the names of added columns' files are drawn
         return self.expected in (listed.lmdb, listed.extents, listed.index, listed.dropped)
+
+
+def _in_threads(jobs: int, handle: Callable[[Item], None], items: Sequence[Item], stopped: threading.Event) -> None:
+    """Handle items, several at a time; the first error sets `stopped`, and is raised when the others have ended."""
+    with ThreadPoolExecutor(max(1, min(jobs, len(items))), thread_name_prefix="bucketline-transfer") as pool:
+        try:
+            futures = [pool.submit(handle, item) for item in items]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 class Uploader:
@@ -102,14 +106,6 @@ class Uploader:
             entry.name: entry.num_bytes for entry in found if shard_of(entry.name) in self._kept or entry.modified_s > fresh
         }
 
-    def place(self, name: str) -> str:
-        """Return an object's URL."""
-        return self._folder.place(name)
-
-    def has(self, name: str) -> bool:
-        """Return whether an object was there at the last look, or has been sent since."""
-        return name in self._there
-
     def lacking(self, store: Path, shards: Iterable[ShardEntry]) -> list[str]:
         """Return the objects of some shards that are not there. One that the last look did not show is looked up by its name.
 
@@ -127,30 +123,15 @@ class Uploader:
         """Return the bytes of the files that have to be sent."""
         return sum(file.expected.num_bytes for file in _files(store, shards) if not self._is_there(file))
 
-    def send(self, store: Path, shards: Iterable[ShardEntry]) -> Sent:
-        """Send what is missing of some shards."""
+    def send(self, store: Path, shards: Iterable[ShardEntry]) -> tuple[int, int]:
+        """Send what is missing of some shards; return how many files, and how many bytes."""
         shards = list(shards)
         for entry in shards:
             self._refuse_others(entry)
-        missing, there = list[_File](), list[_File]()
-        for file in _files(store, shards):
-            (there if self._is_there(file) else missing).append(file)
+        missing = [file for file in _files(store, shards) if not self._is_there(file)]
         by_shard = [list(own) for _, own in itertools.groupby(missing, lambda file: file.entry.name)]
-        with ThreadPoolExecutor(max(1, min(self._jobs, len(by_shard))), thread_name_prefix="bucketline-push") as pool:
-            try:
-                futures = [pool.submit(self._send_shard, own) for own in by_shard]
-                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                    future.result()
-            except BaseException:
-                self._stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        return Sent(
-            files=len(missing),
-            num_bytes=sum(file.expected.num_bytes for file in missing),
-            files_there=len(there),
-            bytes_there=sum(file.expected.num_bytes for file in there),
-        )
+        _in_threads(self._jobs, self._send_shard, by_shard, self._stopped)
+        return len(missing), sum(file.expected.num_bytes for file in missing)
 
     def _is_there(self, file: _File) -> bool:
         is_same = file.name in self._sent or file.is_same_in(self._listed.get(file.entry.name))
@@ -278,15 +259,7 @@ class Downloader:
     def get(self, files: Iterable[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Get files of `shards/` by their names; those that are there with the right length are left as they are."""
         wanted = [(path, expected) for path, expected in files if not is_there(path, expected)]
-        with ThreadPoolExecutor(max(1, min(self._jobs, len(wanted))), thread_name_prefix="bucketline-pull") as pool:
-            try:
-                futures = [pool.submit(self.get_one, path, expected) for path, expected in wanted]
-                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                    future.result()
-            except BaseException:
-                self._stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        _in_threads(self._jobs, lambda own: self.get_one(*own), wanted, self._stopped)
 
     def get_one(self, path: Path, expected: FileEntry | DroppedEntry) -> None:
         """Get a file, replacing what is at its path; raises what `get` does."""
