@@ -13,7 +13,6 @@ from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
-    from bucketline.store.export.export import ExportSize
     from bucketline.store.export.exporter import Exporter, ExportRequest
 
 
@@ -45,24 +44,31 @@ class Export(ReadingArguments):
     """Columns that kohya and mds get next to the latents, such as mask,control/depth, or none. Default: all; one that the
     format cannot hold is refused by name."""
     dry_run: bool = False
-    """Print the number of samples, and about how many bytes they take, without writing them."""
+    """Check the samples, and print their number, without writing them."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
         from bucketline.store.commands.progress import bar_of_samples
-        from bucketline.store.export.export import export, open_export, plan_export
+        from bucketline.store.export.export import check_samples, export, open_export
         from bucketline.store.read.iter_samples import buckets_of
 
         request, store = self._request(), self.open_store(self.store)
         exporter = open_export(store, request)
         rows = sum(store.bucket(name).num_rows for name in buckets_of(store, request.selection))
         with bar_of_samples("check", rows) as on_sample:
-            size = plan_export(exporter, on_sample)
+            check_samples(exporter, on_sample)
+        files = num_bytes = None
         if not self.dry_run:
-            with bar_of_samples("export", size.num_samples) as on_sample:
-                size = export(exporter, size, on_sample)
-        self._print(size)
+            with bar_of_samples("export", rows) as on_sample:
+                files, num_bytes = export(exporter, on_sample)
+        if self.json:
+            report = {"output": str(self.output), "format": self.format, "samples": rows}
+            print_json({**report, "files": files, "bytes": num_bytes, "dry_run": self.dry_run})
+        elif files is None or num_bytes is None:
+            print(f"{shown(self.output)}: would have {counted(rows, 'sample')}")
+        else:
+            print(f"{shown(self.output)}: {counted(rows, 'sample')}, {counted(files, 'file')}, takes {human_bytes(num_bytes)}")
         return 0
 
     def _request(self) -> ExportRequest:
@@ -92,22 +98,3 @@ class Export(ReadingArguments):
         ):
             if value is not None and option not in exporter.options:
                 raise UsageError(f"{why}; leave it out")
-
-    def _print(self, size: ExportSize) -> None:
-        if self.json:
-            print_json(
-                {
-                    "output": str(self.output),
-                    "format": self.format,
-                    "samples": size.num_samples,
-                    "files": size.num_files,
-                    "bytes": size.num_bytes,
-                    "dry_run": self.dry_run,
-                }
-            )
-            return
-        samples = counted(size.num_samples, "sample")
-        if size.num_files is None:
-            print(f"{shown(self.output)}: {samples}, would take up to about {human_bytes(size.num_bytes)}")
-        else:
-            print(f"{shown(self.output)}: {samples}, {counted(size.num_files, 'file')}, takes {human_bytes(size.num_bytes)}")

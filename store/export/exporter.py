@@ -43,8 +43,6 @@ class Exporter(ABC):
 
     options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`
     shard_bytes: ClassVar[int] = 1 << 30  # the default
-    value_bytes: ClassVar[int] = 1  # that a value is written with, if the store has it in fewer
-    most_captions: ClassVar[int] = 1 << 31  # of a sample that are written with their embeddings
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read nothing yet."""

@@ -121,8 +121,6 @@ class KohyaExporter(Exporter):
     """Writes the folder."""
 
     options = frozenset({"columns"})
-    value_bytes = 4
-    most_captions = 1
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read what the samples have in common."""

@@ -42,8 +42,6 @@ class MdsExporter(Exporter):
 
     options = frozenset({"shard_bytes", "columns"})
     shard_bytes = 64 << 20  # as of its own writer
-    value_bytes = 2
-    most_captions = 1
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read what the samples have in common."""

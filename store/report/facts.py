@@ -9,6 +9,7 @@ import heapq
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,7 @@ def check_latents(store: Store, most: int) -> LatentFacts:
     places: list[RowPlace] = []
     spreads: list[NDArray[np.float64]] = []  # of each latent, over its positions, the root mean over channels
     pooled: list[NDArray[np.float32]] = []
-    sums = _Sums()
+    sums: list[tuple[int, NDArray[np.float64], NDArray[np.float64]]] = []  # count, sum and sum of squares by channel
     for bucket in buckets:
         share = bucket.num_rows if facts.live <= most else max(1, round(most * bucket.num_rows / facts.live))
         for rows, latents in _chunks(store, bucket, drawn_rows(store, bucket, share)):
@@ -116,14 +117,20 @@ def check_latents(store: Store, most: int) -> LatentFacts:
             finite = np.isfinite(flat).all(axis=(1, 2))
             places += [RowPlace(bucket=bucket.name, row=int(row)) for row in rows]
             facts.not_finite += [RowPlace(bucket=bucket.name, row=int(row)) for row in rows[~finite]]
-            sums.add(flat[finite])
+            if finite.any():
+                kept = flat[finite]
+                sums.append((kept.shape[0] * kept.shape[2], kept.sum(axis=(0, 2)), np.square(kept).sum(axis=(0, 2))))
             flat[~finite] = 0.0
             spreads.append(np.where(finite, np.sqrt(flat.var(axis=2).mean(axis=1)), np.nan))
             pooled.append(_pooled(np.where(finite.reshape(-1, *(1,) * (latents.ndim - 1)), latents, 0.0)))
     facts.read = len(places)
     if not places:
         return facts
-    facts.mean, facts.std = sums.moments()
+    sums = [own for own in sums if len(own[1]) == len(sums[0][1])]  # buckets may differ in size, not in channels
+    if sums:
+        count = sum(own[0] for own in sums)
+        facts.mean = np.sum([own[1] for own in sums], axis=0) / count
+        facts.std = np.sqrt(np.maximum(np.sum([own[2] for own in sums], axis=0) / count - np.square(facts.mean), 0.0))
     spread = np.concatenate(spreads)
     typical = float(np.sqrt(np.square(facts.std).mean())) if len(facts.std) else 0.0
     is_constant = np.isfinite(spread) & (spread <= CONSTANT * typical)
@@ -139,30 +146,6 @@ def _chunks(store: Store, bucket: Bucket, rows: NDArray[np.int64]) -> Iterator[t
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
         yield part, read_latents(store, bucket, part)
-
-
-class _Sums:
-    """Sums by channel over latents; buckets may differ in size, not in channels."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._sums: NDArray[np.float64] = np.zeros(0)
-        self._squares: NDArray[np.float64] = np.zeros(0)
-
-    def add(self, flat: NDArray[np.float64]) -> None:
-        """Add latents, `[N, C, positions]`; those of another number of channels are left out."""
-        if not len(flat) or len(self._sums) not in (0, flat.shape[1]):
-            return
-        self._count += flat.shape[0] * flat.shape[2]
-        own = flat.sum(axis=(0, 2)), np.square(flat).sum(axis=(0, 2))
-        self._sums = own[0] + (self._sums if len(self._sums) else 0.0)
-        self._squares = own[1] + (self._squares if len(self._squares) else 0.0)
-
-    def moments(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return mean and standard deviation by channel, `[C]`."""
-        count = max(1, self._count)
-        mean = self._sums / count
-        return mean, np.sqrt(np.maximum(self._squares / count - np.square(mean), 0.0))
 
 
 def _pooled(latents: NDArray[Any]) -> NDArray[np.float32]:
@@ -206,15 +189,13 @@ def near_duplicates(pooled: NDArray[np.float32]) -> list[list[int]]:
     return sorted(found, key=lambda cluster: (-len(cluster), cluster[0]))
 
 
-MAX_LINE_BYTES = 1 << 20  # of a list; a longer one is left out
-MAX_REASONS, OTHER_REASONS = 200, "other reasons"  # a packer has some dozens
+MAX_LINE_BYTES = 1 << 20  # of a list
 _MAX_POINTS = 1500  # of the scatter charts
 WORST = 8  # crops that a bucket shows
 CROP_BUCKETS = 12  # buckets that show them
 EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
 MAX_CARDS = 40  # of one bucket
 MAX_WORDS = 1 << 20  # different words that are counted at a time; some 100 MB
-_MAX_LIST_BYTES = 1 << 30
 _WORD = re.compile(r"[^\W\d_][\w'-]*")
 _STOP = (
     "a an and are as at be by for from has have he her his in into is it its of off on or over she some that the their there "
@@ -317,15 +298,10 @@ def list_of(store: Store, name: str) -> Iterator[Mapping[str, Any]]:
     if store.source is not None or not path.is_file():
         return
     with path.open("rb") as file:
-        is_whole = True  # whether what came before ended with its line
-        while file.tell() < _MAX_LIST_BYTES and (line := file.readline(MAX_LINE_BYTES)):
-            was_whole, is_whole = is_whole, line.endswith(b"\n")
-            try:
-                entry = json.loads(line) if was_whole else None
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(entry, dict):
-                yield entry
+        while line := file.readline(MAX_LINE_BYTES):  # the parts of a longer one are no objects
+            with suppress(ValueError, RecursionError):
+                if isinstance(entry := json.loads(line), dict):
+                    yield entry
 
 
 def worst_buckets(facts: Facts) -> list[BucketFacts]:
@@ -350,16 +326,12 @@ def collect_lists(store: Store) -> ListFacts:
     heaps: dict[str, list[tuple[int, tuple[str, str]]]] = {}
     for entry in list_of(store, "rejects.jsonl"):
         reason, name = str(entry.get("reason")), str(entry.get("id"))
-        if reason not in facts.rejects and len(facts.rejects) >= MAX_REASONS:
-            reason = OTHER_REASONS
         facts.rejects[reason] += 1
         _keep(heaps.setdefault(reason, []), (-draw(name, "page"), (name, str(entry.get("detail")))), EXAMPLES)
     facts.reject_examples = {reason: [one for _, one in sorted(heap, reverse=True)] for reason, heap in heaps.items()}
     cut: list[tuple[int, tuple[str, str, int, int, str]]] = []
     for entry in list_of(store, "long_captions.jsonl"):
         encoder, name = str(entry.get("encoder")), str(entry.get("id"))
-        if encoder not in facts.cuts and len(facts.cuts) >= MAX_REASONS:
-            encoder = OTHER_REASONS
         facts.cuts[encoder] += 1
         numbers = (entry.get("tokens"), entry.get("limit"))
         tokens, limit = (value if isinstance(value, int) else 0 for value in numbers)
