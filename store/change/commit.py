@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.folder import DeniedError, LocalFolder
+from bucketline.store.folder import DeniedError, LocalFolder, MissingObjectError
 from bucketline.store.format.manifest import finished
-from bucketline.store.read.lost_files import NAMED_SHARDS, lost_shards
+from bucketline.store.read.lost_files import NAMED_SHARDS, files_of, lost_shards
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
@@ -28,17 +28,17 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.retries import pause_after
-from bucketline.store.transfer.files import Uploader, shard_of
+from bucketline.store.transfer.files import Downloader, Uploader, shard_of
 from bucketline.store.transfer.sender import forget_sent, noted, sent_shards
 from bucketline.store.write.change_base import ChangeBase, existing_manifest
 from bucketline.store.write.publish import changing, next_generation, prepare_store, publish_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.format.manifest import Manifest, ShardEntry
 
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
@@ -81,6 +81,25 @@ def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder) -> Chan
     """Return a base with a drawn number: another writer may be preparing a generation of the same number."""
     number = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
     return ChangeBase(place, newest, number, work.made, work.cache)
+
+
+@contextmanager
+def on_this_disk(base: ChangeBase, shards: Iterable[ShardEntry], *, damaged: bool = False) -> Iterator[Path]:
+    """Yield a folder on this disk with all files of some shards: the store's own, or a temporary one.
+
+    If they are `damaged`, it has what there is of them.
+    """
+    if not isinstance(base.folder, ObjectFolder):
+        yield base.made
+        return
+    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+        path, downloader = Path(folder), Downloader(base.folder, takes_any_digest=damaged)
+        (path / "shards").mkdir()
+        files = [file for entry in shards for file in files_of(path, entry)]
+        for own in [[file] for file in files] if damaged else [files]:
+            with suppress(*(MissingObjectError, CorruptError) if damaged else ()):
+                downloader.get(own)
+        yield path
 
 
 def commit_change(

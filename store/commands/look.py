@@ -239,7 +239,8 @@ class Verify(ChangingArguments):
 
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.errors import CorruptError
-        from bucketline.store.verify.verify import Fault, Verified
+        from bucketline.store.verify.shard import Fault
+        from bucketline.store.verify.verify import Verified
 
         try:
             result = self._verified()

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
 
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json")  # see FORMAT.md
-_COLUMN = "values of a column that is being added, or that a killed call left"
 _PART_BYTES = 8 << 20  # of a file that is read in parts
 _NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
+_OF_RUNS = tuple(f"pending/{name}" for name in (ATTEMPTS_FOLDER, RANKS_FOLDER, KEPT_CAPTIONS))
 _DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
 
 
@@ -140,11 +140,9 @@ class FolderCheck:
 
     def _look_for_strays(self, known: set[str]) -> None:
         for file in self._folder.names():
-            parts = tuple(file.name.split("/"))
-            if file.name not in known and parts[-2:-1] != (_DECODING,):
-                suffix = PurePosixPath(file.name).suffix
-                if (what := _what_is(parts, suffix)) is not None:
-                    self._strays.append(Stray(path=file.name, what=what))
+            is_known = file.name in known or file.name.split("/")[-2:-1] == [_DECODING]
+            if not is_known and (what := _what_is(file.name)) is not None:
+                self._strays.append(Stray(path=file.name, what=what))
 
     @contextmanager
     def _reporting(self, advice: str) -> Iterator[None]:
@@ -160,37 +158,20 @@ def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
     return {path.as_posix(): expected for entry in manifest.shards for path, expected in files_of(Path(), entry)}
 
 
-_IN_PENDING = {
-    ATTEMPTS_FOLDER: "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it",
-    RANKS_FOLDER: "is a message between the ranks of a pack, or what a killed one left; the next pack of several removes it",
-    KEPT_CAPTIONS: "belongs to captions that a pack has encoded before its images; the next pack uses them, and removes them",
-}
-
-
-def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:  # noqa: PLR0911 - one return per kind of file
+def _what_is(name: str) -> str | None:
     """Return a description of a file that no generation lists; None if it belongs there."""
-    match parts:
-        case (name,) if name in (MANIFEST, *_KNOWN):
-            return None
-        case ("generations", name) if suffix == ".json" and name.removesuffix(suffix).isdecimal():
-            return None
-        case ("pending", folder, *_) if folder in _IN_PENDING and len(parts) > 2:
-            return _IN_PENDING[folder]
-        case ("pending", _) if suffix in (".lock", ".lmdb"):
-            what = "a shard that is being written, or that an interrupted run left; the next pack adopts it"
-            return what if suffix == ".lmdb" else None
-        case ("pending", _) if suffix == MAKING:
-            return f"{_COLUMN}; the next writer removes it once nobody writes it"
-        case ("pending", _) if not suffix:
-            return "a note of the shards that a writer sends, or that one left; `store compact --gc` removes it after a day"
-        case ("shards", name) if COLUMN_SHARD_NAME.fullmatch(name.removesuffix(suffix)):
-            return f"{_COLUMN}; the same call takes it, or `store compact --gc` removes it"
-        case ("shards", _) if suffix in (".lmdb", ".extents", ".index"):
-            return f"belongs to a shard that no generation lists; {_NEXT}"
+    folder = name.rpartition("/")[0]
+    path = PurePosixPath(name)
+    is_manifest = folder == "generations" and path.suffix == ".json" and path.stem.isdecimal()
+    if name in (MANIFEST, *_KNOWN) or is_manifest or (folder == "pending" and path.suffix == ".lock"):
+        return None
+    if folder == "pending" and path.suffix in (".lmdb", MAKING, ""):
+        return "is being written or sent, or an interrupted run left it; the next writer takes it over, or removes it"
+    if folder.startswith(_OF_RUNS):
+        return "belongs to a run that is under way, or that was interrupted; the next pack removes it"
+    if folder == "shards" and (COLUMN_SHARD_NAME.fullmatch(path.stem) or path.suffix in (".lmdb", ".extents", ".index")):
+        return f"belongs to a shard, or a column of one, that no generation lists; {_NEXT}"
     return "not one of the store's files"
-
-
-__all__ = ["Fault", "Stray", "Verified", "verify", "verify_folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
