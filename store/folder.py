@@ -180,7 +180,6 @@ class LocalFolder:
         return data
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` up to, not including, `end`; see `Folder`."""
         with self._explaining("read", name), open(open_regular(self._own(name)), "rb") as file:  # noqa: PTH123 - opens a descriptor
             file.seek(begin)
             data = file.read(end - begin)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.store import Store
-from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.commands.place import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.remote.generations import find_newest

@@ -28,7 +28,7 @@ from bucketline.store.read.lost_files import files_of_column
 from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.arrays import as_array, checked_arrays, dtype_of, is_finite
-from bucketline.store.write.column_shard import (
+from bucketline.store.write.describe import (
     ADDING_LOCK,
     FoundColumn,
     column_files,

@@ -26,8 +26,7 @@ from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.verified_sample import caption_entries, compare_with_record, row_entries
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.write.column_shard import ids_by_row, write_column_shard
-from bucketline.store.write.describe import describe_shard
+from bucketline.store.write.describe import describe_shard, ids_by_row, write_column_shard
 from bucketline.store.write.seal import SEALING
 from bucketline.store.write.shard_writer import ShardWriter
 

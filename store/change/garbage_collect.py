@@ -30,7 +30,7 @@ from bucketline.store.remote.generations import (
 )
 from bucketline.store.transfer.files import FRESH_S
 from bucketline.store.transfer.sender import pending_shards
-from bucketline.store.write.column_shard import ADDING_LOCK
+from bucketline.store.write.describe import ADDING_LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

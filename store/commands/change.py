@@ -90,7 +90,7 @@ class Compact(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.store.change.compact import compact
-        from bucketline.store.commands.progress import byte_progress
+        from bucketline.store.commands.place import byte_progress
 
         older_than = self.older_than or OLDER_THAN
         gc_older_than_s, shard_bytes, dry_run = older_than.seconds if self.gc else None, self.shard_size.num_bytes, self.dry_run
@@ -158,7 +158,7 @@ class Merge:
 
     def run(self) -> int:
         from bucketline.store.change.merge import merge
-        from bucketline.store.commands.progress import byte_progress
+        from bucketline.store.commands.place import byte_progress
 
         with byte_progress("merge") as on_bytes:
             done = merge(self.out, self.stores, dry_run=self.dry_run, on_bytes=on_bytes)
@@ -194,7 +194,7 @@ class Repair(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.store.change.repair import repair
-        from bucketline.store.commands.progress import bar_of_bytes
+        from bucketline.store.commands.place import bar_of_bytes
         from bucketline.store.format.manifest import read_manifest
         from bucketline.store.remote.generations import newest_generation
 

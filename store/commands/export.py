@@ -49,7 +49,7 @@ class Export(ReadingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.progress import bar_of_samples
+        from bucketline.store.commands.place import bar_of_samples
         from bucketline.store.export.export import check_samples, export, open_export
         from bucketline.store.read.iter_samples import buckets_of
 

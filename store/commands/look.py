@@ -249,7 +249,7 @@ class Verify(ChangingArguments):
         return asdict(result), 1 if result.corrupt else 0
 
     def _verified(self) -> Verified:
-        from bucketline.store.commands.progress import bar_of_bytes
+        from bucketline.store.commands.place import bar_of_bytes
         from bucketline.store.read.store import Store
         from bucketline.store.remote.generations import newest_generation
         from bucketline.store.verify.verify import verify_folder

@@ -34,7 +34,7 @@ class Push(ChangingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.progress import Tally, byte_progress
+        from bucketline.store.commands.place import Tally, byte_progress
         from bucketline.store.sync.push import push
 
         refuse_below(1, jobs=self.jobs)
@@ -72,7 +72,7 @@ class Pull(ChangingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.progress import Tally, byte_progress
+        from bucketline.store.commands.place import Tally, byte_progress
         from bucketline.store.sync.pull import pull
 
         refuse_below(1, jobs=self.jobs)

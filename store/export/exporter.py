@@ -76,7 +76,6 @@ class FolderExporter(Exporter):
     """Writes the folder."""
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample's file and its line; see `Exporter`."""
         with (folder / _SAMPLES).open("w", encoding="ascii") as lines:
             for record, data in samples:
                 name = f"{record.bucket}/{sample_digest(record.id).hex()}.safetensors"

@@ -148,7 +148,6 @@ class KohyaExporter(Exporter):
         self._checked.name(record, self._key_end(record))
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample's files; see `Exporter`."""
         names = KohyaNames(self.store, self.form.family)
         for record, data in samples:
             name, arrays = names.name(record, self._key_end(record)), self.form.arrays(record, data)

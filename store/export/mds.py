@@ -61,7 +61,6 @@ class MdsExporter(Exporter):
         self.form = form_of(store, "MDS", request.columns, holds=why_not)
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample to its bucket's last shard if it still fits, else to a new one; see `Exporter`."""
         most = min(self.request.shard_bytes or self.shard_bytes, _MAX_SHARD_BYTES)
         with ExitStack() as files:
             streams: dict[str, _Stream] = {}

@@ -32,13 +32,11 @@ class TarExporter(Exporter):
     options = frozenset({"shard_bytes"})
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """See `Exporter`."""
         super().__init__(store, request)
         if importlib.util.find_spec("webdataset") is None:
             raise StoreError("the package webdataset is not installed; install it with: pip install 'bucketline[export]'")
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample's members to the last tar if it still fits, else to a new one; see `Exporter`."""
         most = self.request.shard_bytes or self.shard_bytes
         tar: Any = None
         number, taken = -1, most  # of the last tar, and the bytes of its members

@@ -592,7 +592,6 @@ class Store(OpenShards):
         return self.source is None
 
     def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
-        """Return the store at another generation, by default at its newest; see `open`."""
         return Store.open(self.place, generation, plain_reads=self.plain_reads, remote=remote)
 
     def fetch_indexes(self) -> None:

@@ -169,7 +169,6 @@ class ObjectFolder:
     options: RemoteOptions
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
-        """See `open`."""
         self._address = parse_url(url)
         self._secret_url = url.rstrip("/")
         self.url = self._address.url

@@ -13,7 +13,7 @@ from bucketline.pack_options import as_settings
 from bucketline.pages.charts import histogram, scatter
 from bucketline.pages.page import Card, Finding, percent
 from bucketline.store.report.facts import ALIKE, CONSTANT, vae_of, worst_buckets
-from bucketline.store.report.published_vaes import PUBLISHED, TITLES, number, vae_family_of
+from bucketline.store.report.latent_rgb import PUBLISHED, TITLES, number, vae_family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -106,7 +106,6 @@ class WorkingStore:
         remove_pending(self.folder, known)
 
     def newest(self) -> Manifest | None:
-        """Return the newest generation as of `held`, or of the last one that was published here; see `StoreTarget`."""
         if self._newest is None:
             self._newest = find_newest(self.folder, lists=True)
         return self._newest or newest_manifest(self.path)

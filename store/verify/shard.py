@@ -26,8 +26,7 @@ from bucketline.store.format.text_codec import is_storable
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
-from bucketline.store.write.column_shard import COLUMN_FIELDS, ids_by_row
-from bucketline.store.write.describe import entry_of_extents
+from bucketline.store.write.describe import COLUMN_FIELDS, entry_of_extents, ids_by_row
 from bucketline.store.write.shard_contents import ShardContents, read_contents
 from bucketline.typed_json import encode, first_difference
 

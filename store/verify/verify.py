@@ -33,7 +33,7 @@ from bucketline.store.remote.retries import asked_again
 from bucketline.store.transfer.files import Downloader
 from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
 from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
-from bucketline.store.write.column_shard import MAKING
+from bucketline.store.write.describe import MAKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -39,8 +39,7 @@ from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.attempts import remove_attempts
 from bucketline.store.write.change_base import ChangeBase, existing_manifest, is_published, listed_by_any
-from bucketline.store.write.column_shard import MAKING
-from bucketline.store.write.describe import describe_shard
+from bucketline.store.write.describe import MAKING, describe_shard
 from bucketline.store.write.seal import SEALING, may_have_commits, seal_apart
 
 if TYPE_CHECKING:

@@ -83,12 +83,10 @@ class LocalTarget:
         return nullcontext()
 
     def newest(self) -> Manifest | None:
-        """Return the newest generation; see `StoreTarget`."""
         return newest_manifest(self.path)
 
     @contextmanager
     def writing(self, schema: Schema) -> Iterator[Manifest]:
-        """Lock the store, create it if there is none, and yield its newest generation; see `StoreTarget`."""
         store = self.path
         stored_manifest(store, schema)  # before the folder is touched
         prepare_store(store)
@@ -105,7 +103,6 @@ class LocalTarget:
     def publish(
         self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
     ) -> Manifest:
-        """Publish sealed shards; see `StoreTarget`."""
         return publish(self.path, manifest, set(sealed) - {entry.name for entry in manifest.shards}, dropped, rules)
 
     def send_lists(self) -> None:

@@ -324,15 +324,12 @@ class RemoteSource:
                 self._cache.unpin(self._folder)
 
     def paths(self, entry: ShardEntry) -> CachedPaths:
-        """Return the places of a shard's files in the cache; see `ShardSource`."""
         return self.files.paths(entry)
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        """Make sidecars available; see `ShardSource`."""
         self.files.fetch(files)
 
     def open_shard(self, entry: ShardEntry) -> None:
-        """Make a shard's sparse file available; see `ShardSource`."""
         if not (self.is_inherited and self.paths(entry).lmdb in self._shards):
             self.cached(entry)
 
@@ -359,7 +356,6 @@ class RemoteSource:
 
     @contextmanager
     def reading(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Make byte ranges of a shard readable; see `ShardSource`."""
         shard = self.cached(entry)
         wanted = {
             line
