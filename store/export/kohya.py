@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +36,6 @@ _ADDED = {  # by importers to the path of the image
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KohyaName:
-    """A sample's place in the cache."""
-
-    stem: str  # of the image: its path without extension
-    path: str  # of the file of its latent
-    original_wh: tuple[int, int]
-    is_first_of_file: bool
-    is_first_of_image: bool  # so that its captions and their embedding are written with it
-
-
 class KohyaNames:
     """Names samples one after the other."""
 
@@ -59,8 +47,11 @@ class KohyaNames:
         self._ids: dict[tuple[str, str], str] = {}  # by path and end of keys
         self._paths: set[str] = set()
 
-    def name(self, record: SampleRecord, key_end: str) -> KohyaName:
-        """Return a sample's place; `key_end` is what its keys in the file end in."""
+    def name(self, record: SampleRecord, key_end: str) -> tuple[str, str, bool, bool]:
+        """Return a sample's place: its image's path without extension, and its file's; and if it is the first of each.
+
+        `key_end` is what its keys in the file end in. With the first of an image, its captions are written.
+        """
         image = self._image(record, key_end)
         stem = self._stem(image, record)
         height, width = record.original_size
@@ -77,13 +68,7 @@ class KohyaNames:
             raise StoreError(f"samples {record.id!r:.200} and {other!r:.200} have one name in kohya's caches; leave one out")
         is_first_of_file = path not in self._paths
         self._paths.add(path)
-        return KohyaName(
-            stem=stem,
-            path=path,
-            original_wh=(width, height),
-            is_first_of_file=is_first_of_file,
-            is_first_of_image=is_first_of_image,
-        )
+        return stem, path, is_first_of_image, is_first_of_file
 
     def _image(self, record: SampleRecord, key_end: str) -> str:
         """Return the id without what an importer has added to it."""
@@ -150,23 +135,22 @@ class KohyaExporter(Exporter):
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
         names = KohyaNames(self.store, self.form.family)
         for record, data in samples:
-            name, arrays = names.name(record, self._key_end(record)), self.form.arrays(record, data)
-            path = folder / name.path
+            stem, name, is_first_of_image, is_first_of_file = names.name(record, self._key_end(record))
+            arrays, path = self.form.arrays(record, data), folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with zipfile.ZipFile(path, "w" if name.is_first_of_file else "a", zipfile.ZIP_STORED) as archive:
-                _add(archive, self._latents(record, arrays, name.original_wh))
-            if name.is_first_of_image and record.captions:
-                (folder / f"{name.stem}.txt").write_bytes(_caption_lines(record))
-            if name.is_first_of_image and self._has_text(record):
-                text = folder / f"{name.stem}{_SUFFIX[self.form.family]}.npz"
-                with zipfile.ZipFile(text, "w", zipfile.ZIP_STORED) as archive:
+            with zipfile.ZipFile(path, "w" if is_first_of_file else "a", zipfile.ZIP_STORED) as archive:
+                _add(archive, self._latents(record, arrays))
+            if is_first_of_image and record.captions:
+                (folder / f"{stem}.txt").write_bytes(_caption_lines(record))
+            if is_first_of_image and self._has_text(record):
+                with zipfile.ZipFile(folder / f"{stem}{_SUFFIX[self.form.family]}.npz", "w", zipfile.ZIP_STORED) as archive:
                     _add(archive, self._texts(arrays))
 
     def _has_text(self, record: SampleRecord) -> bool:
         has_columns = self.form.token_width is not None and self.form.pooled_width is not None
         return bool(record.captions) and has_columns and self.form.family in _SUFFIX
 
-    def _latents(self, record: SampleRecord, arrays: SampleArrays, original_wh: tuple[int, int]) -> dict[str, NDArray[Any]]:
+    def _latents(self, record: SampleRecord, arrays: SampleArrays) -> dict[str, NDArray[Any]]:
         def own(latent: NDArray[np.float32]) -> NDArray[np.float32]:
             return self.form.fed(latent) if self.form.family == "flux" else latent
 
@@ -175,7 +159,7 @@ class KohyaExporter(Exporter):
             top, left = (max(0, (whole - part) // 2) for whole, part in zip(record.resized, (height, width), strict=True))
         values: dict[str, NDArray[Any]] = {
             "latents": own(arrays.latent),
-            "original_size": np.array(original_wh, dtype="<i8"),
+            "original_size": np.array(record.original_size[::-1], dtype="<i8"),
             "crop_ltrb": np.array([left, top, left + width, top + height], dtype="<i8"),
         }
         if arrays.flipped is not None:

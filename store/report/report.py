@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,22 +53,13 @@ _KINDS = {  # of a store's files, by the end of the name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """The model whose VAE decodes latents, as `ingest pack` takes it."""
-
-    model: str
-    model_config: str | None
-    device: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
     """Options of a report."""
 
     samples: int = 480  # in the gallery, over all buckets
     latents: int = 20_000  # that are read for the checks
     batch_size: int = 16  # of the plan
-    decoder: Decoder | None = None
+    decoder: dict[str, str | None] | None = None  # the model whose VAE decodes latents: model, model_config, device
     source: str | None = None
 
 
@@ -154,10 +145,10 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
         return {}, "are not shown"
     vae = vae_of(store)
     if options.decoder is not None:
-        job = {"vae": vae, **asdict(options.decoder), "shapes": [latent.shape for latent in found.values()]}
+        job = {"vae": vae, **options.decoder, "shapes": [latent.shape for latent in found.values()]}
         data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in found.values())
         shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.sheet.decoded:thumbnails", job, data))
-        return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder.model}"
+        return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder['model']}"
     made, how = latent_images(list(found.values()), vae, PREVIEW_PX)
     return dict(zip(found, made, strict=True)), how
 

@@ -218,15 +218,6 @@ _MAX_NOTE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TextTotals:
-    """Caption totals from a shard's extents."""
-
-    tokens: int
-    max_tokens: int
-    error: TextError | None  # of quantised tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
     """A sealed shard's manifest entry and its buckets' entries, and the error of the captions that were quantised for it."""
 
@@ -301,7 +292,9 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
     spec = manifest.text.spec()
     try:
         groups = {group: group_entry(place) for group, place in dict(extents.metadata["groups"]).items()}
-        text = decode(_TextTotals, {"error": None, **dict(extents.metadata["text"])})
+        text = dict(extents.metadata["text"])
+        decode(TextError | None, text.pop("error", None))
+        totals = decode(RaggedTotals, text)
         return ShardEntry(
             name=name,
             shard_id=str(extents.metadata["shard_id"]),
@@ -312,8 +305,8 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
             groups=groups,
             samples=sum(group.rows for name, group in groups.items() if is_bucket(name)),
             record_bytes=0,
-            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
-            max_tokens=text.max_tokens,
+            caption_bytes=totals.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
+            max_tokens=totals.max_tokens,
             ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -340,19 +340,25 @@ def punch(path: Path, begin: int, end: int) -> None:
         os.close(fd)
 
 
-def count_lines(path: Path) -> tuple[int, int]:
-    """Return how many bytes of a shard's lines are pinned, and how many are in the ring, by the file of its list."""
+def read_list(path: Path) -> tuple[NDArray[np.uint8], int] | None:
+    """Return the contents of a shard's list, and the length of the shard's file; None if it is not there, or no list."""
     with suppress(OSError):
         data = np.fromfile(path, dtype=np.uint8)
         if len(data) >= HEADER_BYTES and data[:16].tobytes() == MAGIC:
-            num_bytes = int(data[48:56].view("<u8")[0])
-            num_lines = -(-num_bytes // LINE_BYTES)
-            lines = data[HEADER_BYTES : HEADER_BYTES + num_lines]
-            sizes = np.full(len(lines), LINE_BYTES, dtype=np.int64)
-            sizes[-1:] = num_bytes - (num_lines - 1) * LINE_BYTES
-            pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
-            return int(sizes[pinned].sum()), int(sizes[ring].sum())
-    return 0, 0
+            return data, int(data[48:56].view("<u8")[0])
+    return None
+
+
+def count_lines(path: Path) -> tuple[int, int]:
+    """Return how many bytes of a shard's lines are pinned, and how many are in the ring, by the file of its list."""
+    if (found := read_list(path)) is None:
+        return 0, 0
+    data, num_bytes = found
+    lines = data[HEADER_BYTES : HEADER_BYTES - (-num_bytes // LINE_BYTES)]
+    sizes = np.full(len(lines), LINE_BYTES, dtype=np.int64)
+    sizes[-1:] = num_bytes - (len(lines) - 1) * LINE_BYTES
+    pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
+    return int(sizes[pinned].sum()), int(sizes[ring].sum())
 
 
 def unpin_lines(path: Path, num_bytes: int) -> int:

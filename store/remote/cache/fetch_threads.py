@@ -31,33 +31,22 @@ class State(Enum):
     FAILED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class HeldLine:
     """A line that somebody is going to read."""
 
-    __slots__ = (
-        "error",
-        "holders",
-        "lacked_room_at",
-        "not_before",
-        "number",
-        "priority",
-        "requested_at",
-        "reserved",
-        "shard",
-        "state",
-        "tries",
-        "wrong",
-    )
-
-    def __init__(self, shard: CachedShard, number: int, priority: int) -> None:
-        self.shard, self.number, self.priority = shard, number, priority
-        self.state, self.holders = State.QUEUED, 1
-        self.tries = self.wrong = 0  # requests that failed, and those of them whose bytes were wrong
-        self.error: Exception | None = None  # of the last try
-        self.requested_at: float | None = None  # of the first try
-        self.not_before = 0.0
-        self.lacked_room_at = -math.inf  # of the last try that found no room, since the last request
-        self.reserved = 0  # bytes
+    shard: CachedShard
+    number: int
+    priority: int
+    state: State = State.QUEUED
+    holders: int = 1
+    tries: int = 0  # requests that failed
+    wrong: int = 0  # those of them whose bytes were wrong
+    error: Exception | None = None  # of the last try
+    requested_at: float | None = None  # of the first try
+    not_before: float = 0.0
+    lacked_room_at: float = -math.inf  # of the last try that found no room, since the last request
+    reserved: int = 0  # bytes
 
     @property
     def num_bytes(self) -> int:

@@ -28,7 +28,6 @@ from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import (
     ABSENT,
     HEADER_BYTES,
-    MAGIC,
     OLD_RING,
     PRESENT_SUFFIX,
     RING,
@@ -37,6 +36,7 @@ from bucketline.store.remote.cache.cached_shard import (
     count_lines,
     first_lock,
     punch,
+    read_list,
     unpin_lines,
     uses_at,
 )
@@ -80,17 +80,15 @@ class Evictor:
     def _search(self) -> list[_Victim]:
         found: list[_Victim] = []
         for path in self._folder.glob(f"*/*/*{PRESENT_SUFFIX}"):
-            with suppress(OSError):
-                data = np.fromfile(path, dtype=np.uint8)
-                if len(data) < HEADER_BYTES or data[:16].tobytes() != MAGIC:
-                    continue
-                num_bytes = int(data[48:56].view("<u8")[0])
-                num_lines = -(-num_bytes // LINE_BYTES)
-                states = data[HEADER_BYTES : HEADER_BYTES + num_lines]
-                uses, locks = data[uses_at(num_lines) :].view("<i8"), first_lock(data[16:32].tobytes())
-                for line in np.flatnonzero((states == RING) | (states == OLD_RING)).tolist():
-                    own = min(LINE_BYTES, num_bytes - line * LINE_BYTES)
-                    found.append(_Victim(int(uses[line]), path, line, own, locks | line))
+            if (known := read_list(path)) is None:
+                continue
+            data, num_bytes = known
+            num_lines = -(-num_bytes // LINE_BYTES)
+            states = data[HEADER_BYTES : HEADER_BYTES + num_lines]
+            uses, locks = data[uses_at(num_lines) :].view("<i8"), first_lock(data[16:32].tobytes())
+            for line in np.flatnonzero((states == RING) | (states == OLD_RING)).tolist():
+                own = min(LINE_BYTES, num_bytes - line * LINE_BYTES)
+                found.append(_Victim(int(uses[line]), path, line, own, locks | line))
         return sorted(found, reverse=True)
 
     def _free(self, victim: _Victim) -> bool:
