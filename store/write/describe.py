@@ -293,7 +293,8 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
     try:
         groups = {group: group_entry(place) for group, place in dict(extents.metadata["groups"]).items()}
         text = dict(extents.metadata["text"])
-        decode(TextError | None, text.pop("error", None))
+        if (error := text.pop("error", None)) is not None:
+            decode(TextError, error)
         totals = decode(RaggedTotals, text)
         return ShardEntry(
             name=name,
