@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.store.transfer.sender import ShardSender
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
 
 T = TypeVar("T")
 

@@ -12,13 +12,13 @@ from bucketline.store.folder import LocalFolder
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.urls import working_cache
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.publish import LocalTarget
 
 if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
 
 
 class Placed(Protocol):

@@ -27,7 +27,6 @@ from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.lost_files import files_of_column
 from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.remote.urls import is_url
-from bucketline.store.write.arrays import as_array, checked_arrays, dtype_of, is_finite
 from bucketline.store.write.describe import (
     ADDING_LOCK,
     FoundColumn,
@@ -37,6 +36,7 @@ from bucketline.store.write.describe import (
     write_column_shard,
 )
 from bucketline.store.write.publish import prepare_store, remove_unfinished
+from bucketline.store.write.row_form import as_array, checked_arrays, dtype_of, is_finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -50,7 +50,7 @@ class Export(ReadingArguments):
 
     def run(self) -> int:
         from bucketline.store.commands.place import bar_of_samples
-        from bucketline.store.export.export import check_samples, export, open_export
+        from bucketline.store.export.exporter import check_samples, export, open_export
         from bucketline.store.read.iter_samples import buckets_of
 
         request, store = self._request(), self.open_store(self.store)

@@ -33,8 +33,7 @@ from bucketline.store.transfer.sender import (
     sent_shards,
 )
 from bucketline.store.write.change_base import newest_manifest
-from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, with_shards
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.publish import LocalTarget, adopt, lock_store, new_manifest, prepare_store, with_shards
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.schema import Schema
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.write.change_base import ChangeBase
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json
 
     BarOfBytes: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.publish import StoreTarget
+    from bucketline.store.write.row_form import Arrays
     from bucketline.store.write.shard_writer import ShardWriter
-    from bucketline.store.write.target import StoreTarget
     from bucketline.typed_json import Json
 
 _COLUMN = "RowColumn(role='target', dtype='F16', shape=(128, 'length'))"

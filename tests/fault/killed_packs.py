@@ -24,7 +24,7 @@ from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
 from bucketline.store.write.change_base import newest_manifest
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.publish import LocalTarget
 from tests.commands import ROOT, spawn
 from tests.fault.ended_packs import KILLED, adopt_orphans, ended_again_and_again, wait_for_orphans
 from tests.fault.ground import is_sound

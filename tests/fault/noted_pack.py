@@ -34,7 +34,7 @@ MOMENTS = {
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
     "finish": ("bucketline.ingest.pack", "finish"),
-    "publish": ("bucketline.store.write.target", "publish"),
+    "publish": ("bucketline.store.write.publish", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
     "send": ("bucketline.store.transfer.files", "Uploader._send"),
     "note": ("bucketline.store.transfer.sender", "note_description"),

@@ -18,8 +18,7 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
-from bucketline.store.export.export import export, open_export
-from bucketline.store.export.exporter import ExportRequest
+from bucketline.store.export.exporter import ExportRequest, export, open_export
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.format.text_codec import TextError, dequantise, measured_error, quantise

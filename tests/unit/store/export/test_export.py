@@ -22,8 +22,7 @@ from safetensors.numpy import load, load_file
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_folder import staged_folder, staging_path
 from bucketline.store import Store
-from bucketline.store.export.export import check_samples, export, open_export
-from bucketline.store.export.exporter import ExportRequest
+from bucketline.store.export.exporter import ExportRequest, check_samples, export, open_export
 from bucketline.store.export.sample_file import write_sample
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
@@ -221,7 +220,7 @@ SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
 from bucketline.store import Store
-from bucketline.store.export.export import export, open_export
+from bucketline.store.export.exporter import export, open_export
 from bucketline.store.export.exporter import ExportRequest
 from bucketline.store.read.iter_samples import Selection
 store = Store.open(sys.argv[1])

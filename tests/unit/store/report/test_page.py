@@ -26,7 +26,7 @@ from bucketline.store.report.facts import (
     near_duplicates,
     vae_of,
 )
-from bucketline.store.report.sections import findings
+from bucketline.store.report.report import findings
 from tests.commands import call
 from tests.kit import make_sample, make_store, samples_of
 from tests.models import SMALL
