@@ -6,16 +6,20 @@ The base class of the formats, and these by name: ours, and those of installed p
 from __future__ import annotations
 
 import json
+import tarfile
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from bucketline.command_line import human_bytes
 from bucketline.errors import StoreError, UsageError
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.paths import Overlap, overlap
 from bucketline.store.export.sample_file import record_as_json, sample_file
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.hashing import sample_digest, text_bytes
 from bucketline.store.read.iter_samples import buckets_of, live_samples
 
 if TYPE_CHECKING:
@@ -67,7 +71,7 @@ EXPORTERS: Extensions[type[Exporter]] = Extensions(
     "an exporter called",
     "bucketline.exporters",
     {
-        "webdataset": "bucketline.store.export.webdataset_tars:TarExporter",
+        "webdataset": "bucketline.store.export.exporter:TarExporter",
         "safetensors": "bucketline.store.export.exporter:FolderExporter",
         "kohya": "bucketline.store.export.kohya:KohyaExporter",
         "mds": "bucketline.store.export.mds:MdsExporter",
@@ -76,19 +80,64 @@ EXPORTERS: Extensions[type[Exporter]] = Extensions(
 )
 
 
-_SAMPLES = "samples.jsonl"
-
-
 class FolderExporter(Exporter):
-    """Writes the folder."""
+    """Writes a folder of safetensors files: one per sample, in one folder per bucket, indexed by `samples.jsonl`.
+
+    Files are named by the digest of the sample id: an id never becomes a path.
+    """
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        with (folder / _SAMPLES).open("w", encoding="ascii") as lines:
+        with (folder / "samples.jsonl").open("w", encoding="ascii") as lines:
             for record, data in samples:
                 name = f"{record.bucket}/{sample_digest(record.id).hex()}.safetensors"
                 (folder / record.bucket).mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(data)
                 lines.write(json.dumps({"file": name, **record_as_json(record)}) + "\n")
+
+
+class TarExporter(Exporter):
+    """Writes tars as of WebDataset, `000000.tar` and so on, with three members per sample.
+
+    KEY.safetensors is the sample's file, KEY.json its record, KEY.txt its first caption. KEY is the digest of the sample id: an
+    id never becomes a path. Tars are reproducible: they contain no times or owners.
+    """
+
+    options = frozenset({"shard_bytes"})
+
+    def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
+        """Write each sample's members to the last tar if it still fits, else to a new one."""
+        most = self.request.shard_bytes or self.shard_bytes
+        tar: tarfile.TarFile | None = None
+        number, taken = -1, most  # of the last tar, and the bytes of its members
+        with ExitStack() as last:
+            for record, data in samples:
+                as_json = json.dumps(record_as_json(record)).encode("ascii")
+                text = text_bytes(record.captions[0] if record.captions else "")
+                members = {"json": as_json, "safetensors": data, "txt": text}
+                own = sum(tarfile.BLOCKSIZE + _rounded(len(member), tarfile.BLOCKSIZE) for member in members.values())
+                if _tar_bytes(own) > most:
+                    raise UsageError(
+                        f"--shard-size is {human_bytes(most)}, a tar with only the sample {record.id[:80]!r} has "
+                        f"{_tar_bytes(own)} bytes; give --shard-size {_tar_bytes(own)} or more"
+                    )
+                if tar is None or _tar_bytes(taken + own) > most:
+                    last.close()
+                    number, taken = number + 1, 0
+                    tar = last.enter_context(tarfile.open(folder / f"{number:06d}.tar", "w"))
+                for ending, member in members.items():
+                    info = tarfile.TarInfo(f"{sample_digest(record.id).hex()}.{ending}")
+                    info.size = len(member)
+                    tar.addfile(info, BytesIO(member))
+                taken += own
+
+
+def _tar_bytes(members_bytes: int) -> int:
+    """Return a tar's length: its members, two zero blocks, and padding to a complete record."""
+    return _rounded(members_bytes + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)
+
+
+def _rounded(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
 
 
 def open_export(store: Store, request: ExportRequest) -> Exporter:

@@ -76,10 +76,8 @@ def test_the_store_knows_bytes_and_nothing_above_it() -> None:
 
 def test_the_store_needs_only_the_libraries_that_the_design_names() -> None:
     allowed = {"numpy", "lmdb", "msgpack", "obstore", "safetensors", "xxhash", "bucketline", "cyclopts", "rich"}
-    allowed |= {"webdataset"}  # of an exporter
     found = {module.partition(".")[0] for path in files("store") for module in imported(path)}
     assert not found - allowed - set(sys.stdlib_module_names)
-    assert not offenders("store", "webdataset", but=("webdataset_tars.py",))
 
 
 def module_of(path: Path) -> str:
