@@ -207,11 +207,9 @@ class ObjectFolder:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether nothing can be written there, whatever the credentials."""
         return self.kind == "http"
 
     def place(self, name: str) -> str:
-        """Return an object's URL without user and password."""
         return f"{self.url}/{name}" if name else self.url
 
     def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
@@ -275,7 +273,6 @@ class ObjectFolder:
                 file.write(memoryview(part))
 
     def look_up(self, name: str) -> ListedFile | None:
-        """Return what an object is; None if it is not there."""
         import obstore
 
         try:
@@ -375,7 +372,6 @@ class ObjectFolder:
         raise ExistsError(f"{self.place(name)} exists and has other content; rerun the command")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects in the order given; one that is not there is not an error."""
         import obstore
 
         for name in names:

@@ -127,7 +127,6 @@ class WorkingStore:
         yield self.publish(manifest, left)
 
     def open(self, manifest: Manifest) -> Store:
-        """Return a generation of the store; what is read of it comes through the cache."""
         return Store.at(self.folder, manifest, self.work.cache)
 
     def sender(self, manifest: Manifest, run: str, *, is_first: bool) -> ShardSender:
@@ -158,11 +157,9 @@ class WorkingStore:
         return self._newest
 
     def send_lists(self) -> None:
-        """Send what the packer notes next to a store."""
         send_lists(self.folder, self.path)
 
     def disk_bytes(self, manifest: Manifest) -> int:
-        """Return the bytes of the shards' files."""
         return sum(file.num_bytes for entry in manifest.shards for _, file in files_of(self.path, entry))
 
 

@@ -402,7 +402,6 @@ class LocalTarget:
 
     @property
     def folder(self) -> Folder:
-        """The store's folder."""
         return LocalFolder(self.path)
 
     def held(self) -> AbstractContextManager[None]:
@@ -424,7 +423,6 @@ class LocalTarget:
             yield publish(store, manifest, adopt(store, manifest), ())
 
     def open(self, manifest: Manifest) -> Store:
-        """Return a generation of the store."""
         return Store(self.path, manifest)
 
     def publish(
@@ -436,7 +434,6 @@ class LocalTarget:
         """Do nothing: they are in the store's folder."""
 
     def disk_bytes(self, manifest: Manifest) -> int:  # noqa: ARG002 - as of `StoreTarget`
-        """Return the disk space of the store's files."""
         return disk_bytes(self.path)
 
 
