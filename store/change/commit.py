@@ -96,9 +96,11 @@ def on_this_disk(base: ChangeBase, shards: Iterable[ShardEntry], *, damaged: boo
         path, downloader = Path(folder), Downloader(base.folder, takes_any_digest=damaged)
         (path / "shards").mkdir()
         files = [file for entry in shards for file in files_of(path, entry)]
-        for own in [[file] for file in files] if damaged else [files]:
-            with suppress(*(MissingObjectError, CorruptError) if damaged else ()):
-                downloader.get(own)
+        if not damaged:
+            downloader.get(files)
+        for own in files if damaged else ():
+            with suppress(MissingObjectError, CorruptError):
+                downloader.get_one(*own)
         yield path
 
 
