@@ -285,19 +285,6 @@ def test_a_name_as_long_as_names_may_be_is_no_problem(small: tuple[Store, list[S
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", name]
 
 
-def test_too_little_disk_is_refused_before_anything_is_written(
-    small: tuple[Store, list[Sample]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    before = tree(tmp_path)
-    ran = call("store", "export", small[0].path, "--format", "safetensors", tmp_path / "out")
-    assert (ran.code, ran.out) == (1, "")
-    assert "exporting 27 samples to" in ran.err
-    assert "0 MiB are free; make room" in " ".join(ran.err.split())
-    assert tree(tmp_path) == before
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
