@@ -124,8 +124,7 @@ def _replace(checkpoint: Path, name: str, data: bytes) -> None:
 
     (checkpoint / name).write_bytes(data)
     document = json.loads((checkpoint / "digests.json").read_bytes())
-    num_bytes, digest = file_digest(checkpoint / name)
-    document["files"][name] = {"num_bytes": num_bytes, "digest": digest}
+    document[name] = file_digest(checkpoint / name)
     (checkpoint / "digests.json").write_text(json.dumps(document), encoding="ascii")
 
 
