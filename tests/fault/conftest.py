@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fault.families import FAMILIES
-from tests.fault.page import shortfalls, write_page
-from tests.fault.record import Record, table
+from tests.fault.record import Record, shortfalls, table, write_page
 
 RECORD = "record of "  # and the family: a property of a test's report
 ROUND_MINUTES = 5  # no machine tries everything in less
@@ -59,7 +58,7 @@ def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
     by_fault: dict[str, Record] = {}
     names = list(FAMILIES)
     for _, record in sorted(found, key=lambda pair: names.index(pair[0])):
-        by_fault.setdefault(record.fault, Record(fault=record.fault, kind=record.kind)).merge(record)
+        by_fault.setdefault(record.fault, Record(record.fault, record.kind)).merge(record)
     return list(by_fault.values())
 
 

@@ -18,7 +18,6 @@ from bucketline.store import RowColumn
 from tests.commands import call
 from tests.independent_reader import metadata_of, open_block, read_entries, read_store
 from tests.kit import (
-    ANY,
     FRAMES,
     GROUPS,
     HEIGHT,
@@ -216,15 +215,6 @@ def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert metadata_of(sidecar)["line_bytes"] == "8388608"
     assert open_block(sidecar)["line_checksum"].tolist() == [xxhash.xxh3_64_intdigest(line) for line in lines]
-
-
-def test_the_digest_of_a_manifest_of_version_3_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
-    import xxhash
-
-    ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 3}))
-    document = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
-    assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
 
 
 def test_ragged_groups_are_read_by_name(tmp_path: Path) -> None:
