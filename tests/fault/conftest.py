@@ -75,11 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Print the table, and of what too little was tried."""
     if records := merged(FOUND):
         terminalreporter.section("faults")
-        lines = table(records)
-        widths = [max(len(line[at]) for line in lines if not line[2].startswith("not")) for at in range(len(lines[0]))]
-        for line in lines:
-            columns = [text.ljust(width) for text, width in zip(line[:2], widths, strict=False)]
-            columns += [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
-            terminalreporter.line("  ".join(columns))
+        for line in table(records):
+            terminalreporter.line(line)
         for missing in shortfalls(records) if config.getoption("--page", None) else ():
             terminalreporter.line(missing)

@@ -143,16 +143,17 @@ class Asked:
         return quick if self.is_quick else full
 
 
-def table(records: Iterable[Record]) -> list[list[str]]:
-    """Return a header, a line a fault, and a line of totals; a fault that could not be tried says why."""
-    lines, total = [["fault", "kind", "trials", *Outcome]], Counter[Outcome]()
+def table(records: Iterable[Record]) -> list[str]:
+    """Return a header, a line a fault, and a line of totals, in Markdown; a fault that could not be tried says why."""
+    lines, total = [["fault", "kind", "trials", *Outcome], ["---", "---", *["--:"] * (1 + len(Outcome))]], Counter[Outcome]()
     for record in records:
         if record.not_run is not None and not record.trials:
             lines.append([record.fault, record.kind, f"not tried: {record.not_run}", *[""] * len(Outcome)])
             continue
         total += record.counts
         lines.append([record.fault, record.kind, str(record.trials), *(str(record.counts[o]) for o in Outcome)])
-    return [*lines, ["all", "", str(total.total()), *(str(total[o]) for o in Outcome)]]
+    lines.append(["all", "", str(total.total()), *(str(total[o]) for o in Outcome)])
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def _trials(records: Sequence[Record], kind: Kind) -> int:
@@ -177,7 +178,6 @@ def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: flo
     again = f"make torture SEED={seed}" + (f" MINUTES={minutes:g}" if minutes else "")
     totals = ", ".join(f"{_trials(records, kind)} of the kind *{kind}*" for kind in Kind)
     bad = ", ".join(f"{sum(record.counts[o] for record in records)} of *{o}*" for o in Outcome if o not in GOOD)
-    head, *rest = ["| " + " | ".join(line) + " |" for line in table(records)]
     lines = [
         f"Seed {seed}, {took_s / 60:.0f} minutes, commit {commit}, on {system}, {versions}.",
         "",
@@ -185,7 +185,7 @@ def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: flo
         "",
         f"Tried: {totals}. Came of it: {bad}.",
         "",
-        *(head, "|---|---" + "|--:" * (1 + len(Outcome)) + "|", *rest),
+        *table(records),
     ]
     if wrong := [f"- {record.fault}: {_in_a_line(said)}" for record in records for said in record.said]:
         lines += ["", "## What went wrong", "", *wrong]
