@@ -57,22 +57,20 @@ MOMENTS = {
 }
 
 
-def full_disk() -> NoReturn:
-    raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+
+def failing_with(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 def full_for_sealing() -> None:
     """Have the disk refuse whatever is sealed from now on."""
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
-    sealing._write_anew = lambda *_: full_disk()
-
-
-def defect() -> NoReturn:
-    raise RuntimeError("nobody expects this")
-
-
-def bad_model() -> NoReturn:
-    raise ModelError("the model is not as on the other ranks")
+    sealing._write_anew = failing_with(FULL)
 
 
 NOTED = threading.Event()  # a signal has come to the thread that hears signals
@@ -102,10 +100,10 @@ def two_ctrl_c() -> None:
 
 
 FAILURES: dict[str, Callable[[], object]] = {
-    "disk": full_disk,
+    "disk": failing_with(FULL),
     "sealing": full_for_sealing,
-    "defect": defect,
-    "model": bad_model,
+    "defect": failing_with(RuntimeError("nobody expects this")),
+    "model": failing_with(ModelError("the model is not as on the other ranks")),
     "term": lambda: signal_to_process(signal.SIGTERM),
     "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,
