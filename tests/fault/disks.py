@@ -311,7 +311,7 @@ def small_disks(asked: Asked) -> Iterator[Record]:
         ended = apart(lambda: pack.pack(commits_often=bool(free % 2)), COMMAND_S)
         disk.resize(ROOM_BYTES)
         filler.unlink(missing_ok=True)
-        is_said = any(word in ended.done()["err"] for word in ("full", "No space left", "File too large"))
+        is_said = any(word in ended.done()["err"] for word in ("full", "room", "No space left", "File too large"))
         expect(is_said or ended.gave["code"] == 0, f"the error says nothing of the disk: {ended.gave['err'][-300:]}")
         return pack.judged(ended)
 
