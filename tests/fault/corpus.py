@@ -32,7 +32,6 @@ from bucketline.ingest.importers.listing import listed
 from bucketline.ingest.importers.registry import IMPORTERS, _is_here
 from bucketline.ingest.importers.rows import ImportPlan, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.loader.mixture import StoreId
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.sample_record import encode_record
 from bucketline.store.format.text_block import TEXT_GROUP
@@ -97,15 +96,12 @@ def sound() -> Iterator[tuple[str, bytes]]:
     state = RunState(
         version=VERSION,
         steps_done=3,
-        world_size=1,
-        stores=(StoreId(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
-        plan_digest="p",
         loader={"step": 3},
         window=None,
         config={"seed": 0},
     )
     yield "checkpoint/state.json", json.dumps(encode(state)).encode()
-    yield "checkpoint/digests.json", b'{"files": {"state.json": {"num_bytes": 1, "digest": "00"}}}'
+    yield "checkpoint/digests.json", b'{"state.json": [1, "00"]}'
     yield "captions/lines.txt", "a red barn\r\n\n  snow \u2028 ü\n".encode()
     yield "captions/list.json", b'{"text": ["a", "b"], "caption": "c"}'
     tar = _tar()
