@@ -142,6 +142,7 @@ RELEASED_AT_ONCE = 4 * LINE_BYTES  # of the space that is allocated for the ring
 _ROOM, _SPACE, _REMOVED = "room", "ring-space", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
 _FOLDER = re.compile(r"[0-9A-Za-z_]{1,64}")  # of a store
+_OWN_FOLDER = re.compile(rf"[0-9a-f]{{32}}|{_REMOVED}[0-9a-f]{{8}}")
 _LOOK_AGAIN_S = 10.0  # after no store could be removed
 _EVICT_AT_ONCE = 8  # lines
 _BOOKKEEPING = (PRESENT_SUFFIX, ".lmdb", ".tmp")  # not counted as whole files: 9 bytes a line; lines are counted by their lists
@@ -443,10 +444,15 @@ def is_cache(path: Path) -> bool:
         return False
 
 
+def _is_own(path: Path) -> bool:
+    """Return True if a cache has something of this name: a removal may take the mark and leave what is written meanwhile."""
+    return path.name in (_ROOM, _SPACE) or (_OWN_FOLDER.fullmatch(path.name) is not None and path.is_dir())
+
+
 def _mark(path: Path) -> None:
     if not is_cache(path):
         path.mkdir(parents=True, exist_ok=True)
-        left = [found.name for found in path.iterdir() if not found.name.startswith(MARK)]
+        left = [found.name for found in path.iterdir() if not found.name.startswith(MARK) and not _is_own(found)]
         if left and not is_cache(path):  # looked up again: another process may have begun the cache meanwhile, its mark first
             raise StoreError(
                 f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not "

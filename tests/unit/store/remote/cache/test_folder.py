@@ -38,6 +38,17 @@ def test_a_cache_that_another_process_begins_meanwhile_is_one(tmp_path: Path, mo
     assert [store.folder for store in CacheFolder(tmp_path / "cache", None).stores()] == ["a" * 32]
 
 
+def test_a_cache_whose_mark_alone_was_removed_is_one(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path / "cache", None)
+    cache.open_store("a" * 32, "s3://b/a.store")
+    (tmp_path / "cache" / MARK).unlink()
+    assert [store.folder for store in CacheFolder(tmp_path / "cache", None).stores()] == ["a" * 32]
+    (tmp_path / "cache" / MARK).unlink()
+    (tmp_path / "cache" / ("b" * 32)).write_bytes(b"")  # a file has no such name
+    with pytest.raises(StoreError, match="it has 'bbbb"):
+        CacheFolder(tmp_path / "cache", None)
+
+
 def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path / "cache", None)
     assert is_cache(tmp_path / "cache")
