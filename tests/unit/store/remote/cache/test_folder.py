@@ -12,7 +12,7 @@ from bucketline.errors import StoreError
 from bucketline.store.cli import main
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache.folder import MARK, CacheFolder, is_cache
-from bucketline.store.remote.cache.remote_files import store_key
+from bucketline.store.remote.cache.remote_source import store_key
 from bucketline.store.remote.cache.room import Room
 from tests.unit.store.remote.cache.lines import open_shard
 
