@@ -14,10 +14,10 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.collate.columns import make_conditioning
+from bucketline.loader.collate.dequantise_field import dequantise_field
 from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
-from bucketline.loader.dequantise import dequantise_field
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.columns import TOKENS, TOKENS_SCALE

@@ -13,7 +13,7 @@ import torch
 
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
-from bucketline.loader import dequantise as dequantise_module
+from bucketline.loader.collate import dequantise_field as dequantise_module
 from bucketline.loader.dequantise import dequantised
 from bucketline.store import Store
 from bucketline.store.format.text_codec import dequantise, quantise
