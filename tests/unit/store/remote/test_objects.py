@@ -256,7 +256,7 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_equal_places_have_equal_identities(one: dict[str, Any], other: dict[str, Any], *, is_same: bool) -> None:
-    def identity(url: str = "s3://bucket/a.store", **options: Any) -> str:  # noqa: ANN401
+    def identity(url: str = "s3://bucket/a.store", **options: Any) -> str:
         return ObjectFolder(url, RemoteOptions(**options)).identity
 
     assert (identity(**one) == identity(**other)) is is_same
