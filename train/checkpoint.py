@@ -45,9 +45,9 @@ from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads th
 from bucketline.loader.ranks import fail_together
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.log import NotFiniteError, WindowState, has_steps
-from bucketline.train.models.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
+from bucketline.train.weight_layout import average_folder
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.train.ema import Average
-    from bucketline.train.models.weights import Weights
+    from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def of_this_model(folder: Path) -> Iterator[None]:
         raise StateError(f"{folder} does not fit this model: {said!s:.300}; resume with the --model of the run") from error
 
 
-def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False, alone: bool = True) -> None:
+def load_weights(folder: Path, weights: WeightLayout, model: nn.Module, *, averaged: bool = False, alone: bool = True) -> None:
     """Load a checkpoint's weights, or its `averaged` weights, into a placed model.
 
     `alone`: every rank reads them; else rank 0 does, for all.
@@ -291,7 +291,7 @@ def quiet() -> Iterator[None]:
 
 
 def copied(
-    weights: Weights,
+    weights: WeightLayout,
     model: nn.Module,
     average: Average,
     optimizer: Optimizer | None,
@@ -331,7 +331,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def write(
     folder: Path,
-    weights: Weights,
+    weights: WeightLayout,
     config: str,
     copies: Mapping[str, Any],
     state: RunState,

@@ -37,9 +37,8 @@ from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, STATUS
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
-from bucketline.train.compile import graphs_compiled
 from bucketline.train.run_file import FITTED, as_run_file, config_as_json
-from bucketline.train.timing import seconds_between
+from bucketline.train.timing import graphs_compiled, seconds_between
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:

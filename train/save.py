@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.checkpoint import RunState
-    from bucketline.train.models.weights import Weights
     from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
+    from bucketline.train.weight_layout import WeightLayout
 
 
 class Output(StrEnum):
@@ -44,7 +44,12 @@ class Saver:
     """
 
     def __init__(
-        self, training: Training, ranks: TrainRanks, weights: Weights, saved: Path | None, uploads: HubUploads | None = None
+        self,
+        training: Training,
+        ranks: TrainRanks,
+        weights: WeightLayout,
+        saved: Path | None,
+        uploads: HubUploads | None = None,
     ) -> None:
         """Start the thread; `saved`: the checkpoint that the run starts from."""
         self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads

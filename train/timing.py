@@ -1,10 +1,11 @@
-"""Points in time on the device, which nothing waits for until the time between two of them is read."""
+"""What a step costs: points in time on the device, which nothing waits for until they are read, and compiled graphs."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+from torch._dynamo.utils import counters
 
 Mark = float | torch.cuda.Event
 """A point in time: the host's clock, or a CUDA event, recorded without a sync."""
@@ -27,3 +28,8 @@ def seconds_between(begin: Mark, end: Mark) -> float:
     assert isinstance(end, torch.cuda.Event)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def graphs_compiled() -> int:
+    """Return the number of graphs that dynamo has compiled in this process."""
+    return int(counters["stats"]["unique_graphs"])

@@ -15,7 +15,7 @@ from bucketline.fingerprint import weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.model_file import open_model_file
 from bucketline.store import Store
-from bucketline.train.models.load import locate
+from bucketline.train.load import locate
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
 from tests.commands import call
 from tests.family_models import write_pipeline
@@ -231,7 +231,7 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
     from diffusers import UNet2DConditionModel
 
     from bucketline.families.family import StoreFacts
-    from bucketline.train.models.load import load
+    from bucketline.train.load import load
     from tests.kit import TOKEN_WIDTH
     from tests.unit.train.tiny_run import UNET
 
@@ -252,7 +252,7 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
 
 def test_the_trainer_compares_a_vae_of_a_variant_alone_with_the_stores(own: Path, tmp_path: Path) -> None:
     from bucketline.store import Store
-    from bucketline.train.models.load import read_vae
+    from bucketline.train.load import read_vae
 
     as_variant(own, "fp16")
     assert pack(own, tmp_path).code == 0

@@ -25,15 +25,14 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.options import options_of
 from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
-from bucketline.train.models.lora import adapted_layers
+from bucketline.train.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.step import loss_of
 from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
 from tests.family_models import FORMS, tiny_model
-from tests.unit.train.test_step import make_training
-from tests.unit.train.tiny_run import config, facts, make_batch
+from tests.unit.train.tiny_run import config, facts, make_batch, make_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +155,7 @@ def scripts_rates(name: str, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("prior", [1.0, 0.5])
 def test_a_priors_gradients_are_theirs_by_a_factor_and_clipped_where_theirs_are(prior: float, tmp_path: Path) -> None:
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     weighing = dataclasses.replace(training, mean_weight=(1 + prior) / 2)
     batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
     noised = training.prep.for_training(batch)

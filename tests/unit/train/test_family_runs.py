@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from bucketline.train.checkpoint import Start
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.log import read_metrics
-from bucketline.train.models.weights import KOHYA_FILE
 from bucketline.train.run import Run, train
 from bucketline.train.step import train_step
+from bucketline.train.weight_layout import KOHYA_FILE
 from bucketline.weight_files import LORA_FILE
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import FAMILIES, pack_family

@@ -14,7 +14,7 @@ from bucketline.store.write.publish import lock_store
 from bucketline.train import log, save
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
-from bucketline.train.models import weights
+from bucketline.train import weight_layout as weights
 from bucketline.train.run import train
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 

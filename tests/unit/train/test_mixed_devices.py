@@ -19,14 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.train.config import Objective
-from bucketline.train.ema import Average
-from bucketline.train.models.load import load
-from bucketline.train.noise import NoiseSchedule, Prep
+from bucketline.train.load import load
 from bucketline.train.step import Training, train_step
 from bucketline.train.validation import ValidationResult, validate
-from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import facts, make_batch, make_training, write_unet
 
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,19 +58,10 @@ class Unfused(torch.optim.AdamW):
         return super().step(closure)
 
 
-def make_training(folder: Path, device: str) -> Training:
-    asked = config(folder, accumulation=1)
+def training_on(folder: Path, device: str) -> Training:
     family, model = load(write_unet(folder), facts(), seed=0)
-    model = model.to(device)
-    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device(device))
-    return Training(
-        config=asked,
-        family=family,
-        model=model,
-        optimizer=Unfused(model.parameters(), foreach=True),
-        average=Average(model, 0.99),
-        prep=Prep(scale=LatentScale(scale=0.5, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
-        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+    return make_training(
+        folder, loaded=(family, model.to(device)), optimizer=lambda one: Unfused(one.parameters(), foreach=True)
     )
 
 
@@ -84,7 +71,7 @@ def run_validation(training: Training, batches: Iterable[Batch]) -> ValidationRe
 
 
 def test_validation_runs_on_one_device(tmp_path: Path) -> None:
-    training = make_training(tmp_path, "meta")
+    training = training_on(tmp_path, "meta")
     batches = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
     with OneDevice() as mode:
         run_validation(training, batches)
@@ -92,7 +79,7 @@ def test_validation_runs_on_one_device(tmp_path: Path) -> None:
 
 
 def test_a_training_step_runs_on_one_device(tmp_path: Path) -> None:
-    training = make_training(tmp_path, "meta")
+    training = training_on(tmp_path, "meta")
     batches = iter([make_batch(device="meta")])
     with OneDevice() as mode:
         outcome = train_step(training, batches, 0)
@@ -101,7 +88,7 @@ def test_a_training_step_runs_on_one_device(tmp_path: Path) -> None:
 
 
 def test_a_model_left_on_another_device_is_caught(tmp_path: Path) -> None:
-    training, batches = make_training(tmp_path, "cpu"), [make_batch(device="meta")]
+    training, batches = training_on(tmp_path, "cpu"), [make_batch(device="meta")]
     with OneDevice(), pytest.raises(AssertionError, match=r"saw tensors on \['cpu', 'meta'\]"):
         run_validation(training, batches)
 

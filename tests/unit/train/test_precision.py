@@ -11,7 +11,7 @@ import torch
 
 from bucketline.train.checkpoint import RunState, Start
 from bucketline.train.config import Precision
-from bucketline.train.models.load import load
+from bucketline.train.load import load
 from bucketline.train.run import resolve, set_up_device, train
 from tests.unit.train.tiny_run import ALONE, config, facts, losses
 

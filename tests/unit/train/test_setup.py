@@ -14,9 +14,8 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
 from bucketline.store.format.manifest import read_manifest
 from bucketline.train import model
-from bucketline.train.compile import recomputed, share_cores_of_compiler
 from bucketline.train.config import Compile, Objective, Precision
-from bucketline.train.models.load import load
+from bucketline.train.load import load
 from bucketline.train.run import start_processes, train
 from tests.kit import rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, built, config, make_training_store
@@ -94,21 +93,6 @@ def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
     run = built(config(folder, **changes))
     assert asked == [wanted]
     assert {parameter.dtype for parameter in run.training.model.parameters() if parameter.requires_grad} == {torch.float32}
-
-
-def test_blocks_are_recomputed_without_saving_generators(folder: Path) -> None:
-    run = built(config(folder, recompute=1.0))
-    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in run.training.model.modules()]
-    assert {function for function in functions if function} == {recomputed}
-
-
-def test_ranks_of_a_machine_share_the_cores_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    for threads, ranks, each in ((16, 8, 2), (4, 8, 1)):
-        monkeypatch.setattr(inductor, "compile_threads", threads)
-        share_cores_of_compiler(ranks)
-        assert inductor.compile_threads == each
 
 
 def test_another_vae_than_the_stores_is_refused_before_training(folder: Path) -> None:

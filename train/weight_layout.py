@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
+from bucketline.train.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
@@ -99,11 +99,11 @@ class Adapters:
         return LORA_FILE if self.pipeline else PEFT_FILE
 
 
-Weights = WholeModel | Adapters
+WeightLayout = WholeModel | Adapters
 """How a model's trained tensors are laid out in a checkpoint."""
 
 
-def average_folder(weights: Weights) -> str:
+def average_folder(weights: WeightLayout) -> str:
     """Return the folder of the moving average in a checkpoint."""
     return weights.folder + AVERAGE_SUFFIX
 
@@ -114,7 +114,7 @@ def weights_folder(folder: str) -> str:
     return "." if part == ADAPTERS else part
 
 
-def weights_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
+def layout_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> WeightLayout:
     """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
     if adapters:
         return Adapters(part=family.folder, pipeline=family.lora_pipeline, other_names=family.other_names)

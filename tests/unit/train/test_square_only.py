@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.train.models.load import load
+from bucketline.train.load import load
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import facts
 

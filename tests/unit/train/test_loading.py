@@ -19,7 +19,7 @@ from bucketline.families.family import StoreFacts
 from bucketline.families.packing import image_ids, pack, unpack
 from bucketline.model_file import INDEX
 from bucketline.train.config import Objective
-from bucketline.train.models.load import load
+from bucketline.train.load import load
 from bucketline.train.noise import FlowSchedule, load_schedule
 from bucketline.typed_json import Json
 from tests.family_models import tiny_model
