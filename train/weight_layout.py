@@ -129,12 +129,3 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     mode = path.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
     path.chmod(mode)
-    # sort the metadata in the header, which safetensors writes in another order each time
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header = {name: dict(sorted(own.items())) if name == "__metadata__" else own for name, own in header.items()}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-        if len(text) == length:  # in the same notation
-            file.seek(8)
-            file.write(text)

@@ -60,12 +60,13 @@ def test_a_file_without_a_model_is_not_taken_for_stable_diffusion(tmp_path: Path
         open_model(str(tmp_path / "lora.safetensors"))
 
 
-def test_the_inferred_configuration_comes_from_the_hubs_cache_and_is_asked_for_if_it_is_not_there(
+def test_the_inferred_configuration_comes_from_the_hub_or_its_cache(
     sd: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, folder = sd
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=rf"that of {SD15}, is not in the hub's cache; give --model-config {SD15} once"):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=rf"its configuration, {SD15}, is not a folder, .*; name another one by --model-config"):
         open_model(str(file))
     cached = tmp_path / f"models--{SD15.replace('/', '--')}"
     configuration(folder, cached / "snapshots" / "0123abcd")
