@@ -66,9 +66,7 @@ def test_the_inferred_configuration_comes_from_the_hub_or_its_cache(
     file, folder = sd
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ModelError, match=rf"its configuration, {SD15}, is not a folder, .*--model-config"
-    ):
+    with pytest.raises(ModelError, match=rf"its configuration, {SD15}, is not a folder, .*--model-config"):
         open_model(str(file))
     cached = tmp_path / f"models--{SD15.replace('/', '--')}"
     configuration(folder, cached / "snapshots" / "0123abcd")

@@ -17,11 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.train.load import load
 from bucketline.train.step import Training, train_step
-from bucketline.train.validation import ValidationResult, validate
+from bucketline.train.validation import validate
 from tests.unit.train.tiny_run import facts, make_batch, make_training, write_unet
 
 
@@ -65,35 +64,24 @@ def training_on(folder: Path, device: str) -> Training:
     )
 
 
-def run_validation(training: Training, batches: Iterable[Batch]) -> ValidationResult:
+def run_validation(training: Training) -> None:
     # What is reduced is read by the host; the meta device has nothing to read.
-    return validate(training, batches, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
-
-
-def test_validation_runs_on_one_device(tmp_path: Path) -> None:
-    training = training_on(tmp_path, "meta")
     batches = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
-    with OneDevice() as mode:
-        run_validation(training, batches)
-    assert mode.num_operations > 100
+    validate(training, batches, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
 
 
-def test_a_training_step_runs_on_one_device(tmp_path: Path) -> None:
+def test_a_training_step_and_a_validation_run_on_one_device(tmp_path: Path) -> None:
     training = training_on(tmp_path, "meta")
-    batches = iter([make_batch(device="meta")])
     with OneDevice() as mode:
-        outcome = train_step(training, batches, 0)
-    assert mode.num_operations > 100
+        outcome = train_step(training, iter([make_batch(device="meta")]), 0)
+        assert mode.num_operations > 100
+        run_validation(training)
     assert outcome.loss.device == outcome.grad_norm.device == torch.device("meta")
 
 
-def test_a_model_left_on_another_device_is_caught(tmp_path: Path) -> None:
-    training, batches = training_on(tmp_path, "cpu"), [make_batch(device="meta")]
+def test_the_mode_catches_a_model_on_another_device_and_what_the_meta_device_lets_pass(tmp_path: Path) -> None:
     with OneDevice(), pytest.raises(AssertionError, match=r"saw tensors on \['cpu', 'meta'\]"):
-        run_validation(training, batches)
-
-
-def test_the_mode_catches_what_the_meta_device_lets_pass() -> None:
+        run_validation(training_on(tmp_path, "cpu"))
     on_meta, on_cpu = torch.ones(3, device="meta"), torch.ones(())
     assert (on_meta * on_cpu).device.type == "meta"
     with OneDevice(), pytest.raises(AssertionError, match=r"mul.* saw tensors on \['cpu', 'meta'\]"):
