@@ -176,10 +176,6 @@ CASES = (
     Case("", "has neither unet/config.json nor transformer/config.json", {"model": "other.store"}, error=ModelError),
     Case("", r"model/text_encoder is not the text encoder .* has 0{32}; ", change=with_a_text_encoder, error=ModelError),
     Case("", "--optimizer is adamw, which cannot round .* choose adamw-8bit", {"weights": WeightDtype.BF16}),
-        "",
-        "--weights is bf16, and --precision is fp32 .* give --precision bf16",
-        {"weights": WeightDtype.BF16, "optimizer": "adamw-8bit"},
-    ),
     Case("", "--epochs is 0.01|no step", {"epochs": 1e-6, "max_steps": None}, error=BucketlineError),
 )
 
