@@ -126,7 +126,7 @@ def tiny_training(
     training = make_training(
         ROOM,
         loaded=(family, model),
-        optimizer=lambda one: torch.optim.AdamW([own for own in one.parameters() if own.requires_grad], lr=1e-3, fused=True),
+        optimizer_of=lambda one: torch.optim.AdamW([own for own in one.parameters() if own.requires_grad], lr=1e-3, fused=True),
         decay=0.99,
         objective=Objective.FLOW if name in ("sd3", "flux") else Objective.EPSILON,
         **{"clip_norm": 1.0, **asked},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,23 +47,21 @@ def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path:
     assert rates == [learning_rate_at(step, long) for step in range(6)]
 
 
-def test_cosine_restarts_and_linear_are_the_librarys(tmp_path: Path) -> None:
-    restarts = functools.partial(optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_cycles=3)
-    for schedule, theirs in (
-        ("cosine", optimization.get_cosine_schedule_with_warmup),
-        ("cosine-restarts:3", restarts),
-        ("linear", optimization.get_linear_schedule_with_warmup),
-    ):
-        own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
-        assert own == pytest.approx(library(theirs, WARM, STEPS), abs=1e-12)
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.5])
-def test_a_polynomial_is_the_librarys(tmp_path: Path, power: float) -> None:
-    """It ends at 1e-7 whatever the learning rate."""
-    own = [learning_rate_at(step, asked(tmp_path, lr_schedule=f"polynomial:{power}:1e-07")) for step in range(STEPS)]
-    theirs = library(functools.partial(optimization.get_scheduler, "polynomial"), None, WARM, STEPS, power=power)
-    assert own == pytest.approx(theirs, abs=1e-12)
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        ("cosine", partial(optimization.get_cosine_schedule_with_warmup)),
+        ("cosine-restarts:3", partial(optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_cycles=3)),
+        ("linear", partial(optimization.get_linear_schedule_with_warmup)),
+        *(  # which ends at 1e-7 whatever the learning rate
+            (f"polynomial:{power}:1e-07", partial(optimization.get_polynomial_decay_schedule_with_warmup, power=power))
+            for power in (0.5, 1.0, 2.5)
+        ),
+    ],
+)
+def test_a_schedule_is_the_librarys(tmp_path: Path, schedule: str, theirs: Any) -> None:
+    own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
+    assert own == pytest.approx(library(theirs, WARM, STEPS), abs=1e-12)
 
 
 def test_a_piecewise_constant_rate_is_the_librarys_whose_steps_are_ends(tmp_path: Path) -> None:

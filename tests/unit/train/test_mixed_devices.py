@@ -60,7 +60,7 @@ class Unfused(torch.optim.AdamW):
 def training_on(folder: Path, device: str) -> Training:
     family, model = load(write_unet(folder), facts(), seed=0)
     return make_training(
-        folder, loaded=(family, model.to(device)), optimizer=lambda one: Unfused(one.parameters(), foreach=True)
+        folder, loaded=(family, model.to(device)), optimizer_of=lambda one: Unfused(one.parameters(), foreach=True)
     )
 
 

@@ -49,7 +49,7 @@ def training_by(folder: Path, name: str, **changes: Any) -> Training:
     return make_training(
         folder,
         loaded=loaded,
-        optimizer=partial(make_optimizer, config(folder, **asked), compiled=False),
+        optimizer_of=partial(make_optimizer, config(folder, **asked), compiled=False),
         clip_norm=None,
         warmup_steps=2,
         **asked,
