@@ -309,10 +309,10 @@ def test_buckets_that_only_the_held_out_samples_have_are_compiled_before_the_fir
     make_training_store(tmp_path / "tiny.store", {"train/128x128": 6, "val/128x128": 2, "val/192x128": 1})
     write_unet(tmp_path / "model")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(inductor, "compile_threads", 1)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "16")
-    train(config(tmp_path, max_steps=1, compile=Compile.ON), ALONE)
-    assert inductor.compile_threads == 2
+    with inductor.patch(compile_threads=1):
+        train(config(tmp_path, max_steps=1, compile=Compile.ON), ALONE)
+        assert inductor.compile_threads == 2
     assert compiled_for == [(["train/128x128"], ["val/128x128", "val/192x128"])]
 
 
