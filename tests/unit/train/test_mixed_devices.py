@@ -23,6 +23,8 @@ from bucketline.train.step import Training, train_step
 from bucketline.train.validation import validate
 from tests.unit.train.tiny_run import facts, make_batch, make_training, write_unet
 
+BATCHES = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
+
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets no operation see tensors of two devices, nor move one to another."""
@@ -66,22 +68,22 @@ def training_on(folder: Path, device: str) -> Training:
 
 def run_validation(training: Training) -> None:
     # What is reduced is read by the host; the meta device has nothing to read.
-    batches = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
-    validate(training, batches, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
+    validate(training, BATCHES, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
 
 
 def test_a_training_step_and_a_validation_run_on_one_device(tmp_path: Path) -> None:
     training = training_on(tmp_path, "meta")
     with OneDevice() as mode:
-        outcome = train_step(training, iter([make_batch(device="meta")]), 0)
+        outcome = train_step(training, iter(BATCHES), 0)
         assert mode.num_operations > 100
         run_validation(training)
     assert outcome.loss.device == outcome.grad_norm.device == torch.device("meta")
 
 
 def test_the_mode_catches_a_model_on_another_device_and_what_the_meta_device_lets_pass(tmp_path: Path) -> None:
+    training = training_on(tmp_path, "cpu")
     with OneDevice(), pytest.raises(AssertionError, match=r"saw tensors on \['cpu', 'meta'\]"):
-        run_validation(training_on(tmp_path, "cpu"))
+        run_validation(training)
     on_meta, on_cpu = torch.ones(3, device="meta"), torch.ones(())
     assert (on_meta * on_cpu).device.type == "meta"
     with OneDevice(), pytest.raises(AssertionError, match=r"mul.* saw tensors on \['cpu', 'meta'\]"):
