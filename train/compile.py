@@ -25,10 +25,9 @@ from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT
 from bucketline.train.config import IN_PROCESS, Precision
 from bucketline.train.data import open_loader
-from bucketline.train.log import StepWork
+from bucketline.train.log import StepWork, graphs_compiled
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of, takes_found_inf
-from bucketline.train.timing import graphs_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

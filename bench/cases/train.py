@@ -91,8 +91,8 @@ class Train(Case):
             trainer.close()
 
     def _alternate(self, windows: Windows) -> list[Result]:
+        from bucketline.train.log import graphs_compiled
         from bucketline.train.run import rare_collection
-        from bucketline.train.timing import graphs_compiled
 
         on_gpu = windows.device.type == "cuda"
         discard_s = self.discard_s if self.discard_s is not None else 70.0 if on_gpu else 0.0

@@ -11,10 +11,10 @@ import torch
 from bucketline.loader import Batch
 from bucketline.train.compile import compile_blocks, warm_up
 from bucketline.train.config import Compile
+from bucketline.train.log import graphs_compiled
 from bucketline.train.lowbit import PRODUCTS_CAPABILITY
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.timing import graphs_compiled
 from tests.gpu.material import DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training
 
 

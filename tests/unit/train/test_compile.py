@@ -28,11 +28,11 @@ from bucketline.train.ema import Average
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.load import load
+from bucketline.train.log import graphs_compiled
 from bucketline.train.noise import Prep, load_schedule, sample_noise
 from bucketline.train.parallel import TrainRanks, repeated_blocks
 from bucketline.train.run import train
 from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.timing import graphs_compiled
 from bucketline.train.validation import validate
 from tests.family_models import tiny_vae
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
@@ -319,7 +319,7 @@ def test_buckets_that_only_the_held_out_samples_have_are_compiled_before_the_fir
 def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     folder: Path, monkeypatch: pytest.MonkeyPatch, compiled_for: list[tuple[list[str], list[str]]]
 ) -> None:
-    asked = config(folder, max_steps=20, follow=1, compile=Compile.ON)
+    asked = config(folder, max_steps=20, follow=True, compile=Compile.ON)
     for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
         add_to_store(folder / "tiny.store", samples(more, str(more)))
     opened, due = [Store.open(folder / "tiny.store", generation) for generation in (1, 2, 3)], iter([1, 2, 2, 2, 2, 2])

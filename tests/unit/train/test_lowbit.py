@@ -20,13 +20,12 @@ from bucketline.quantised_linear import QuantisedLinear, quantise_weight
 from bucketline.train import compile as compile_module
 from bucketline.train.compile import compile_blocks
 from bucketline.train.config import Base, Compile, Precision
-from bucketline.train.log import read_metrics
+from bucketline.train.log import graphs_compiled, read_metrics
 from bucketline.train.lowbit import Offload, expect_float8, quantise_base, use_float8
 from bucketline.train.model import recompute
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.run import Run, train
 from bucketline.train.step import loss_of, train_step
-from bucketline.train.timing import graphs_compiled
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import tiny_model
 from tests.unit.train.packed_families import FAMILIES, pack_family

@@ -21,12 +21,12 @@ from bucketline.extras import extra_named
 from bucketline.train import step as of_step
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.load import load
+from bucketline.train.log import graphs_compiled
 from bucketline.train.optim import NAMED, find_optimizer, learning_rate_at, make_optimizer, refuse_combinations
 from bucketline.train.optimizers import make_8bit
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.run import train
 from bucketline.train.step import Training, loss_of, train_step, update
-from bucketline.train.timing import graphs_compiled
 from tests.commands import ROOT
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
 from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, make_training, train_in_two_parts, write_unet
