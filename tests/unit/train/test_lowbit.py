@@ -353,13 +353,12 @@ def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"offload_blocks": 4, "recompute": 0.0}, "--offload-blocks is 4, expected --lora-rank and --recompute 1 with it"),
         ({"offload_blocks": 4, "recompute": 0.5, "lora_rank": 2}, "is 4, expected --recompute 1 with it: a backward pass"),
-        ({"offload_blocks": 4, "recompute": 1.0}, "is 4, expected --lora-rank with it: only frozen blocks"),
+        ({"offload_blocks": 4, "recompute": 1.0}, "--offload-blocks is 4, but --lora-rank is not given"),
         ({"offload_blocks": -1}, "--offload-blocks is -1"),
         ({"recompute": 1.5}, "--recompute is 1.5, expected 0 to 1"),
         ({"base": Base.NF4}, "--base is nf4, but --lora-rank is not given"),
-        ({"base": Base.NF4, "lora_rank": 2, "sharding": "fsdp"}, "a quantised base is not sharded"),
+        ({"base": Base.NF4, "lora_rank": 2, "sharding": "fsdp"}, "--base is nf4, and --sharding is fsdp"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
