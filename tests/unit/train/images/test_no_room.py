@@ -125,6 +125,6 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
             pytest.raises(TrainError, match="with --num-images 0") as told,
         ):
             drawn()
-        assert "start over with the same command" in str(told.value)
+        assert "start over in another --output-dir" in str(told.value)
 
     fork_ranks(folder, body)
