@@ -79,7 +79,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def read_adapters(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file, or {}."""
-    tensors, metadata = read_tensors(path)
+    try:
+        tensors, metadata = read_tensors(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read as a .safetensors file of adapters: {error}") from error
     beside = path.with_name(PEFT_CONFIG)
     is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
     text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(LORA_METADATA, "{}")
