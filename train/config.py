@@ -47,7 +47,7 @@ from bucketline.train.values import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from bucketline.loader.service.address import ServiceAddress
+    from bucketline.loader.service.sockets import ServiceAddress
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 BASE_OFF = "off"  # value of --base
@@ -332,7 +332,7 @@ class TrainConfig(
 
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do."""
-        from bucketline.loader.service.address import ServiceAddress
+        from bucketline.loader.service.sockets import ServiceAddress
 
         if self.service == IN_PROCESS:
             return None

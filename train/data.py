@@ -13,10 +13,9 @@ import torch
 from bucketline.command_line import printable
 from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
-from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
-from bucketline.loader.service.address import AUTO
+from bucketline.loader.service.sockets import AUTO, connected
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, generations
@@ -167,14 +166,14 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Weig
 def _await_service(config: TrainConfig) -> None:
     """Wait for a service of this machine: one that was started just before has a moment to begin."""
     address, ends = config.service_address(), 0.0
-    while address is not None and address.path is not None:
+    while address is not None and isinstance(address.place, Path):
         try:
-            stats_of(address)
+            connected(address.place).close()
             break
         except DeliveryError:
             if not ends:
                 ends = time.monotonic() + SERVICE_STARTS_S
-                where = printable(str(address.path))
+                where = printable(str(address.place))
                 print(f"waiting {SERVICE_STARTS_S} s for a service at {where}", file=sys.stderr, flush=True)
             if time.monotonic() > ends:
                 raise

@@ -11,6 +11,7 @@ from typing import Any
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.service.sockets import connected
 from tests.commands import call
 from tests.fault import killed_trainers
 from tests.fault.apart import Apart, How
@@ -87,14 +88,13 @@ def _train(ground: Ground, log: str) -> str | None:
 def _serve(ground: Ground, log: str) -> str | None:
     folder = ground.fresh()
     store = make_store(folder / "s", samples_of({"train/64x64": 20}))
-    options = ("--every", "0.001", *(["--json"] if log == "a full disk" else []))
-    with serving(folder / "sock", store.path, options=options) as process:
+    with serving(folder / "sock", store.path, options=("--every", "0.001")) as process:
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
         try:
             for _ in range(3):
-                call("loader", "stats", folder / "sock").done()
+                connected(folder / "sock").close()
             with Loader(store.path, LoaderConfig(batch_size=2, epochs=1), service=folder / "sock") as loader:
                 found = len([*loader])
         except (BucketlineError, AssertionError) as error:

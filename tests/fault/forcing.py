@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.client import ServiceBackend
-from bucketline.loader.service.links import ChildLink
 from tests.kit import Sample, make_store, samples_of
 
 WITHIN_S = 10.0  # the time that an answer has, also on a busy machine; it takes milliseconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.service import client, ring_stream
-from bucketline.loader.service.wire import Request, ServiceAnswer, message_of
+from bucketline.loader.service import client, ring
+from bucketline.loader.service.wire import Answer
 from bucketline.store import Store
-from tests.unit.loader.service.test_service import assert_same
+from tests.contract.test_backends import values
 
 REFUSED = 801  # cudaErrorNotSupported
 
@@ -80,23 +79,19 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
         calls["bounced"].append(tensor.data_ptr())
         return tensor.clone()
 
-    def pinned_stream(answer: ServiceAnswer, _: object) -> ring_stream.RingStream:
+    def pinned_stream(answer: Answer, _: object) -> ring.RingStream:
         copier: Any = HostCopier()
-        return ring_stream.RingStream(answer, copier)
-
-    def asked(request: Request) -> dict[str, Any]:
-        return message_of(replace(request, is_pinned=True))
+        return ring.RingStream(answer, copier)
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(client, "RingStream", pinned_stream)
-    monkeypatch.setattr(client, "message_of", asked)
     config = LoaderConfig(batch_size=4, epochs=2)
     with Loader(store, config) as own, Loader(store, config, service=socket_path) as loader, caplog.at_level(logging.WARNING):
         num_batches = 0
         for one, other in zip(own.forever(), loader.forever(), strict=True):
-            assert_same(one, other)
+            assert values(one) == values(other)
             num_batches += 1
     warned = [record for record in caplog.records if "refuses to register" in record.message]
     if code:
@@ -110,8 +105,8 @@ def test_a_refusal_leaves_no_error_in_the_runtime(monkeypatch: pytest.MonkeyPatc
     runtime = Runtime(REFUSED)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: runtime.fail()))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
-    assert not ring_stream._register(np.zeros(8, np.uint8))
+    assert not ring.register(np.zeros(8, np.uint8))
     runtime.check()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())  # a runtime that is linked statically
-    assert not ring_stream._register(np.zeros(8, np.uint8))
+    assert not ring.register(np.zeros(8, np.uint8))
     assert "the next CUDA call may report error 801 once more" in caplog.text
