@@ -34,9 +34,10 @@ from bucketline.forks import OwnerProcess
 from bucketline.loader.prefetch.threads import PrefetchThreads, depth_of
 from bucketline.loader.service import wire
 from bucketline.loader.service.sockets import peer_of
-from bucketline.loader.service.wire import HEAD, Client, Counts, Response
+from bucketline.loader.service.wire import HEAD, Client, Response
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from numpy.typing import NDArray
@@ -185,8 +186,8 @@ class Ring:
     No thread waits for another's turn: a buffer filled early is announced by the thread that fills the missing one.
     """
 
-    def __init__(self, sock: socket.socket, buffer_bytes: int, depth: int, counts: Counts) -> None:
-        self._sock, self._depth, self._counts = sock, depth, counts
+    def __init__(self, buffer_bytes: int, depth: int, client: Client) -> None:
+        self._depth, self._client = depth, client
         self.memory = SharedMemory(buffer_bytes)
         self.control = ControlPage(self.memory.control)
         self._buffers: list[NDArray] = []  # type: ignore[type-arg]
@@ -228,7 +229,7 @@ class Ring:
             number = self._number_at[filled.buffer.data_ptr()]
             memoryview(self._buffers[number])[: len(head)] = head  # type: ignore[arg-type]
             self._filled[turn] = number
-            self._counts.count(filled)
+            self._client.count(filled)
             is_news = self._announce()
         if is_news:
             self._wake_client()
@@ -246,7 +247,7 @@ class Ring:
         if self._end is not None and self._end[0] == self._turn and not self._is_over:
             self._is_over = True
             failure = self._end[1]
-            self._counts.errors += failure is not None
+            self._client.counts["errors"] += failure is not None
             self.control.end(failure)
             self._changed.notify_all()
             return True
@@ -291,7 +292,7 @@ class Ring:
     def _wake_client(self) -> None:
         fence()
         if self.control.words[Word.CLIENT_WAITS]:
-            _wake(self._sock)
+            _wake(self._client.sock)
 
 
 def _wake(sock: socket.socket) -> None:
@@ -317,7 +318,7 @@ class RingClient(Client):
     def begin(self, builder: BatchBuilder, request: Request) -> None:
         """Make the shared memory and send its descriptor."""
         depth = depth_of(builder.config, builder.buffer_bytes)
-        self._ring = Ring(self.sock, builder.buffer_bytes, depth, self.counts)
+        self._ring = Ring(builder.buffer_bytes, depth, self)
         self._threads = PrefetchThreads(builder, request.cursor, self._ring)
         self.answer(Response(buffer_bytes=builder.buffer_bytes, depth=depth), self._ring.memory.fd)
 
@@ -340,11 +341,11 @@ class RingClient(Client):
             self._ring.close(failure)
         self.shut()
 
-    def counted(self) -> Counts:
+    def counted(self) -> Counter[str]:
         """Return the counts so far; the client counts its waits itself, and may write nonsense."""
         if self._ring is not None:
             words = self._ring.control.words
-            self.counts.waits, self.counts.waited_s = words[Word.WAITS], words[Word.WAITED_US] / 1e6
+            self.counts["waits"], self.counts["waited_us"] = words[Word.WAITS], words[Word.WAITED_US]
         return self.counts
 
     def close(self) -> None:

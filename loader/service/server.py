@@ -21,7 +21,7 @@ from bucketline.loader.service import wire
 from bucketline.loader.service.ring import RingClient
 from bucketline.loader.service.sockets import is_loopback
 from bucketline.loader.service.tcp import FrameClient
-from bucketline.loader.service.wire import Counts, NamesRequest, Request, ServedManifest, StoresRequest
+from bucketline.loader.service.wire import COUNTED, NamesRequest, Request, ServedManifest, StoresRequest
 from bucketline.store import Store
 from bucketline.store.format.manifest import dump_manifest, generations
 from bucketline.store.read.lost_files import refuse_lost_shards
@@ -180,7 +180,8 @@ class Service:
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._clients: dict[Client, threading.Thread] = {}  # the oldest first
         self._reading: set[Client] = set()  # those that are sent batches
-        self._past, self._num_served, self._num_refused = Counts(), 0, 0
+        self._past: Counter[str] = Counter()
+        self._num_served = self._num_refused = 0
         self._security: Security | None = None  # of the clients over TCP, if the service listens
 
     def take_in(self, sock: socket.socket) -> None:
@@ -258,12 +259,11 @@ class Service:
 
     def stats(self) -> dict[str, Any]:
         """Return what was delivered to all clients since the service started, as JSON values."""
-        total = Counts()
         with self._lock:
-            for counts in (self._past, *(client.counted() for client in self._reading)):
-                total.add(counts)
+            total = sum((client.counted() for client in self._reading), self._past)
             clients = {"clients": len(self._reading), "clients_so_far": self._num_served, "refused": self._num_refused}
-        return {"stores": self._stores.places, **clients, **asdict(total), "fetched": self._stores.fetched()}
+        counts = {**{name: total[name] for name in COUNTED}, "waited_s": total["waited_us"] / 1e6}
+        return {"stores": self._stores.places, **clients, **counts, "fetched": self._stores.fetched()}
 
     def _answer(self, client: Client) -> None:
         try:
@@ -299,7 +299,7 @@ class Service:
         finally:
             with self._lock:
                 self._reading.remove(client)
-                self._past.add(client.counted())
+                self._past += client.counted()
 
     def _told(self, request: StoresRequest | NamesRequest, using: ExitStack) -> list[ServedManifest] | list[str]:
         """Return the answer to what is not a request for batches."""

@@ -27,11 +27,12 @@ from bucketline.loader.iteration import filled_batch
 from bucketline.loader.latent_scale import RecordedScale
 from bucketline.loader.prefetch.threads import ThreadBackend, depth_of
 from bucketline.loader.service import sockets, wire
-from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, Counts, LostError, Response
+from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, LostError, Response
 from bucketline.loader.stats import Stats
 from bucketline.store.format.columns import LatentKind
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping
 
     from torch import Tensor
@@ -94,16 +95,16 @@ class FrameClient(Client):
         failure, asked = None, time.perf_counter()
         try:
             while (delivered := self._stream.next()) is not None:
-                self.counts.waited_s += time.perf_counter() - asked
+                self.counts["waited_us"] += int(1e6 * (time.perf_counter() - asked))
                 self._send(*delivered)
-                self.counts.count(delivered[0])
+                self.count(delivered[0])
                 del delivered
                 asked = time.perf_counter()
         except OSError:
             return  # the client has left
         except BucketlineError as error:
             failure = error
-            self.counts.errors += 1
+            self.counts["errors"] += 1
         failure = failure or self._failure
         message = b"" if failure is None else json.dumps(wire.failure_as_json(failure)).encode()
         with suppress(OSError):
@@ -125,11 +126,11 @@ class FrameClient(Client):
         else:
             self.shut()
 
-    def counted(self) -> Counts:
+    def counted(self) -> Counter[str]:
         """Return the counts so far."""
         if (stream := self._stream) is not None:
             stream.note_queue(queue := Stats())
-            self.counts.waits = queue.waits
+            self.counts["waits"] = queue.waits
         return self.counts
 
     def close(self) -> None:

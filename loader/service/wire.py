@@ -16,8 +16,9 @@ import secrets
 import socket
 import struct
 import time
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -260,6 +261,11 @@ def proof_of(token: bytes | None, nonce: str) -> str:
     return "" if token is None else hmac.new(token, f"bucketline {nonce}".encode(errors="replace"), "sha256").hexdigest()
 
 
+# What is counted of clients: batches filled for those of this machine, or sent to others, their samples and bytes of tensors;
+# how often clients waited for a batch; iterations that ended with an error. And `waited_us`, for how long they waited.
+COUNTED = ("batches", "samples", "bytes", "waits", "errors")
+
+
 def sent(config: LoaderConfig) -> LoaderConfig:
     """Return a loader's configuration for a service: nothing of this machine's disks and storage, and no choice of a window.
 
@@ -267,27 +273,6 @@ def sent(config: LoaderConfig) -> LoaderConfig:
     """
     lanes = config.lanes if config.window else None
     return replace(config, lanes=lanes, cache=None, cache_bytes=None, endpoint=None, store_option=())
-
-
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """What was delivered to clients: filled for those of this machine, sent to those of others."""
-
-    batches: int = 0
-    samples: int = 0
-    bytes: int = 0  # of tensors
-    waits: int = 0  # times that a client waited for a batch
-    waited_s: float = 0.0
-    errors: int = 0  # iterations that ended with an error
-
-    def count(self, filled: FilledBuffer) -> None:
-        self.batches += 1
-        self.samples += filled.fields[0].shape[0]
-        self.bytes += filled.num_bytes
-
-    def add(self, other: Counts) -> None:
-        for field in fields(Counts):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class Client:
@@ -299,7 +284,7 @@ class Client:
     def __init__(self, sock: socket.socket, token: bytes | None = None, host: str = "") -> None:
         self.sock, self._token, self.host = sock, token, host
         self.is_stranger, self.is_known = True, False  # which has one slot or the other; neither, once it is to end
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()  # see `COUNTED`
 
     def request(self) -> dict[str, Any]:
         """Greet, and return the client's message once it has proved that it has the token."""
@@ -324,6 +309,9 @@ class Client:
         """Send an error in place of an answer."""
         with suppress(OSError, BucketlineError):
             send(self.sock, failure_as_json(error))
+
+    def count(self, filled: FilledBuffer) -> None:
+        self.counts.update(batches=1, samples=filled.fields[0].shape[0], bytes=filled.num_bytes)
 
     def shut(self) -> None:
         """End the connection, for the thread that waits at it."""
