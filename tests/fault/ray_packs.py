@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.commands import call
-from tests.fault.record import Asked, Kind, Outcome, Record, recorded
+from tests.fault.record import Asked, Kind, Outcome, Record, expect
 from tests.fault.same_store import committed_ids, compare
 from tests.models import SMALL, write_images, write_model
 from tests.ray_ground import Cluster, RayGround, command_of, kill, packing_workers
 
-NUM_IMAGES = 600
-NUM_BROKEN = 5
+NUM_IMAGES, NUM_BROKEN = 600, 5
 DRIVERS = 0.4  # share of the kills
 LONGEST_S = 240.0
 
@@ -30,17 +29,16 @@ LONGEST_S = 240.0
 class KilledRuns:
     """Runs of one source into one store after another; each store is compared once a run of it has ended by itself."""
 
-    def __init__(self, ground: RayGround, cluster: Cluster, folder: Path, draw: random.Random) -> None:
-        self._ground, self._cluster, self._folder, self._draw = ground, cluster, folder, draw
+    def __init__(self, ground: RayGround, folder: Path, draw: random.Random) -> None:
+        self._ground, self._cluster, self._folder, self._draw = ground, Cluster(ground, 1, 1), folder, draw
         self._process: subprocess.Popen[str] | None = None
         self._num_stores, self._num_before = 0, 0  # images that the store had when the run began
-        self.faults: list[str] = []
 
     @property
     def _store(self) -> Path:
         return self._folder / f"store-{self._num_stores}"
 
-    def kill_one(self) -> None:
+    def kill_one(self) -> Outcome:
         """Kill a worker or the driver at a moment that is drawn; what ends before is compared, and another is begun."""
         is_driver, is_killed = self._draw.random() < DRIVERS, False
         while not is_killed:
@@ -52,26 +50,24 @@ class KilledRuns:
             else:
                 workers = packing_workers(self._cluster.process)
                 is_killed = bool(workers) and kill(self._draw.choice(workers))
+        return Outcome.RECOVERED
 
-    def finish(self) -> None:
+    def finish(self) -> Outcome:
         """Let the run end by itself, and compare its store with that of one process; the next run makes another store."""
-        ran = self._ground.ended(self._process or self._begin())
-        self._process = None
-        if ran.code:
-            self.faults.append(f"a run ended with {ran.code}: {ran.err[-2000:]}")
-        else:
-            counted = {name: ran.json[name] for name in ("found", "packed", "unchanged", "rejected")}
-            expected = {"found": NUM_IMAGES + NUM_BROKEN, "rejected": NUM_BROKEN, "unchanged": self._num_before}
-            expected["packed"] = NUM_IMAGES - self._num_before
-            if counted != expected:
-                self.faults.append(f"a run counted {counted}, expected {expected}: samples are lost, or packed twice")
-            self.faults += compare(self._store, self._folder / "whole").faults
-            for name in ("rejects.jsonl", "without_caption.jsonl"):
-                if (self._store / name).read_bytes() != (self._folder / "whole" / name).read_bytes():
-                    self.faults.append(f"{name} differs from that of one process")
-            if left := list((self._store / "pending").glob("attempts/*")):
-                self.faults.append(f"{left[0]} was left behind")
-        self._num_stores, self._num_before = self._num_stores + 1, 0
+        ran, store, before = self._ground.ended(self._process or self._begin()), self._store, self._num_before
+        self._process, self._num_stores, self._num_before = None, self._num_stores + 1, 0
+        expect(ran.code == 0, f"a run ended with {ran.code}: {ran.err[-2000:]}")
+        counted = [ran.json[name] for name in ("found", "packed", "unchanged", "rejected")]
+        expected = [NUM_IMAGES + NUM_BROKEN, NUM_IMAGES - before, before, NUM_BROKEN]
+        expect(counted == expected, f"a run counted {counted}, expected {expected}: samples are lost, or packed twice")
+        faults = compare(store, self._folder / "whole").faults
+        expect(not faults, faults[:1])
+        for name in ("rejects.jsonl", "without_caption.jsonl"):
+            is_same = (store / name).read_bytes() == (self._folder / "whole" / name).read_bytes()
+            expect(is_same, f"{name} differs from that of one process")
+        left = list((store / "pending").glob("attempts/*"))
+        expect(not left, f"left behind: {left[:1]}")
+        return Outcome.COMPLETED
 
     def _begin(self) -> subprocess.Popen[str]:
         options = ["--engine", f"ray:{self._cluster.address}", "--workers", "1:2", "--batch-size", 2, "--json"]
@@ -80,47 +76,41 @@ class KilledRuns:
 
     def _wait(self, process: subprocess.Popen[str]) -> bool:
         """Wait for a random moment of the run; return False if it has ended before."""
-        number = len(_sealed(self._store)) + self._draw.choice((0, 1, 1, 2, 4))
+        number = self._num_sealed() + self._draw.choice((0, 1, 1, 2, 4))
         until = time.monotonic() + LONGEST_S
-        while process.poll() is None and len(_sealed(self._store)) < number and time.monotonic() < until:
+        while process.poll() is None and self._num_sealed() < number and time.monotonic() < until:
             time.sleep(0.005)
         time.sleep(self._draw.random() * self._draw.choice((0.02, 0.5)))
         return process.poll() is None
 
+    def _num_sealed(self) -> int:
+        return len([*(self._store / "shards").glob("*.lmdb")])
+
     def _kill_driver(self, process: subprocess.Popen[str]) -> bool:
-        before = committed_ids(self._store) if self._store.exists() else set[str]()
+        before = committed_ids(self._store)
         driver = command_of(process)
         if driver is None or not kill(driver):
             return False
         ran = self._ground.ended(process)
         self._process = None
-        after = committed_ids(self._store) if self._store.exists() else set[str]()
+        after = committed_ids(self._store)
         self._num_before = len(after)
-        if lost := before - after:
-            self.faults.append(f"{len(lost)} committed samples are lost, {min(lost)} among them")
-        if ran.code != 128 + signal.SIGKILL:
-            self.faults.append(f"a driver that was killed ended with {ran.code}: {ran.err[-1000:]}")
+        expect(before <= after, f"{len(before - after)} committed samples are lost, {sorted(before - after)[:1]} among them")
+        expect(ran.code == 128 + signal.SIGKILL, f"a driver that was killed ended with {ran.code}: {ran.err[-1000:]}")
         return True
-
-
-def _sealed(store: Path) -> list[Path]:
-    return list((store / "shards").glob("*.lmdb"))
 
 
 def killed_on_ray(asked: Asked) -> Iterator[Record]:
     """`kill -9` of the workers and drivers of packs on a Ray cluster."""
-    folder, kills = asked.folder, asked.of(3, 30)
+    folder, record = asked.folder, Record("a worker or the driver of a pack on Ray killed", Kind.KILL)
     write_images(folder / "photos", NUM_IMAGES)
     for number in range(NUM_BROKEN):
         (folder / "photos" / f"broken-{number}.png").write_bytes(b"no image")
     write_model(folder / "model")
-    whole = call("ingest", "pack", folder / "photos", folder / "whole", "--model", folder / "model", *SMALL)
-    if whole.code:
-        raise ValueError(f"the run of one process ended with {whole.code}: {whole.err}")
+    call("ingest", "pack", folder / "photos", folder / "whole", "--model", folder / "model", *SMALL).done()
     with RayGround() as ground:
-        runs = KilledRuns(ground, Cluster(ground, 1, 1), folder, random.Random(asked.seed))
-        for _ in range(kills):
-            runs.kill_one()
-        runs.finish()
-    fault, good = "a worker or the driver of a pack on Ray killed", {Outcome.RECOVERED: kills - len(runs.faults)}
-    yield recorded(fault, Kind.KILL, good, runs.faults)
+        runs = KilledRuns(ground, folder, random.Random(asked.seed))
+        for number in range(asked.of(3, 30)):
+            record.trial(number, runs.kill_one)
+        record.trial("finished", runs.finish)
+    yield record
