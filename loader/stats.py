@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.store.remote.cache.held_line import FetchStats
+    from bucketline.store.remote.cache.fetch_threads import FetchStats
 
 
 @dataclass(slots=True, kw_only=True)
