@@ -175,8 +175,8 @@ def test_serve_says_what_is_wrong_with_its_options(store: Store, tmp_path: Path)
     token, at = tmp_path / "token", ("--at", tmp_path / "s")
     token.touch(0o600)
     for arguments, words in (
-        ((store.path,), "no --at is given"),
-        (at, "no store is given"),
+        ((store.path,), "needs --at ADDRESS"),
+        (at, "loader serve"),
         ((store.path, *at, "--every", "0"), "--every is 0.0, expected seconds above 0"),
         ((store.path, "--at", tmp_path / ("long" * 30)), "the system takes 107"),
         ((store.path, "--at", tmp_path / "no" / "s"), "the folder of the socket: No such file"),
