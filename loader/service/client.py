@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader.mixture import WeightedStore
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
-from bucketline.loader.prefetch.delivery import OwnBuffers
+from bucketline.loader.prefetch.delivery import Buffers
 from bucketline.loader.service import wire
 from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.ring import RingStream
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from bucketline.loader.mixture import StoreId
-    from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.plan.epoch_steps import Cursor
     from bucketline.loader.service.sockets import ServiceAddress
     from bucketline.store.remote.arguments import RemoteArguments
-    from bucketline.store.remote.urls import RemoteOptions
 
 
 class UnixLink:
@@ -62,7 +61,7 @@ class ServiceBackend:
     def __init__(self, link: Link, request: Request, device: torch.device) -> None:
         """Start nothing. `request` is sent with each iteration's own cursor."""
         self.link, self._request, self._device = link, request, device
-        self._buffers = OwnBuffers(device)
+        self._buffers = Buffers(device)
 
     def turn_to(self, request: Request) -> None:
         """Request other batches from the same service, from the next iteration on."""
@@ -105,9 +104,8 @@ class ServedStore(Store):
     def is_local(self) -> bool:
         return False
 
-    def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
+    def reopened(self, generation: int | None = None) -> Store:
         """Return the store at another generation that the service has."""
-        del remote  # the service's own
         return served_stores(self._link, StoresRequest(store_id=self.manifest.store_id, generation=generation))[0].store
 
 

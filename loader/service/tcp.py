@@ -25,7 +25,8 @@ from bucketline.joinable_thread import JoinableThread
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.iteration import filled_batch
 from bucketline.loader.latent_scale import RecordedScale
-from bucketline.loader.prefetch.threads import ThreadBackend, depth_of
+from bucketline.loader.prefetch.delivery import Buffers, Delivery
+from bucketline.loader.prefetch.threads import ThreadStream, depth_of
 from bucketline.loader.service import sockets, wire
 from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, LostError, Response
 from bucketline.loader.stats import Stats
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.prefetch.delivery import OwnBuffers
-    from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.loader.service.sockets import HostPort, Security, ServiceAddress
     from bucketline.loader.service.wire import Answer, Request
 
@@ -86,7 +85,7 @@ class FrameClient(Client):
             raise DeliveryError(
                 f"a batch has up to {builder.buffer_bytes} bytes, the server allows {MAX_BATCH_BYTES}; use smaller batches"
             )
-        self._stream = ThreadBackend(builder, torch.device("cpu")).begin(request.cursor)
+        self._stream = ThreadStream(builder, Buffers(torch.device("cpu")), request.cursor)
         self.answer(Response(buffer_bytes=builder.buffer_bytes, depth=depth_of(builder.config, builder.buffer_bytes)))
 
     def run(self) -> None:
@@ -292,12 +291,12 @@ class _Tries:
 class FrameStream:
     """An iteration whose batches a server sends to a thread of this process."""
 
-    def __init__(self, link: TcpLink, request: Request, answer: Answer, buffers: OwnBuffers) -> None:
+    def __init__(self, link: TcpLink, request: Request, answer: Answer, buffers: Buffers) -> None:
         """Begin to receive from the server that has answered."""
         self._link, self._request = link, request
         buffer_bytes = answer.response().buffer_bytes
         depth = depth_of(request.config, buffer_bytes)
-        self._delivery = buffers.delivery(buffer_bytes, depth + 2, depth)
+        self._delivery = Delivery(buffers, buffer_bytes, depth + 2, depth)
         self._owner, self._over = OwnerProcess(), threading.Event()
         self._sock = answer.sock
         self._turn = 0

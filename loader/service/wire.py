@@ -28,7 +28,7 @@ from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, FilledBuffer
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - likewise
-from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
+from bucketline.loader.plan.epoch_steps import Cursor  # noqa: TC001 - likewise
 from bucketline.loader.service.sockets import shut
 from bucketline.typed_json import TypedJsonError, decode, encode
 
