@@ -480,7 +480,7 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: ProgressLine) -> None:
         """Open `metrics.jsonl` for appending, and start the trackers with the run's configuration."""
-        from bucketline.train.report.loss_curve import draw_loss_curve
+        from bucketline.train.loss_curve import draw_loss_curve
 
         self._output, self._accelerator, self._progress, self._plot = config.output_dir, accelerator, progress, draw_loss_curve
         plain = {

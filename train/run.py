@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import Loader
-    from bucketline.train.images.prompts import StoredPrompt
-    from bucketline.train.outputs.hub import HubUploads
+    from bucketline.train.hub import HubUploads
+    from bucketline.train.images import StoredPrompt
     from bucketline.train.parallel import Agreed
     from bucketline.train.validation import ValidationResult
     from bucketline.typed_json import Json
@@ -313,7 +313,7 @@ class Run:
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
-            from bucketline.train.images.prompts import encode_given
+            from bucketline.train.images import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
@@ -324,7 +324,7 @@ class Run:
         self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
-            from bucketline.train.images.prompts import load_prompts
+            from bucketline.train.images import load_prompts
 
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
@@ -334,7 +334,7 @@ class Run:
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         if config.push_to_hub and ranks.is_main:
-            from bucketline.train.outputs.hub import HubUploads
+            from bucketline.train.hub import HubUploads
 
             self.uploads = HubUploads(config.push_to_hub.repository, say)
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
@@ -516,7 +516,7 @@ class Run:
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:
-        from bucketline.train.outputs.model_card import model_card
+        from bucketline.train.hub import model_card
 
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
@@ -525,7 +525,7 @@ class Run:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
         if self.config.num_images == 0:
             return False
-        from bucketline.train.images.drawing import draw_images
+        from bucketline.train.images import draw_images
 
         of, done = (self.training, self.loader.shares, self._prompts), self.steps_done
         draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=self.ranks.is_main)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.checkpoint import RunState
+    from bucketline.train.hub import HubUploads
     from bucketline.train.models.weights import Weights
-    from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
 
@@ -101,7 +101,7 @@ class Saver:
                 folder, weights, own_config, copies, state, card=cards[Output.CHECKPOINT], keep=config.keep, group=self._group
             )
         if (folder := due.get(Output.EXPORT)) is not None and self._ranks.is_main:
-            from bucketline.train.outputs.export import write_export
+            from bucketline.train.export import write_export
 
             best, card = copies.get("average") or copies["last"], cards[Output.EXPORT]
             write_export(folder, weights, own_config, best, dtype=config.export_dtype, card=card)

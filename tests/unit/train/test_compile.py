@@ -27,8 +27,7 @@ from bucketline.train import data, model
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
 from bucketline.train.config import Compile, Objective
 from bucketline.train.ema import Average
-from bucketline.train.images.pipeline import draw_latents
-from bucketline.train.images.prompts import DrawingBatch
+from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.models.load import load
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep, load_schedule, sample_noise
 from bucketline.train.parallel import repeated_blocks

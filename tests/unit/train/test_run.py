@@ -25,18 +25,16 @@ from bucketline.errors import BucketlineError, StateError, TrainError, UsageErro
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
-from bucketline.train import log
+from bucketline.train import images, log, loss_curve
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
 from bucketline.train.checkpoint import read_state
 from bucketline.train.config import Compile, Precision, TrainConfig
-from bucketline.train.images import drawing
 from bucketline.train.log import read_metrics
+from bucketline.train.loss_curve import draw_loss_curve
 from bucketline.train.main import main
 from bucketline.train.models import weights
 from bucketline.train.parallel import TrainRanks
-from bucketline.train.report import loss_curve
-from bucketline.train.report.loss_curve import draw_loss_curve
 from bucketline.train.run import TrainSummary, rare_collection, train
 from tests.kit import flip_bit, tree
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
@@ -80,7 +78,7 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     add_to_store(folder / "tiny.store", samples({"train/96x64": 1}))  # too few for a batch
     curves: list[int] = []
     vaes: list[weakref.ref[Any]] = []
-    load_vae = drawing.drawing_vae
+    load_vae = images.drawing_vae
 
     def draw(lines: list[dict[str, Any]], path: Path) -> None:
         curves.append(len(lines))
@@ -102,7 +100,7 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         patched.setattr(loss_curve, "draw_loss_curve", draw)
         patched.setattr(log, "CURVE_EVERY_S", 0.0)
         patched.setattr(log, "CURVE_SHARE", 1e9)
-        patched.setattr(drawing, "drawing_vae", load)
+        patched.setattr(images, "drawing_vae", load)
         patched.setattr(transformers.PreTrainedModel, "__init__", refuse)
         patched.setattr(gc, "unfreeze", lambda: None)
         asked = asked_of(folder, "whole", num_images=2, images_every=4)

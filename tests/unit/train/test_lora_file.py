@@ -280,10 +280,6 @@ def changed_file(folder: Path, kind: str) -> Path:
         tensors |= {"lora_unet_cake.lora_down.weight": torch.zeros(2, 5), "lora_unet_cake.lora_up.weight": torch.zeros(5, 2)}
     if kind in NOT_LORA:
         tensors |= {f"{one}.{end}": torch.ones(2) for end in NOT_LORA[kind]}
-    if kind == "twice":
-        tensors[f"{one}.lora_A.weight"] = tensors[f"{one}.lora_down.weight"].clone()
-    if kind == "alone":
-        tensors["lora_unet_cake.alpha"] = torch.tensor(2.0)
     if kind in ("nan", "inf"):
         tensors[f"{one}.lora_up.weight"][0, 0] = float(kind)
     if kind == "none":
@@ -306,8 +302,6 @@ def changed_file(folder: Path, kind: str) -> Path:
         ),
         ("half", ModelError, "has only one of its two tensors"),
         ("name", ModelError, r"has '\S+cake\.lora_\w+\.weight', expected LoRA adapters of the model's layers"),
-        ("twice", ModelError, r"has both \S+\.weight and \S+\.weight, expected one of them"),
-        ("alone", ModelError, "has 'lora_unet_cake.alpha' without an adapter of that name"),
         ("nan", ModelError, r"\S+lora_up\.weight has values that are not finite"),
         ("inf", ModelError, r"\S+lora_up\.weight has values that are not finite"),
         ("rslora", ModelError, "of rsLoRA or DoRA"),

@@ -18,7 +18,7 @@ from bucketline.families.registry import family_of_pipeline
 from bucketline.train.lora import Layers, layers_by_word
 from bucketline.train.models.weights import weights_of
 from tests.family_models import FORMS, tiny_model
-from tests.unit.train.outputs.test_lora_file import changes_of
+from tests.unit.train.test_lora_file import changes_of
 from tests.unit.train.tiny_run import facts
 
 N = r"\d+"
