@@ -20,7 +20,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "ingest": {
         "importers": ("importers", "commands/import_cache.py"),
-        "ray": ("on_ray",),
+        "ray": ("on_ray.py",),
         "peek": ("sheet", "peek.py", "commands/peek.py"),
         "prompts": ("prompts.py", "commands/prompts.py"),
     },
