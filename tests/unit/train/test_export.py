@@ -100,7 +100,7 @@ def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest
             assert {(place / name).stat().st_mode for name in files_of(place)} == {probe.stat().st_mode}
     for options in ({"output": folder / "a.safetensors"}, {"output": folder / "a", "pipeline": True}):
         with pytest.raises(UsageError, match=r"lora_ema has only adapters"):
-            ExportModel(folder=adapters.output_dir, **options).run()  # type: ignore[arg-type]
+            ExportModel(folder=adapters.output_dir, **options).run()
 
 
 def test_training_goes_on_from_a_checkpoint_or_an_export_with_the_objective_of_its_run(
@@ -251,7 +251,7 @@ def test_options_that_do_not_suit_are_refused(sd_run: tuple[Packed, Path], tmp_p
         ("there", {}, "exists; name a folder that does not"),
     ):
         with pytest.raises(UsageError, match=message):
-            export_model(run, tmp_path / output, dtype="F32", **options)  # type: ignore[arg-type]
+            export_model(run, tmp_path / output, dtype="F32", **options)
 
 
 @pytest.mark.parametrize("objective", ["v_prediction", "flow"])

@@ -236,7 +236,7 @@ def test_layers_that_the_file_lacks_start_at_zero(tmp_path: Path) -> None:
     assert all(".attn" in name for name in changed)
 
 
-ORIGINAL = {  # names of original checkpoints, as kohya writes them, and the model's layer
+KOHYAS_NAMES = {  # names of original checkpoints, as kohya writes them, and the model's layer
     "sdxl": {
         "input_blocks_3_1_transformer_blocks_0_attn1_to_q": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
         "middle_block_1_transformer_blocks_0_attn2_to_out_0": "mid_block.attentions.0.transformer_blocks.0.attn2.to_out.0",
@@ -246,12 +246,12 @@ ORIGINAL = {  # names of original checkpoints, as kohya writes them, and the mod
 }
 
 
-@pytest.mark.parametrize("family", ORIGINAL)
+@pytest.mark.parametrize("family", KOHYAS_NAMES)
 def test_names_of_original_checkpoints_are_read_as_diffusers_reads_them(family: str, tmp_path: Path) -> None:
     source = adapted(family, alpha=6.0)
     modules = dict(source.named_modules())
     tensors = {}
-    for name, layer in ORIGINAL[family].items():
+    for name, layer in KOHYAS_NAMES[family].items():
         tensors[f"lora_unet_{name}.lora_down.weight"] = modules[layer].lora_A["default"].weight.detach().contiguous()
         tensors[f"lora_unet_{name}.lora_up.weight"] = modules[layer].lora_B["default"].weight.detach().contiguous()
         tensors[f"lora_unet_{name}.alpha"] = torch.tensor(6.0)
@@ -259,7 +259,7 @@ def test_names_of_original_checkpoints_are_read_as_diffusers_reads_them(family: 
     model = adapted(family, alpha=2.0, seed=1)
     start_from(tmp_path / "kohya.safetensors", model, pipeline_of(family))
     found, wanted = changes_of(model), changes_of(source)
-    for layer in ORIGINAL[family].values():
+    for layer in KOHYAS_NAMES[family].values():
         torch.testing.assert_close(found[layer], wanted[layer])
 
 
