@@ -36,7 +36,6 @@ from bucketline.train.models.load import read_model_config
 from bucketline.train.models.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
-from bucketline.train.run_file import from_its_start
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _saved_weights(run: Path, *, last: bool) -> Path:
 
 def _start_of(weights: Path) -> Path:
     """Return the model that the run of a checkpoint's weights began from."""
-    return Path(str(from_its_start(checkpoint.read_state(weights.parent).config, weights.parent)["model"]))
+    return Path(str(checkpoint.read_state(weights.parent).config["model"]))
 
 
 def _write_folder(weights: Path, output: Path, dtype: str) -> None:

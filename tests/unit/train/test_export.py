@@ -119,7 +119,7 @@ def test_training_goes_on_from_a_checkpoint_or_an_export_with_the_objective_of_i
         assert schedule == {**SCHEDULER, "prediction_type": "v_prediction"}
     train(replace(asked, model=saved, objective=None, output_dir=folder / "onward"), ALONE)
     assert "has no scheduler/" not in capsys.readouterr().err
-    assert "scheduler/scheduler_config.json" in json.loads((saved / "digests.json").read_bytes())["files"]
+    assert "scheduler/scheduler_config.json" in json.loads((saved / "digests.json").read_bytes())
 
 
 # ------------------------------------------------------------------ whole pipelines

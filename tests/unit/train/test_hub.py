@@ -17,7 +17,6 @@ from bucketline.errors import UsageError
 from bucketline.families.registry import FAMILIES
 from bucketline.train.hub import HubUploads, card_fields
 from bucketline.train.run import train
-from bucketline.train.values import HubTarget
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, config
 
@@ -44,16 +43,16 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Path, hub: Hub) -> None:
-    asked = config(folder, max_steps=4, lora_rank=2, push_to_hub="me/photos:exports", export_every=2)
+    asked = config(folder, max_steps=4, lora_rank=2, push_to_hub="me/photos", export_every=2)
     train(asked, ALONE)
     assert hub.is_private == {"me/photos": True}
-    assert hub.commits == {"me/photos": ["2 steps", "4 steps"]}
+    assert hub.commits == {"me/photos": ["4 steps"]}
     export = asked.output_dir / "exports" / "step-00000004"
     names = {path.name for path in export.iterdir()}
     assert names == {"README.md", "pytorch_lora_weights.safetensors", "kohya_lora.safetensors"}
     assert hub.files["me/photos"] == {name: (export / name).read_bytes() for name in names}
-    train(replace(asked, max_steps=6, resume=True, push_to_hub=HubTarget(repository="me/photos")), ALONE)
-    assert hub.commits["me/photos"] == ["2 steps", "4 steps", "6 steps"]
+    train(replace(asked, max_steps=6, resume=True), ALONE)
+    assert hub.commits["me/photos"] == ["4 steps", "6 steps"]
 
 
 def test_a_hub_that_refuses_costs_warnings_and_no_run(
@@ -99,7 +98,6 @@ def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: 
     ("options", "message"),
     [
         ({"push_to_hub": "https://me:secret@host/a"}, "--push-to-hub is 'https://host/a', expected the name of a repository"),
-        ({"push_to_hub": "me/photos:exports"}, "--push-to-hub is me/photos:exports, and --export-every is not given"),
         ({"push_to_hub": "a/b/c"}, "--push-to-hub is 'a/b/c', expected the name of a repository"),
         ({"export_every": 0}, "--export-every is 0"),
     ],
