@@ -31,11 +31,11 @@ from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, inde
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.hub import pipeline_card
+from bucketline.train.load import read_model_config
 from bucketline.train.lora_file import read_tensors
-from bucketline.train.models.load import read_model_config
-from bucketline.train.models.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
+from bucketline.train.weight_layout import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, variant_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.train.models.weights import Weights
+    from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ _OF_A_FLOW = (
 OLD_AVERAGE = "model_ema."  # a file's own moving average, which some tools would prefer to the trained weights
 
 
-def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str) -> None:
+def write_export(
+    folder: Path, weights: WeightLayout, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str
+) -> None:
     """Write an export to a temporary folder and rename it; a folder that exists is replaced."""
     with checkpoint.written_aside(folder, card) as aside:
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))

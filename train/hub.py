@@ -17,9 +17,9 @@ from bucketline.loader.mixture import StoreId
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train.checkpoint import CARD, folder_of_step
 from bucketline.train.log import versions
-from bucketline.train.models.weights import Adapters, average_folder, weights_folder
 from bucketline.train.parallel import plain_class
 from bucketline.train.run_file import config_as_json
+from bucketline.train.weight_layout import Adapters, average_folder, weights_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
-    from bucketline.train.models.weights import Weights
     from bucketline.train.step import Training
     from bucketline.train.validation import ValidationResult
+    from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _POLL_S = 0.2
 
 def model_card(
     training: Training,
-    weights: Weights,
+    weights: WeightLayout,
     shares: Sequence[WeightedStore],
     steps_done: int,
     validation: ValidationResult | None,
@@ -101,7 +101,7 @@ The digest of a store is its manifest's, which holds the digest of every file.
 """
 
 
-def _example(weights: Weights, kind: str, folder: str) -> str:
+def _example(weights: WeightLayout, kind: str, folder: str) -> str:
     """Return Python lines that load the weights in a `folder`, of a model's class `kind`."""
     if not isinstance(weights, Adapters):
         return f'from diffusers import {kind}\n\nmodel = {kind}.from_pretrained(".", subfolder="{folder}")'

@@ -38,7 +38,7 @@ from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.checkpoint import folder_of_step, way_on
-from bucketline.train.models.load import UNREADABLE, VAE_FOLDER, locate, read_index, read_vae
+from bucketline.train.load import UNREADABLE, VAE_FOLDER, locate, read_index, read_vae
 from bucketline.train.noise import FlowSchedule, sample_noise
 
 if TYPE_CHECKING:

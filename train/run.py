@@ -31,6 +31,7 @@ from bucketline.option_value import as_option
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import Output, RunState, Saver, Start, expect_finite_weights, folder_of_step, way_on
 from bucketline.train.config import Precision, TrainConfig
+from bucketline.train.load import weight_files
 from bucketline.train.log import (
     TRACKED,
     NotFiniteError,
@@ -48,13 +49,10 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.model import build_training, compile_and_count, step_work_of
-from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
-from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
+from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import RULES, RULES_OF_A_GENERATION, Facts, refuse_former_run, refuse_place
 from bucketline.train.run_file import config_as_json
-from bucketline.train.sharding import shard_ranks_of
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
 from bucketline.train.values import LrSchedule
@@ -306,9 +304,7 @@ class Run:
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
 
-        self.training, self._weights = built_to_fit(
-            config, ranks, start, self.loader, lambda one: build_training(one, ranks, start, self.loader), say
-        )
+        self.training, self._weights = built_to_fit(config, ranks, start, self.loader, say)
         self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
@@ -317,6 +313,8 @@ class Run:
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
         self.loader.start()  # to read ahead while the rest compiles
+        from bucketline.train.compile import compile_and_count, step_work_of
+
         self.work = step_work_of(config, ranks, self.device)
         compile_and_count(self.training, ranks, self.loader, say, self.work)
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
@@ -463,6 +461,8 @@ class Run:
         self._record_plan()
         self._refuse(RULES_OF_A_GENERATION, self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
+        from bucketline.train.compile import compile_and_count
+
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
@@ -570,7 +570,7 @@ class Run:
 def set_up_device(config: TrainConfig, device: torch.device) -> None:
     """On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions."""
     if config.precision is Precision.FP8:
-        from bucketline.train.lowbit.float8 import expect_float8
+        from bucketline.train.lowbit import expect_float8
 
         expect_float8(config, device)
     if device.type == "cuda":

@@ -23,7 +23,7 @@ from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.cached_shard import ABSENT
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.commands import spawn
 from tests.kit import ANY, make_store, samples_of
 from tests.serving import serving_here

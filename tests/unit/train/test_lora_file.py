@@ -23,8 +23,8 @@ from bucketline.families.registry import family_of_pipeline
 from bucketline.train.log import read_metrics
 from bucketline.train.lora import Layers, layers_by_word
 from bucketline.train.lora_file import start_from
-from bucketline.train.models.weights import KOHYA_FILE, weights_of
 from bucketline.train.run import train
+from bucketline.train.weight_layout import KOHYA_FILE, layout_of
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, facts, losses
@@ -142,7 +142,7 @@ def changes_of(model: Any) -> dict[str, torch.Tensor]:
 
 def written(model: Any, family: type[Family], folder: Path) -> Path:
     """Write a model's adapters as a checkpoint has them; return the folder."""
-    weights = weights_of(family(dict(model.config), facts()), adapters=True)
+    weights = layout_of(family(dict(model.config), facts()), adapters=True)
     weights.write(folder, weights.config(model), weights.tensors(model))
     return folder
 

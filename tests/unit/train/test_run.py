@@ -26,11 +26,11 @@ from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import checkpoint, images, log
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
+from bucketline.train import weight_layout as weights
 from bucketline.train.checkpoint import read_state
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.log import read_metrics
 from bucketline.train.main import main
-from bucketline.train.models import weights
 from bucketline.train.run import TrainSummary, rare_collection, train
 from tests.kit import flip_bit, tree
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
