@@ -116,6 +116,8 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     ):
         start = from_rank_zero(ranks, lambda: take_folder(config, at_end))
         with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run, failures_recorded(run):
+            if start.checkpoint is None:
+                run.begin()
             run.build()
             summary = run.train(stop)
         if dist.is_initialized():
@@ -168,7 +170,7 @@ def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
 
 @contextlib.contextmanager
 def failures_recorded(run: Run) -> Iterator[None]:
-    """Record a failure of the body in `status.json` once training has begun, except what only follows from another rank's."""
+    """Record a failure of the body in `status.json` once the run has begun, except what only follows from another rank's."""
     try:
         yield
     except OtherRankFailedError:
@@ -294,6 +296,12 @@ class Run:
             raise StateError(f"{error}; or continue by another plan, with --resume --new-plan") from error
         self._window = state.window  # its buckets are those of this plan
 
+    def begin(self) -> None:
+        """Record that the run is in progress: a new one before its first file, a resumed one once nothing is refused."""
+        self.has_begun = True
+        output, done = self._given.output_dir, self.steps_done
+        from_rank_zero(self.ranks, lambda: write_status(output, RunStatus.RUNNING, done, begins=True))
+
     def build(self) -> None:
         """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts."""
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
@@ -342,7 +350,8 @@ class Run:
 
     def train(self, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
-        self.has_begun = True
+        if not self.has_begun:
+            self.begin()
         with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
             self._validations = from_rank_zero(self.ranks, self._open_log)
             if not self.loader.rows.buckets("val"):
@@ -357,7 +366,6 @@ class Run:
     def _open_log(self) -> dict[int, ValidationResult | None]:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
         output = self.config.output_dir
-        write_status(output, RunStatus.RUNNING, self.steps_done, begins=True)
         if self.start.checkpoint is None:
             (output / METRICS).unlink(missing_ok=True)  # an earlier validation was of other weights
         else:
