@@ -22,7 +22,6 @@ from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
-from bucketline.ingest.text_cost import TextCost, text_cost
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
@@ -79,9 +78,7 @@ class ScanReport:
     captions_from: dict[str, int]  # number of images per origin of their captions
     notes: list[str]  # what is left out of the source, or may be a misunderstanding
     captions: int  # number of different texts among the kept captions
-    example_captions: dict[
-        str, list[str]
-    ]  # of one sample, by its id, as the caption options make them; empty without such options
+    example_captions: dict[str, list[str]]  # of one sample, by its id, if caption options change them
     text_family: str | None  # encoder family; None without a model
     text_padding: str | None  # which tokens would be stored: max_length (all positions) or valid (without padding)
     max_tokens: int | None  # stored per caption, at most
@@ -91,7 +88,6 @@ class ScanReport:
     captions_without_image: list[str]
     passed_over: list[str]
     text_bytes: int | None  # of caption embeddings, each text once; None without a model
-    text_cost: TextCost | None  # None without a model or captions
     payload_bytes: int  # estimated; without a model, 4-channel latents at 1/8 size and no text
     seconds: float
 
@@ -297,7 +293,6 @@ def _report(
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
         text_bytes=text_bytes,
-        text_cost=None if known is None else text_cost(known, measured, rows / max(1, len(seen)), payload_bytes),
         payload_bytes=payload_bytes,
         seconds=round(time.monotonic() - started, 3),
     )

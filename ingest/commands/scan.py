@@ -55,8 +55,6 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
 
 def _print_scan(report: ScanReport) -> None:
-    from bucketline.ingest.text_cost import text_cost_as_lines  # imports numpy
-
     print(f"{counted(report.found, 'image')}, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
@@ -93,7 +91,6 @@ def _print_scan(report: ScanReport) -> None:
         each = "of" if report.text_padding == "max_length" else "of at most"
         what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
         print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
-        print("".join(f"  {line}\n" for line in text_cost_as_lines(report.text_cost, report.text_padding)), end="")
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
         print("from the file headers only; --full decodes every image and finds damage after the header")

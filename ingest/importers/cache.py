@@ -58,10 +58,9 @@ class CacheEntry:
     id: str = ""  # made of `image` if the cache records that
     image: str | None = None  # path of its image on the machine that cached it
     variant: str | None = ""  # the model's architecture as the cache calls it; None if its file is too damaged to say
-    at: tuple[str | int, ...] = ()  # its place in the file
-    facts: tuple[int, ...] = ()  # what else the listing says and reading needs, such as sizes
+    at: tuple[Any, ...] = ()  # its place in the file
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else the listing says and reading needs, such as sizes
     text_path: str | None = None  # of the file with its text embedding
-    is_text_older: bool = False  # than its caption file, and nothing else says of which caption it is
     suffix: str = ""  # of its id, after the image's
     again: str = ""  # what follows the suffix if another sample has the same id
     captioned: str | None = None  # name by which its caption files are found; None: its id without suffix
@@ -98,7 +97,6 @@ class Text:
     caption: str
     tokens: Tensor  # [T, D]
     fixed: Mapping[str, Tensor] = field(default_factory=dict)  # such as `pooled` [D']
-    is_older: bool = False  # than the caption's file, so that it may be of another caption: it is encoded again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,6 @@ class Variant:
     scaling: Scaling = Scaling.AS_FED
     latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
     family: str | None = None  # the text family whose layout the embeddings have; None: they cannot be kept
-    text_refused: str | None = None  # why its captions can be stored only without embeddings
     why_not: str | None = None  # why it cannot be imported
 
 
@@ -140,6 +137,7 @@ class ListRequest:
     variant: str | None = None
     captions: Path | None = None  # folder of caption files
     trigger: str | None = None  # word that the trainer put into each caption
+    root: str | None = None  # folder from which the ids of images are their paths; None: the one that all are in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +156,6 @@ class Importer:
     form: FileForm = FileForm.LINES  # of the caption files
     # what may become of a file's text and the trigger word, what the trainer usually makes of them first
     spelled: Callable[[str, str | None], Iterable[Spelled]] = prefixed
-    dates_text: bool = False  # only the mtimes say whether an embedding is of the caption that its file has now
     # of an entry, the variant and a caption: names of embeddings that may be there, and whether they are of the variant
     embedded: Callable[[CacheEntry, str, str], Mapping[str, bool]] | None = None
     causes: str = ""  # why a caption may have no embedding

@@ -162,16 +162,11 @@ def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[s
     }
 
 
-def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None, *, is_older: bool = False) -> Text:
+def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None) -> Text:
     """Return a caption's embedding: its tokens [T, D], without a batch dimension of 1, and what is pooled of it."""
-    fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
-    return Text(caption=caption, tokens=tokens_of(tokens.float(), "text encoder"), fixed=fixed, is_older=is_older)
-
-
-def tokens_of(tokens: Tensor, what: str) -> Tensor:
-    """Return tokens as [T, D]."""
     if tokens.ndim == 3 and tokens.shape[0] == 1:
         tokens = tokens[0]
     if tokens.ndim != 2:
-        raise damaged(f"the tokens of its {what} are {list(tokens.shape)}, expected [T, D]")
-    return tokens
+        raise damaged(f"the tokens of its caption are {list(tokens.shape)}, expected [T, D]")
+    fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
+    return Text(caption=caption, tokens=tokens.float(), fixed=fixed)

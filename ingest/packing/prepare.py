@@ -8,9 +8,9 @@ from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_small_disk
 from bucketline.ingest.packing.packed_model import note_model
+from bucketline.ingest.packing.stored_rules import refuse_other_options
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
 from bucketline.ingest.sources.objects.source import ObjectSource

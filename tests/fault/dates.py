@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.fault.ground import Ground, is_sound, judged
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.models import png, write_images
-from tests.streamed import streamed
 
 YEAR_NS = 31_556_952 * 10**9
 TIMES = (
@@ -120,7 +119,7 @@ def dated_sources(ground: Ground, rounds: int) -> Record:
 
 
 def tar_times(ground: Ground, rounds: int) -> Record:
-    """Streamed tars whose members' times are not numbers, or are out of every range; as PAX headers and in base 256."""
+    """Tars whose members' times are not numbers, or are out of every range; as PAX headers and in base 256."""
     record = Record(fault="tars with odd times in their headers", kind=Kind.INPUT)
     for _ in range(rounds):
         drawn = [f"{ground.draw.choice(['', '-'])}{ground.draw.random()}e{ground.draw.randrange(-20, 330)}" for _ in range(6)]
@@ -130,7 +129,7 @@ def tar_times(ground: Ground, rounds: int) -> Record:
                 info, data = tarfile.TarInfo(f"{n}.png"), png(20, 30, n)
                 info.size, info.pax_headers = len(data), {"mtime": time}
                 archive.addfile(info, io.BytesIO(data))
-        outcome, said = packed_twice(ground, streamed(tar), len(TIMES) + len(drawn))
+        outcome, said = packed_twice(ground, str(tar), len(TIMES) + len(drawn))
         record.add(outcome, f"{drawn}: {said}")
         old = ground.fresh() / "b.tar"
         times = [ground.draw.choice([-1, 1]) << ground.draw.randrange(88) for _ in range(NUM_IMAGES)]
@@ -139,6 +138,6 @@ def tar_times(ground: Ground, rounds: int) -> Record:
                 info, data = tarfile.TarInfo(f"{n}.png"), png(20, 30, n)
                 info.size, info.mtime = len(data), seconds
                 archive.addfile(info, io.BytesIO(data))
-        outcome, said = packed_twice(ground, streamed(old), NUM_IMAGES)
+        outcome, said = packed_twice(ground, str(old), NUM_IMAGES)
         record.add(outcome, f"{times}: {said}")
     return record

@@ -31,7 +31,6 @@ class CaptionLengths:
     max_tokens: int  # stored per caption, at most
     padding: Padding
     measure: Callable[[Sequence[str]], list[CaptionLength]]  # of captions, in order
-    open_length: int | None = None  # tokens that --max-tokens sets, or its default; None if the family has no such length
     refusal: Callable[[str], str | None] = lambda _: None  # why a caption cannot be used; None if it can
 
 
@@ -48,7 +47,7 @@ def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionL
 
     def measure(captions: Sequence[str]) -> list[CaptionLength]:
         return [
-            CaptionLength(num_tokens=most if part.is_clip else min(count, most), is_too_long=count > most, num_open=count)
+            CaptionLength(num_tokens=most if part.is_clip else min(count, most), is_too_long=count > most)
             for count in token_counts(part.tokenizer, captions)
         ]
 
@@ -58,7 +57,6 @@ def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> CaptionL
         max_tokens=most,
         padding=Padding.MAX_LENGTH if part.is_clip else Padding.VALID,
         measure=measure,
-        open_length=most,
     )
 
 
@@ -89,6 +87,5 @@ def _of_family(family: type[Family], model: ModelFolder, settings: TextSettings)
         max_tokens=lengths.positions,
         padding=family.padding,
         measure=lengths.measure,
-        open_length=lengths.open_length,
         refusal=lengths.refusal,
     )

@@ -23,12 +23,7 @@ _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
 _IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
 _VIDEO = re.compile(r"(?P<video>.+)_\d{5}-\d{3}(-\d+)?")  # the stem of a part of a video, with first frame and number of frames
 _LATENT = re.compile(r"latents_(?:(?P<column>control(?:_\d+)?|image|clean\w*?)_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
-_FLUX2 = cache.Variant(
-    scaling=cache.Scaling.PACKED,
-    latents="mode",
-    text_refused="Flux.2's embeddings are of several layers of its language model, which no text family here makes of the "
-    "empty caption",
-)
+_FLUX2 = cache.Variant(scaling=cache.Scaling.PACKED, latents="mode")
 _VARIANTS = {
     "hv": cache.Variant(scaling=cache.Scaling.NONE),
     "zi": cache.Variant(scaling=cache.Scaling.NONE, latents="mode"),
@@ -77,8 +72,6 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     names = columns.pop("", [])
     if len(names) != 1:
         raise cache.damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
-    if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
-        raise cache.damaged(f"its metadata has no architecture, width and height, only {', '.join(sorted(metadata))[:200]}")
     width, height = cache.pair((metadata["width"], metadata["height"]), "width and height")
     captions: tuple[str, ...] | None = None
     texts: tuple[cache.Text, ...] = ()
@@ -87,20 +80,19 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
         caption = told.get("caption1", "")
         captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
     others = sorted(column for column in columns if not column.startswith("control"))
-    controls = {_role(column): cache.squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if column not in others}
+    controls = {  # `control/image`, or of several `control/0` and so on
+        f"control/{column.removeprefix('control').removeprefix('_') or 'image'}": cache.squeezed(tensors[of[0]], of[0])
+        for column, of in columns.items()
+        if column not in others
+    }
     return cache.Cached(
         latent=cache.squeezed(tensors[names[0]]),
         geometry=cache.Geometry(original=(height, width)),
         captions=captions,
         texts=texts,
         columns=controls,
-        leaves_out=f"{', '.join(others)} latents of {arch}" if others else None,
+        leaves_out=f"{', '.join(others)} latents of {variant}" if others else None,
     )
-
-
-def _role(column: str) -> str:
-    """Return the role of a control image's latents: `control/image`, or of several `control/0` and so on."""
-    return f"control/{column.removeprefix('control').removeprefix('_') or 'image'}"
 
 
 def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cache.Text, ...]:

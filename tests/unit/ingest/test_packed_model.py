@@ -102,16 +102,13 @@ def test_a_model_that_is_gone_is_refused_and_told_again_it_is_noted(again: Path)
     pack(again / "photos", again / "s").done()
 
 
-def test_another_model_in_its_place_is_refused_in_one_line(again: Path, tmp_path: Path) -> None:
+def test_another_model_in_its_place_is_refused(again: Path, tmp_path: Path) -> None:
     shutil.rmtree(again / "sd")
     write_model(again / "sd", seed=1)
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
-    (line,) = pack(again / "photos", again / "s").fails().err.splitlines()
-    assert line.startswith(
-        f"error: {again / 'sd'}, the model of the last pack into {again / 's'}, is not the one that it was made with (encoders."
-    )
-    assert ".weights_hash = " in line
-    assert line.endswith("name that one by --model MODEL, or pack into a new store")
+    lines = pack(again / "photos", again / "s").fails().err.splitlines()
+    assert all(".weights_hash = " in line for line in lines[1:-1])
+    assert "name its model" in lines[-1]
     shutil.rmtree(again / "sd" / "vae")
     (line,) = pack(again / "photos", again / "s").fails().err.splitlines()
     assert "lacks the part vae/" in line

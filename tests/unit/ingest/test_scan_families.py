@@ -87,27 +87,6 @@ def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
         assert (report["captions"], report["captions_too_long"]) == (12, TOO_LONG[family])
 
 
-@pytest.mark.parametrize(("family", "of"), [("flux", "images"), ("pixart_sigma", "long_captions"), ("sd", "images")])
-def test_a_scan_says_what_a_shorter_length_saves_to_the_byte(
-    family: str, of: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    images: Path = request.getfixturevalue(of)
-    length = {"flux": ("--max-tokens", 512), "pixart_sigma": ("--max-tokens", 4000), "sd": ()}[family]
-    folder = without_weights(write_pipeline(tmp_path / "model", family))
-    report = scan(images, folder, "--json", *length).json
-    cost = report["text_cost"]
-    assert cost["median_bytes"] <= cost["p99_bytes"] <= report["text_bytes"]
-    assert cost["share_of_store"] == pytest.approx(report["text_bytes"] / report["payload_bytes"], abs=1e-4)
-    assert 0 < cost["share_of_row"] < 1
-    for one in cost["shorter"]:
-        shorter = scan(images, folder, "--json", "--max-tokens", one["max_tokens"]).json
-        assert shorter["text_bytes"] == report["text_bytes"] - one["saved_bytes"]
-    assert bool(cost["shorter"]) is (family != "sd")
-    said = scan(images, folder, *length).out
-    assert "(median; 99th percentile" in said
-    assert [f"--max-tokens {one['max_tokens']} would save" in said for one in cost["shorter"]] == [True] * len(cost["shorter"])
-
-
 def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -> None:
     out = scan(images, without_weights(write_pipeline(tmp_path / "sd3", "sd3"))).out
     assert "text, sd3: 5 captions of 333 tokens, " in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
 import struct
@@ -57,43 +56,26 @@ def assert_imported(source: Path, expected: list[NDArray[Any]]) -> None:
         assert np.array_equal(found[f"{source.name}-{n}"], (latent.astype("f4").astype("f8") / 0.18215).astype("f4"))
 
 
-def array_prefix(dtype: int | None, shape: tuple[int, ...] | None) -> bytes:
-    """Return what Streaming writes before an array whose column does not say its dtype or shape."""
-    head = b"" if dtype is None else bytes([dtype])
-    return head if shape is None else head + bytes([len(shape) << 2, *shape])
-
-
 @pytest.mark.parametrize(
-    ("kind", "dtype", "prefix"),
+    ("kind", "dtype"),
     [
-        ("bytes", "<f2", b""),
-        ("bytes", "<f4", b""),
-        ("ndarray:float16:4,32,32", "<f2", b""),
-        ("ndarray:float32", "<f4", array_prefix(None, SHAPE)),
-        ("ndarray", "<f4", array_prefix(34, SHAPE)),
-        ("ndarray", "<f2", array_prefix(18, SHAPE)),
+        ("bytes", "<f2"),
+        ("bytes", "<f4"),
+        ("ndarray:float16:4,32,32", "<f2"),
     ],
 )
-def test_latents_are_read_by_the_dtype_that_was_written(kind: str, dtype: str, prefix: bytes, tmp_path: Path) -> None:
+def test_latents_are_read_by_the_dtype_that_was_written(kind: str, dtype: str, tmp_path: Path) -> None:
     expected = [values(n, dtype) for n in range(3)]
-    assert_imported(written(tmp_path / "cache", [prefix + one.tobytes() for one in expected], kind), expected)
+    assert_imported(written(tmp_path / "cache", [one.tobytes() for one in expected], kind), expected)
 
 
-@pytest.mark.parametrize("kind", ["ndarray:uint16:4,32,32", "ndarray:uint16", "ndarray:int8", "uint16", "jpeg"])
+@pytest.mark.parametrize("kind", ["ndarray:uint16:4,32,32", "ndarray:uint16", "ndarray", "pkl"])
 def test_what_may_be_the_bits_of_bf16_is_refused_by_its_column(kind: str, tmp_path: Path) -> None:
     bits = [(values(n, "<f4").view("<u4") >> 16).astype("<u2").tobytes() for n in range(3)]
     run_import("mds", written(tmp_path / "cache", bits, kind), tmp_path / "s.store", None, *ASKED).fails(
         f"its column latents_256 is {kind}"
     )
     assert not (tmp_path / "s.store").exists()
-
-
-def test_bits_of_bf16_of_which_only_the_sample_says_are_a_reject(tmp_path: Path) -> None:
-    good, bits = values(0, "<f4"), (values(1, "<f4").view("<u4") >> 16).astype("<u2")
-    latents = [array_prefix(34, SHAPE) + good.tobytes(), array_prefix(16, SHAPE) + bits.tobytes()]
-    ran = run_import("mds", written(tmp_path / "cache", latents, "ndarray"), tmp_path / "s.store", None, *ASKED)
-    assert (ran.json["imported"], ran.json["rejected"]) == (1, 1)
-    assert "is an ndarray of uint16" in ran.json["rejects"][0]["detail"]
 
 
 def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
@@ -107,15 +89,14 @@ def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
     (source / "index.json").write_text(json.dumps({"version": 2, "shards": shards}), encoding="utf-8")
     run_import("mds", source, tmp_path / "s.store", None, *ASKED).done()
     assert sorted(stored(tmp_path / "s.store")) == ["a-0", "a-1", "b-0", "b-1"]
-    shards[0]["samples"] = 1
+    shards[0]["samples"] = 1  # an index that is not current
     (source / "index.json").write_text(json.dumps({"version": 2, "shards": shards}), encoding="utf-8")
     ran = run_import("mds", source, tmp_path / "t.store", None, *ASKED)
-    assert "remove the index that is not current" in ran.err
+    assert "is not the shard of 1 samples that its index lists" in ran.err
 
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
-    "bz2": bz2.compress,
     "zstd:7": lambda data: pa.compress(data, codec="zstd", asbytes=True),
     "br": lambda data: pa.compress(data, codec="brotli", asbytes=True),
     "snappy": lambda data: pa.compress(data, codec="snappy", asbytes=True),
@@ -151,14 +132,8 @@ def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(comp
         run_import("mds", own, tmp_path / "s.store", None, *ASKED).fails(
             f"shard.00000.mds.{compression.partition(':')[0]} is not the shard of 3 samples"
         )
-
-
-def test_an_unknown_compression_is_refused_by_name(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(0).tobytes()])
     packed(source, "lzma", b"\xfd7zXZ\0")
-    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails(
-        "is compressed by 'lzma', expected one of zstd, br, snappy, gz, bz2"
-    )
+    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("compressed by 'lzma'")
 
 
 ODD: tuple[Any, ...] = (None, -1, 10**30, 1.5, "", "x", "\0", "../../x", "/etc/passwd", [], {}, True, "\ud800")

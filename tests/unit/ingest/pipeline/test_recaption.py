@@ -74,7 +74,7 @@ def test_other_rules_are_refused_with_the_option_that_allows_them(
     ran = pack(source, tmp_path / "s", model, *then, "--json")
     assert (ran.code, ran.out) == (1, "")
     assert words in ran.err
-    assert "or add --recaption to encode the captions again (the stored latents are kept)" in ran.err
+    assert "add --recaption to encode the captions again" in ran.err
     assert tree(tmp_path / "s") == before
     other_grid = call("ingest", "pack", source, tmp_path / "s", "--model", model, "--grid", "16x16", "--recaption", *then)
     assert other_grid.code == 1

@@ -184,7 +184,6 @@ BAD = {
     "an earlier field": ('[[source]]\npath = "photos"\ncaption_column = "a"', "it is `captions_from`"),
     "two trigger words": ('[[source]]\npath = "photos"\ncaption_template = ["a", "b"]', "only one may be without it"),
     "no name": ('[[source]]\npath = "*.tar"', r"source\[0\].path .*\*.tar' gives its store no name; add one"),
-    "a stream without a name": ('[[source]]\npath = "https://host/a.tar"', r"gives its store no name; add one"),
     "nothing there": ('[[source]]\npath = "photo"', r"data.toml, source photo: .* \(did you mean 'photos'\?\)"),
     "one name twice": ('[[source]]\npath = "photos"\n[[source]]\npath = "x/../photos"', "would both become photos.store"),
     "one folder twice": ('[[source]]\npath = "photos"\n[[source]]\npath = "photos"\nname = "b"', "would be packed twice"),

@@ -21,7 +21,6 @@ from bucketline.ingest.sources.splits import Splits, split_in_folders, split_in_
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
 from tests.models import SMALL, in_file, png
-from tests.streamed import streamed
 from tests.unit.ingest.sources.tar.test_tar_source import write_members
 
 COUNTS = {"train": 4, "validation": 2, "test": 3}
@@ -207,8 +206,7 @@ def test_tars_that_a_pattern_names_have_the_splits_of_their_folders(tmp_path: Pa
     objects = ObjectFolder.open(f"memory://{uuid.uuid4().hex}/tars")
     for split in COUNTS:
         objects.write(f"{split}-0.tar", (tmp_path / split / "0.tar").read_bytes())
-    for place in (tmp_path, streamed(tmp_path)):
-        assert held_out_and_trained(f"{place}/{{test,train}}/0.tar")[:2] == (4, 0)
+    assert held_out_and_trained(f"{tmp_path}/{{test,train}}/0.tar")[:2] == (4, 0)
     assert held_out_and_trained(f"{objects.url}/*.tar")[:2] == (4, 2)
 
 

@@ -61,7 +61,7 @@ def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
     own = known(family)
     export(own, "kohya", tmp_path / "out")
     ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own).done()
-    assert ran.json["text"] == ("encode" if family == "sd" else "source")
+    assert ran.json["text"] == "encode"
     form, stems = Form(scaled=family == "flux"), {sample.id: sample.stem for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, form, ids=stems)
 
