@@ -1,7 +1,7 @@
 """Records of a format and of a cache: its samples, listed without their values, and a sample's values once read.
 
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width, H and W those of the image or of
-its latent, T tokens of a caption, D width of a token.
+Letters: C latent channels, F latent frames of a video, h and w the latent's height and width, T tokens of a caption, D width of
+a token.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ class Cached:
     flipped: Tensor | None = None  # [C, h, w], of the mirrored image
     captions: tuple[str, ...] | None = None  # None: those of the entry
     texts: tuple[Text, ...] = ()
-    # what it has next to its latent, by role: `mask`, 0 to 1, or 0 to 255 in U8, [H, W], and `control/NAME`, like the latent
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-    leaves_out: str | None = None  # what the cache also has and a store does not take, such as the image itself
+    left_out: tuple[str, ...] = ()  # what the cache has next to them and is not imported, such as masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

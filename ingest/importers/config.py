@@ -65,9 +65,6 @@ class ImportConfig(ChangingArguments):
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
-    columns: Annotated[str | None, Arg(metavar="ROLES")] = None
-    """Columns to store next to the latents where the cache has them: mask, control/NAME, separated by commas, or none. Default:
-    those of the samples that are checked first."""
     prefix: Annotated[str | None, Arg(metavar="NAME")] = None
     """Import as NAME/ID: for a second cache whose files have the names of one that the store has."""
     replace: bool = False

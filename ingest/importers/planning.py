@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,12 +18,12 @@ from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling
 from bucketline.ingest.importers.captions import CaptionSource, text_plan
-from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.listing import listed
 from bucketline.ingest.importers.registry import expect_inputs, importer_of
 from bucketline.ingest.importers.rows import (
     SOURCE,
     RowRules,
+    as_frames,
     cache_stamp,
     kept_captions,
     origin_of,
@@ -83,7 +82,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
     """List the cache, compare it with the store, and check new samples."""
     expect_inputs(config)
     importer = importer_of(config.kind, config.source)
-    roles, store, root = named_roles(config.columns), newest_store(config), None
+    store, root = newest_store(config), None
     if store is not None:
         stored = store.manifest.rules.get("import")
         if not isinstance(stored, dict):
@@ -94,7 +93,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
         ListRequest(source=config.source, variant=config.variant, captions=config.captions, trigger=config.trigger, root=root),
     )
     try:
-        return _planned(config, model, importer, store, listing, roles)
+        return _planned(config, model, importer, store, listing)
     except SourceError as error:
         error.args += tuple(f"note: {note}" for note in listing.notes)
         raise
@@ -106,7 +105,6 @@ def _planned(
     importer: Importer,
     store: Store | None,
     listing: CacheListing,
-    roles: tuple[str, ...] | None,
 ) -> ImportPlan:
     """Return the plan for a cache that is listed; as `plan_import`."""
     prefix = "" if config.prefix is None else f"{config.prefix.strip('/')}/"
@@ -121,7 +119,8 @@ def _planned(
     changed = not_stored(listing.entries, store, config.source, at_most)
     if store is not None and not config.replace:
         _refuse_other_origin(changed, store, config.source)
-    spread, captions, columns = None, None, _columns_of(None if store is None else store.manifest)
+    spread, captions = None, None
+    is_video, is_flipped = (False, False) if store is None else _columns_of(store.manifest)
     if changed and (checked := _checked(config.source, importer, listing, changed, vae, is_first=store is None)):
         if not config.trust_scale:
             spread = vae.spread_of([sample.latent for sample in checked])
@@ -129,14 +128,9 @@ def _planned(
         if text == SOURCE:
             captions = CaptionSource(config, model, text)
             captions.refuse_other_encoders([sample.cached for sample in checked])
-        if store is None or roles is not None:
-            more = _readable(config.source, importer, listing, changed if roles else (), vae, [])
-            columns = ColumnRules(
-                side=side_columns(((one.cached, one.latent.shape[-2:]) for one in chain(checked, more)), roles, vae),
-                frames=any(sample.latent.ndim == 4 for sample in checked),
-                flip=checked[0].cached.flipped is not None,
-            )
-    rules: dict[str, Json] = {"import": _rules(config, importer, listing, text, crops, columns)}
+        if store is None:
+            is_video, is_flipped = any(one.latent.ndim == 4 for one in checked), checked[0].cached.flipped is not None
+    rules: dict[str, Json] = {"import": _rules(config, importer, listing, text, crops, is_flipped=is_flipped)}
     if store is not None:
         manifest = store.manifest
         before: Json = {"vae": manifest.encoders.get("vae"), "rules": manifest.rules, "max_captions": manifest.max_captions}
@@ -146,7 +140,8 @@ def _planned(
         scaling=listing.form.scaling,
         dtype=config.dtype,
         crops=crops,
-        columns=replace(columns, declined=roles is not None),
+        is_video=is_video,
+        is_flipped=is_flipped,
         is_text_kept=text == SOURCE,
         max_captions=at_most,
         held_out=config.held_out,
@@ -226,7 +221,7 @@ def _is_of(entry: CacheEntry, own: str, source: Path) -> bool:
 
 
 def _rules(
-    config: ImportConfig, importer: Importer, listing: CacheListing, text: str, crops: Crops, columns: ColumnRules
+    config: ImportConfig, importer: Importer, listing: CacheListing, text: str, crops: Crops, *, is_flipped: bool
 ) -> dict[str, Json]:
     """Return what the manifest says of the import."""
     return {
@@ -239,21 +234,15 @@ def _rules(
         "trigger": config.trigger,
         "text": text,
         "crop": crops.value,
-        "flip": columns.flip,
+        "flip": is_flipped,
         "split": config.held_out.as_json(),
-        **columns.as_json(),
     }
 
 
-def _columns_of(manifest: Manifest | None) -> ColumnRules:
-    """Return the columns of a store."""
-    if manifest is None:
-        return ColumnRules()
-    rules = manifest.rules["import"]
-    assert isinstance(rules, dict)
+def _columns_of(manifest: Manifest) -> tuple[bool, bool]:
+    """Return whether a store is of videos, and whether it has latents of mirrored images."""
     axes = {axis.name for bucket in manifest.buckets for axis in bucket.axes}
-    names = {name for bucket in manifest.buckets for name in bucket.columns}
-    return ColumnRules(side=stored_columns(rules), frames="frames" in axes, flip=FLIPPED in names)
+    return "frames" in axes, any(FLIPPED in bucket.columns for bucket in manifest.buckets)
 
 
 def _checked(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Text, damaged, odd_files_rejected, squeezed
+from bucketline.ingest.importers.cache import Text, damaged, odd_files_rejected
 from bucketline.ingest.sources.local_files import open_file, read_file
 from bucketline.store.format.columns import POOLED
 
@@ -153,13 +153,9 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
     raise damaged(f"it has no array {name!r}, only {', '.join(sorted(map(str, values)))[:200] or 'nothing'}")
 
 
-def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return what a file has next to the latent by role; `roles` are those of the file's names."""
-    return {
-        role: found[name] if role == "mask" else squeezed(found[name], role)
-        for name, role in roles.items()
-        if isinstance(found.get(name), torch.Tensor)
-    }
+def names_in(found: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Return those of some names under which a file has a value."""
+    return tuple(name for name in names if found.get(name) is not None)
 
 
 def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None) -> Text:

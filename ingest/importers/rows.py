@@ -16,9 +16,8 @@ from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, Scaling, damaged, odd_files_rejected
-from bucketline.ingest.importers.columns import ColumnRules, as_frames
 from bucketline.ingest.sources.local_files import LEADS_OUT, LinkedOutError, file_stamp
-from bucketline.store import SampleRecord
+from bucketline.store import Axis, RowColumn, SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
 from bucketline.store.format.hashing import checksum, identity
 from bucketline.store.format.sample_record import UNKNOWN_BOX, storable_mtime_ns
@@ -47,10 +46,23 @@ class RowRules:
     scaling: Scaling
     dtype: str  # of latents
     crops: Crops
-    columns: ColumnRules
+    is_video: bool  # whether latents are stored as videos', [C, F, h, w]
+    is_flipped: bool  # whether the mirrored image's latent is stored too
     is_text_kept: bool  # whether text embeddings are those of the cache
     max_captions: int
     held_out: HeldOut
+
+    def columns(self) -> list[RowColumn]:
+        """Return the store's columns. That their values are finite is checked before they are written."""
+        height, width = (Axis(name=name, step=self.vae.downscale) for name in ("height_px", "width_px"))
+        frames = (Axis(name="frames", step=self.vae.frames_step or 1, first=1),) if self.is_video else ()
+        shape = (self.vae.channels, *frames, height, width)
+        roles = (TARGET, TARGET + FLIPPED_SUFFIX) if self.is_flipped else (TARGET,)
+        return [RowColumn(role=role, dtype=self.dtype, shape=shape, allow_nonfinite=True) for role in roles]
+
+    def unscaled(self, latent: Tensor) -> NDArray[Any]:
+        """Return a cache's latent as a row has it."""
+        return self.vae.stored(as_frames(latent, is_video=self.is_video), self.scaling, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +121,10 @@ def row_of(source: Path, entry: CacheEntry, cached: Cached, rules: RowRules) -> 
             Reason.TEXT, f"the cache has no embedding of its caption {captions[0][:80]!r}; --text encode makes one"
         )
 
-    def unscaled(latent: Tensor) -> NDArray[Any]:
-        return vae.stored(as_frames(latent, is_video=rules.columns.frames), rules.scaling, rules.dtype)
-
-    vae = rules.vae
-    target = unscaled(cached.latent)  # [C, h, w] or [C, F, h, w]
+    vae, target = rules.vae, rules.unscaled(cached.latent)  # [C, h, w] or [C, F, h, w]
     columns = {TARGET: target}
-    if rules.columns.flip:
-        columns[TARGET + FLIPPED_SUFFIX] = unscaled(_flipped(cached))
-    columns |= rules.columns.side_values(cached, target.shape[-2:], vae, rules.scaling, rules.dtype)
+    if rules.is_flipped:
+        columns[TARGET + FLIPPED_SUFFIX] = rules.unscaled(_flipped(cached))
     bucket = Size(*(length * vae.downscale for length in target.shape[-2:]))
     frames = [1 + (number - 1) * (vae.frames_step or 1) for number in target.shape[1:-2]]
     split = "val" if held_out(entry.id, rules.held_out.fraction, rules.held_out.by) else "train"
@@ -140,8 +147,18 @@ def row_of(source: Path, entry: CacheEntry, cached: Cached, rules: RowRules) -> 
         captions=captions,
         caption_rows=(),
     )
-    left_out = (*rules.columns.left_out(cached), *([cached.leaves_out] if cached.leaves_out else []))
-    return ImportedRow(record=record, columns=columns, texts=cached.texts, left_out=left_out)
+    return ImportedRow(record=record, columns=columns, texts=cached.texts, left_out=cached.left_out)
+
+
+def as_frames(latent: Tensor, *, is_video: bool) -> Tensor:
+    """Return a latent as a store has it: of a video `[C, F, h, w]`, of an image `[C, h, w]`."""
+    if latent.ndim == 4 and not is_video:
+        raise RejectedError(
+            Reason.CACHE,
+            f"its latent is of a video, {list(latent.shape)}, and this store is of images: either the VAE that is named is one "
+            "of images, or the samples that were checked first are; import videos into a store of their own",
+        )
+    return latent[:, None] if is_video and latent.ndim == 3 else latent
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def _write(
         encoders["text_encoder"] = dict(captions.provenance)
     writer = StoreWriter.to(
         target,
-        columns=plan.rows.columns.row_columns(plan.rows.vae, config.dtype),
+        columns=plan.rows.columns(),
         encoders=encoders,
         rules=plan.rules,
         text=captions.columns,
@@ -203,7 +203,6 @@ def _result(
         scaling_undone=plan.rows.scaling.value,
         vae=plan.rows.vae.name,
         captions_from=listing.captions_from,
-        columns=list(plan.rows.columns.roles),
         spread=plan.spread,
         left_out=summary.left_out,
         kept=kept,

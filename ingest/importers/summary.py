@@ -41,7 +41,6 @@ class ImportResult:
     scaling_undone: str
     vae: str
     captions_from: str
-    columns: list[str]  # roles of what is stored next to the latents
     spread: float | None  # of the latents that were checked, over the VAE's; None: nothing new, or the check was declined
     left_out: dict[str, int]  # what samples have that a store does not take
     kept: int  # samples of the store whose cache is rejected now; their rows stay
@@ -68,8 +67,6 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     if result.spread is not None:
         print(f"  the latents' spread is {result.spread:.3g} times the VAE's")
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
-    if result.columns:
-        print(f"  columns next to the latents: {', '.join(result.columns)}")
     for bucket, count in result.buckets.items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (

@@ -20,7 +20,6 @@ from bucketline.errors import BucketlineError
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.columns import ColumnRules
 from bucketline.ingest.importers.listing import listed
 from bucketline.ingest.importers.registry import IMPORTERS, _is_here
 from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
@@ -102,7 +101,8 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             scaling=listing.form.scaling,
             dtype="F16",
             crops=Crops.UNKNOWN,
-            columns=ColumnRules(declined=True),
+            is_video=False,
+            is_flipped=False,
             is_text_kept=False,
             max_captions=8,
             held_out=HeldOut(),

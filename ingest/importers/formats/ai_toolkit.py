@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, read_metadata, read_safetensors, text_of, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, names_in, read_metadata, read_safetensors, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,8 +110,7 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
         latent=cache.squeezed(as_tensor(tensors, "latent")),
         geometry=cache.Geometry(resized=resized, crop=crop),
         texts=texts,
-        columns=values_by_role(tensors, {"first_frame_latent": "control/first_frame"}),
-        leaves_out="audio_latent" if "audio_latent" in tensors else None,
+        left_out=names_in(tensors, "first_frame_latent", "audio_latent"),
     )
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import torch
 
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, loaded_dict, names_in, open_of_any_size, read_part
 from bucketline.ingest.sources.byte_window import FileWindow
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _DB = "metadata.db"
 _LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
-_COLUMNS = {"mask": "mask", "control_latents": "control/image"}
 _MAX_VALUE_BYTES = 1 << 30
 
 
@@ -93,7 +92,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         latent=cache.squeezed(as_tensor(found, "latents")),
         geometry=cache.Geometry(),
         captions=tuple(captions),
-        columns=values_by_role(found, _COLUMNS),
+        left_out=names_in(found, "mask", "control_latents"),
     )
 
 

@@ -95,12 +95,11 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     arrays, size = read_npz(source, entry.path), str(entry.at[0])
     width, height = _original(arrays, size, entry)
     flipped = f"latents_flipped{size}"
-    mask = next((name for name in (f"alpha_mask{size}", "alpha_mask") if name in arrays), None)
     return cache.Cached(
         latent=cache.squeezed(as_tensor(arrays, f"latents{size}")),
         flipped=None if flipped not in arrays else cache.squeezed(as_tensor(arrays, flipped), "flipped latent"),
         geometry=cache.Geometry(original=(height, width)),
-        columns={} if mask is None else {"mask": as_tensor(arrays, mask)},
+        left_out=("alpha_mask",) if f"alpha_mask{size}" in arrays or "alpha_mask" in arrays else (),
     )
 
 

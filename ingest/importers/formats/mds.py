@@ -5,8 +5,8 @@ to the folders' own. A shard may be there only compressed, as `zip_data`; it is 
 samples as U32, their offsets, and a JSON description of its columns; a sample the lengths of its columns of variable length,
 then all columns. Latents are F16 or F32 bytes, or arrays of a dtype and shape that the index has, in the columns `latents_256`
 and `latents_512`, times the scaling factor, empty where the image is smaller than that. `store export --format mds` writes
-others as `latents_HEIGHTxWIDTH`, those of the mirrored images with `/flipped` after the name, masks with `mask_shape`, and
-latents of control images as `control/NAME`. The token embeddings are those of Stable Diffusion 2's CLIP, in `caption_latents`.
+others as `latents_HEIGHTxWIDTH`, and those of the mirrored images with `/flipped` after the name. The token embeddings are
+those of Stable Diffusion 2's CLIP, in `caption_latents`.
 Source: `streaming/base/format/mds/reader.py` and `encodings.py`, mosaicml/diffusion's `precompute_latents.py`.
 """
 
@@ -29,7 +29,7 @@ from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading import read_part, read_whole
 from bucketline.ingest.sources.local_files import file_stamp
-from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE
+from bucketline.store.format.columns import FLIPPED_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -217,12 +217,6 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     caption, texts, flipped = text("caption"), tuple[cache.Text, ...](), name + FLIPPED_SUFFIX
     if caption and values.get(_TOKENS):
         texts = (cache.Text(caption=caption, tokens=floats(_TOKENS, (number("caption_tokens") or _NUM_TOKENS, -1))),)
-    columns = {
-        own: floats(own, latent.shape) for own in values if own.startswith("control/") and ROLE.fullmatch(own) and values[own]
-    }
-    if text("mask_shape"):
-        height, width = map(int, text("mask_shape").split("x"))
-        columns["mask"] = torch.from_numpy(np.frombuffer(values["mask"], "u1").reshape(height, width).copy())
     height, width = number("original_height"), number("original_width")
     return cache.Cached(
         latent=latent,
@@ -230,8 +224,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         geometry=cache.Geometry(original=(height, width) if height and width else None),
         captions=(caption,) if caption else (),
         texts=texts,
-        columns=columns,
-        leaves_out="the image's JPEG" if values.get("jpg") else None,
+        left_out=tuple(own for own, data in values.items() if data and (own in ("jpg", "mask") or own.startswith("control/"))),
     )
 
 

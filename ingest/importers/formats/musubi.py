@@ -79,19 +79,12 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
         found, told = read_safetensors(source, entry.text_path)
         caption = told.get("caption1", "")
         captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
-    others = sorted(column for column in columns if not column.startswith("control"))
-    controls = {  # `control/image`, or of several `control/0` and so on
-        f"control/{column.removeprefix('control').removeprefix('_') or 'image'}": cache.squeezed(tensors[of[0]], of[0])
-        for column, of in columns.items()
-        if column not in others
-    }
     return cache.Cached(
         latent=cache.squeezed(tensors[names[0]]),
         geometry=cache.Geometry(original=(height, width)),
         captions=captions,
         texts=texts,
-        columns=controls,
-        leaves_out=f"{', '.join(others)} latents of {variant}" if others else None,
+        left_out=tuple(f"{column} latents" for column in sorted(columns)),
     )
 
 

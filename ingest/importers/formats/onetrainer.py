@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import counted
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, loaded_dict, read_torch, read_whole, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, loaded_dict, names_in, read_torch, read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
 _AGGREGATE = "aggregate.pt"
-_COLUMNS = {"latent_mask": "mask", "latent_conditioning_image": "control/conditioning"}
 
 
 def _found(request: cache.ListRequest) -> cache.FoundEntries:
@@ -65,7 +64,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         cache.pair(found[name], name) if name in found else None for name in ("original_resolution", "crop_offset")
     )
     geometry = cache.Geometry(original=original, crop=crop)
-    return cache.Cached(latent=latent, geometry=geometry, columns=values_by_role(found, _COLUMNS))
+    return cache.Cached(latent=latent, geometry=geometry, left_out=names_in(found, "latent_mask", "latent_conditioning_image"))
 
 
 IMPORTER = cache.Importer(

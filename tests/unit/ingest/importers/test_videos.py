@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
+from bucketline.store.format.hashing import sample_digest
 from tests.commands import call
-from tests.unit.ingest.importers.delivered import delivered
 from tests.unit.ingest.importers.known import Known, run_import
 from tests.unit.ingest.importers.writers import WRITERS, musubi_video
 
@@ -32,6 +33,27 @@ def latent_of(number: int, *, of: tuple[int, ...] | None = None) -> NDArray[np.f
     drawn = np.random.default_rng(number).standard_normal((16, *shape)).astype("f4")
     latent: NDArray[np.float32] = drawn * STD + MEAN
     return latent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivered:
+    """A row of a batch."""
+
+    bucket: str
+    latent: torch.Tensor
+    tokens: torch.Tensor  # [T, D]
+
+
+def delivered(path: Path) -> dict[str, Delivered]:
+    """Return every row as a loader delivers it."""
+    store, found = Store.open(path), {}
+    ids = {sample_digest(name): name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))}
+    with Loader(store, LoaderConfig(split="train", batch_size=1, epochs=1, window=0, remainder="partial")) as loader:
+        for batch in loader:
+            found[ids[batch.ids[0].numpy().tobytes()]] = Delivered(
+                bucket=batch.bucket, latent=batch.latents[0].clone(), tokens=batch.tokens[0][batch.token_mask[0]].clone()
+            )
+    return found
 
 
 def written(folder: Path, count: int, of: tuple[int, ...] | None = None, scale: float = 1.0) -> Path:
