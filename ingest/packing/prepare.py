@@ -9,7 +9,6 @@ from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_small_disk
-from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.packing.stored_rules import refuse_other_options
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
@@ -78,10 +77,7 @@ def prepare(
     most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
     store = None if existing is None else target.open(existing)
     refuse_small_disk(config, facts, grid, outline, store, most_bytes, is_recaptioned=is_recaptioned)
-    manifest = held.enter_context(target.writing(contents))
-    if existing is None:
-        note_model(config, is_compared=True)  # so that an interrupted run is continued without it
-    return manifest
+    return held.enter_context(target.writing(contents))
 
 
 def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:

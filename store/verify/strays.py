@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
 
-_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json")  # see FORMAT.md
+_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl")  # see FORMAT.md
 _COLUMN = "values of a column that is being added, or that a killed call left"
 _PART_BYTES = 8 << 20  # of a file that is read in parts
 _NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
