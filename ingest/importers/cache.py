@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -140,10 +139,9 @@ class ListRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importer:
-    """A format: how to recognise, list and read it. `read` is a pure function of the files and is called from threads."""
+    """A format: how to list and read it. `read` is a pure function of the files and is called from threads."""
 
     kind: str
-    is_here: Callable[[Path], bool]
     found: Callable[[ListRequest], FoundEntries]
     read: Callable[[Path, CacheEntry, str], Cached]  # source, entry, variant
     variants: Mapping[str, Variant] = field(default_factory=lambda: {"": Variant()})
@@ -169,16 +167,6 @@ def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
         folders.sort()
         inside = os.path.relpath(path, folder)
         yield ("" if inside == "." else f"{inside}/"), sorted(names)
-
-
-def has_file(name: str | re.Pattern[str], folder: str | re.Pattern[str] = ".*") -> Callable[[Path], bool]:
-    """Return the function that tells whether a source has a file of such a name, in a folder of such a path.
-
-    The path is from the source's folder, '' for itself, and ends in a slash.
-    """
-    return lambda source: any(
-        re.fullmatch(name, own) for inside, names in files_below(source) if re.fullmatch(folder, inside) for own in names
-    )
 
 
 def damaged(what: str) -> RejectedError:

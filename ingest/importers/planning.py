@@ -81,7 +81,7 @@ class _ReadSample(NamedTuple):
 def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
     """List the cache, compare it with the store, and check new samples."""
     expect_inputs(config)
-    importer = importer_of(config.kind, config.source)
+    importer = importer_of(config.kind)
     store, root = newest_store(config), None
     if store is not None:
         stored = store.manifest.rules.get("import")
@@ -107,8 +107,7 @@ def _planned(
     listing: CacheListing,
 ) -> ImportPlan:
     """Return the plan for a cache that is listed; as `plan_import`."""
-    prefix = "" if config.prefix is None else f"{config.prefix.strip('/')}/"
-    listing.entries = _unique([replace(entry, id=prefix + entry.id) for entry in listing.entries])
+    listing.entries = _unique(listing.entries)
     crops = Crops(config.crop or ("source" if importer.has_crops else "unknown"))
     if crops is Crops.SOURCE and not importer.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
@@ -117,7 +116,7 @@ def _planned(
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
-    if store is not None and not config.replace:
+    if store is not None:
         _refuse_other_origin(changed, store, config.source)
     spread, captions = None, None
     is_video, is_flipped = (False, False) if store is None else _columns_of(store.manifest)
@@ -211,8 +210,8 @@ def _refuse_other_origin(changed: Sequence[CacheEntry], store: Store, source: Pa
         entry, own = min(other, key=lambda one: one[0].id)
         raise SourceError(
             f"{counted(len(other), 'row')} of the store would be replaced by other files of the same names: "
-            f"{entry.id!r:.200} came from {own!r:.300}, here it is {origin_of(entry, source)!r:.300}. --prefix NAME imports "
-            "this cache next to it, as NAME/ID; --replace replaces the rows"
+            f"{entry.id!r:.200} came from {own!r:.300}, here it is {origin_of(entry, source)!r:.300}; import into a store "
+            "of its own"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from bucketline.train.run import train
 from tests.commands import call
 from tests.kit import tree
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS, kohya, simpletuner
+from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS, kohya
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def source(kind: str, own: Known, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", WRITERS, indirect=True)
 def test_latents_texts_and_sizes_are_those_of_pack_to_the_bit(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    ran = run_import("auto", source, tmp_path / "s.store", own, *options(kind, own), "--dtype", "F32").done()
+    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own), "--dtype", "F32").done()
     summary = ran.json
     assert summary["kind"] == kind
     assert (summary["found"], summary["imported"], summary["rejected"]) == (6, 6, 0)
@@ -232,19 +231,16 @@ def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: 
     assert all(isinstance(loss, float) and np.isfinite(loss) for loss in losses)
 
 
-def test_an_unknown_format_no_format_and_two_at_once_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_an_unknown_format_and_a_folder_of_another_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
     own, source = known("sdxl"), kohya(tmp_path / "cache", known("sdxl"))
     run_import("webdataset", source, tmp_path / "s.store", own).fails(
-        f"KIND is 'webdataset', expected auto, {', '.join(IMPORTERS)}; another package's is known", code=2
+        f"KIND is 'webdataset', expected {', '.join(IMPORTERS)}; another package's is known", code=2
     )
     (tmp_path / "empty").mkdir()
-    refused = run_import("auto", tmp_path / "empty", tmp_path / "s.store", own)
-    assert refused.code == 1
-    assert refused.err.count("is not a cache of a known format; name the KIND") == 1
-    refused = run_import("auto", tmp_path / "nothing", tmp_path / "s.store", own)
-    assert "nothing is not a folder; expected the folder of a cache" in refused.err
-    shutil.copytree(simpletuner(tmp_path / "other", own) / "cache", source / "st")
-    shutil.copy(tmp_path / "other" / "aspect_ratio_bucket_metadata_my-data.json", source)
-    refused = run_import("auto", source, tmp_path / "s.store", own)
-    assert "looks like the caches of kohya and simpletuner" in refused.err
+    for kind, place in (("kohya", tmp_path / "empty"), ("musubi", source), ("mds", source)):
+        run_import(kind, place, tmp_path / "s.store", own).fails(f"has no latents in the format of {kind}")
+    run_import("simpletuner", source, tmp_path / "s.store", own).fails("has no aspect_ratio_bucket_metadata_*.json")
+    run_import("kohya", tmp_path / "nothing", tmp_path / "s.store", own).fails(
+        "is not a folder; expected the folder of a cache"
+    )
     assert not (tmp_path / "s.store").exists()

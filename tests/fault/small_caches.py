@@ -21,7 +21,7 @@ from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.listing import listed
-from bucketline.ingest.importers.registry import IMPORTERS, _is_here
+from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
 from bucketline.store import SampleRecord
@@ -93,7 +93,6 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     importer, number = IMPORTERS[kind], 0
-    _is_here(importer, source)
     try:
         listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
         rules = RowRules(

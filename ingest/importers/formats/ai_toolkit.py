@@ -116,7 +116,6 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
 
 IMPORTER = cache.Importer(
     kind="ai-toolkit",
-    is_here=cache.has_file(r".+\.safetensors", f".*{_LATENTS}"),
     found=_found,
     read=_read,
     variants={space: cache.Variant(family=family) for space, family in _FAMILIES.items()},

@@ -98,7 +98,6 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
 
 IMPORTER = cache.Importer(
     kind="diffusion-pipe",
-    is_here=cache.has_file(_DB, _LATENTS),
     found=_found,
     read=_read,
     variants={},

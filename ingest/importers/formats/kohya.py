@@ -116,7 +116,6 @@ def _original(arrays: Mapping[str, Any], size: str, entry: cache.CacheEntry) -> 
 
 IMPORTER = cache.Importer(
     kind="kohya",
-    is_here=cache.has_file(_NAME),
     found=_found,
     read=_read,
     variants=_VARIANTS,

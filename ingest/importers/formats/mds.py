@@ -126,10 +126,6 @@ def _indexed(index: Path) -> list[dict[str, Any]]:
     return [one for one in shards if isinstance(one, dict) and one.get("format") == "mds"] if isinstance(shards, list) else []
 
 
-def _is_here(source: Path) -> bool:
-    return any(_indexed(source / folder / _INDEX) for folder, names in cache.files_below(source) if _INDEX in names)
-
-
 def _shards(source: Path) -> Iterator[_Shard]:
     """Yield the shards that the index files of a source list, each once."""
     known = set[str]()
@@ -262,7 +258,6 @@ def _floats(name: str, kind: str, data: bytes, shape: Sequence[int]) -> Tensor:
 
 IMPORTER = cache.Importer(
     kind="mds",
-    is_here=_is_here,
     found=_found,
     read=_read,
     variants={},

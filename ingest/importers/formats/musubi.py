@@ -102,7 +102,6 @@ def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cach
 
 IMPORTER = cache.Importer(
     kind="musubi",
-    is_here=cache.has_file(_IMAGE),
     found=_found,
     read=_read,
     variants=_VARIANTS,

@@ -69,7 +69,6 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
 
 IMPORTER = cache.Importer(
     kind="onetrainer",
-    is_here=cache.has_file(_AGGREGATE, _VARIATION),
     found=_found,
     read=_read,
     variants={"": cache.Variant(scaling=cache.Scaling.NONE, latents="mode")},

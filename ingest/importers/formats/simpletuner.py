@@ -137,7 +137,6 @@ def _texts(source: Path, entry: cache.CacheEntry, model: str) -> tuple[cache.Tex
 
 IMPORTER = cache.Importer(
     kind="simpletuner",
-    is_here=cache.has_file(_METADATA),
     found=_found,
     read=_read,
     variants={name: cache.Variant(family=_FAMILIES.get(name)) for name in (*_FAMILIES, *_OTHERS)},

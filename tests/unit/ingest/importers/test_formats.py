@@ -30,7 +30,7 @@ from tests.unit.ingest.importers.writers import (
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
 def test_kohyas_other_models(family: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known(family)
-    summary = run_import("auto", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done().json
+    summary = run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done().json
     assert summary["text"] == "encode"
     assert_as_packed(tmp_path / "s.store", own, Form(scaled=family == "flux"))
 
@@ -94,7 +94,7 @@ def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str
 
 def test_musubis_latents_and_texts_of_wan(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("t5")
-    summary = run_import("auto", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own).done().json
+    summary = run_import("musubi", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own).done().json
     assert (summary["variant"], summary["text"]) == ("wan", "source")
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, FORMS["musubi"], ids=ids)
@@ -106,7 +106,7 @@ def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
 ) -> None:
     own = known("flux")
     source = simpletuner(tmp_path / "cache", own, hashed=hashed, packed=packed)
-    run_import("auto", source, tmp_path / "s.store", own).done()
+    run_import("simpletuner", source, tmp_path / "s.store", own).done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["simpletuner"], crops="source")
 
 
@@ -137,7 +137,7 @@ def test_ai_toolkits_sizes_crops_and_mirrored_copies(known: Callable[[str], Know
     own = known("sdxl")
     source, first = ai_toolkit(tmp_path / "cache", own), own.samples[0]
     ai_toolkit_file(source, own, first, "sdxl", flip_x=True)
-    summary = run_import("auto", source, tmp_path / "s.store", own).done().json
+    summary = run_import("ai-toolkit", source, tmp_path / "s.store", own).done().json
     assert (summary["found"], summary["imported"], summary["text"]) == (7, 7, "source")
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
     for sample in own.samples:
@@ -177,7 +177,7 @@ def test_a_video_of_diffusion_pipe_is_rejected_among_images(known: Callable[[str
         for n, sample in enumerate(own.samples[:3])
     ]
     diffusion_pipe_values(tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents", values)
-    summary = run_import("auto", tmp_path / "cache", tmp_path / "s.store", own).done().json
+    summary = run_import("diffusion-pipe", tmp_path / "cache", tmp_path / "s.store", own).done().json
     assert (summary["imported"], summary["rejected"]) == (2, 1)
     assert "of a video" in summary["rejects"][0]["detail"]
 

@@ -68,7 +68,7 @@ def test_flux2s_latents_are_unpacked_by_the_statistics_among_its_vaes_weights(
         text = {"architecture": "f2d", "caption1": f"a cat {n}"}
         save_file({"ctx_vec_float32": torch.ones(4, 6)}, source / f"{n}_f2d_te.safetensors", text)
     asked = ("--model", model, "--text", "none")
-    ran = call("ingest", "import", "auto", source, tmp_path / "s.store", *asked, "--json").done()
+    ran = call("ingest", "import", "musubi", source, tmp_path / "s.store", *asked, "--json").done()
     assert (ran.json["variant"], ran.json["imported"], ran.json["text"]) == ("f2d", 3, "none")
     assert ran.json["scaling_undone"] == "packed 2 x 2 and normalised"
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}

@@ -26,23 +26,16 @@ def dated(folder: Path, seconds: int) -> None:
         os.utime(path, ns=(seconds * 10**9, seconds * 10**9))
 
 
-def test_rows_of_another_folder_are_not_replaced_unless_the_user_says_so(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_rows_of_another_folder_are_not_replaced(known: Callable[[str], Known], tmp_path: Path) -> None:
     own, store = known("sdxl"), tmp_path / "s.store"
     first, second = kohya(tmp_path / "first", own), kohya(tmp_path / "second", brighter(own))
     dated(first, 1)
     assert run_import("kohya", first, store, own).json["replaced"] == 0
     run_import("kohya", second, store, own).fails(
-        "6 rows of the store would be replaced by other files of the same names: 'cats/1.png' came from", "--prefix"
+        "6 rows of the store would be replaced by other files of the same names: 'cats/1.png' came from", "a store of its own"
     )
     assert_as_packed(store, own, FORMS["kohya"])
     run_import("kohya", second, store, own, "--dry-run").fails()
-    both = run_import("kohya", second, store, own, "--prefix", "b").done()
-    assert (both.json["imported"], both.json["replaced"]) == (6, 0)
-    assert {one.id for one in read_store(store)} == {f"{start}{one.id}" for one in own.samples for start in ("", "b/")}
-    again = run_import("kohya", second, store, own, "--prefix", "b")
-    assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
-    replaced = run_import("kohya", second, store, own, "--replace").done()
-    assert (replaced.json["imported"], replaced.json["replaced"]) == (6, 6)
 
 
 def test_what_was_cached_again_is_replaced_and_counted_and_a_moved_folder_is_unchanged(

@@ -65,7 +65,7 @@ def written(folder: Path, count: int, of: tuple[int, ...] | None = None, scale: 
 
 def test_the_loader_delivers_videos_by_frames_height_and_width(tmp_path: Path) -> None:
     source = written(tmp_path / "cache", 6)
-    ran = run_import("auto", source, tmp_path / "s.store", None, *WAN).done()
+    ran = run_import("musubi", source, tmp_path / "s.store", None, *WAN).done()
     assert (ran.json["kind"], ran.json["imported"], ran.json["text"]) == ("musubi", 6, "none")
     assert ran.json["buckets"] == {"train/17x48x64": 2, "train/81x48x64": 2, "train/81x64x48": 2}
     found = delivered(tmp_path / "s.store")

@@ -60,7 +60,7 @@ def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
 ) -> None:
     own = known(family)
     export(own, "kohya", tmp_path / "out")
-    ran = run_import("auto", tmp_path / "out", tmp_path / "s.store", own).done()
+    ran = run_import("kohya", tmp_path / "out", tmp_path / "s.store", own).done()
     assert ran.json["text"] == "encode"
     form, stems = Form(scaled=family == "flux"), {sample.id: sample.stem for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, form, ids=stems)
@@ -73,7 +73,7 @@ def test_what_is_exported_to_mds_and_imported_again_is_the_same(
     own = known(family)
     export(own, "mds", tmp_path / "out", "--shard-size", "8KiB")
     assert len(list((tmp_path / "out" / "train").glob("*/*.mds"))) > 2
-    run_import("auto", tmp_path / "out", tmp_path / "s.store", own).done()
+    run_import("mds", tmp_path / "out", tmp_path / "s.store", own).done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["mds"])
 
 
