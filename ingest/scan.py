@@ -193,7 +193,8 @@ def _sheet(
         about += f"; an image that would lose more than {100 * config.max_crop:.1f} % of its area is rejected (--max-crop)"
     about += f". {LEGEND} Sizes are height x width. Each bucket shows the images that lose most, largest loss first. "
     about += "Very narrow images are drawn wider than they are."
-    table, sections = crop_sections(*place, images, look_limits(place[0], config.decode_threads), num_sources)
+    limits = look_limits(place[0], config.decode_threads)
+    table, sections = crop_sections(*place, images, limits, num_sources, config.max_captions)
     return [
         Section(anchor="source", title=redacted(config.source), note=about, body=table),
         *sections,

@@ -116,9 +116,10 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.png").write_bytes(png(*size))
         (tmp_path / name / "strip.png").write_bytes(png(10, 500))
+    (tmp_path / "dogs" / "a.txt").write_text("a dog", encoding="ascii")
     data = tmp_path / "data.toml"
     data.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "dogs"\nrepeats = 3\n', encoding="ascii")
-    ran = scan(data, tmp_path / "sheet.html").done()
+    ran = scan(data, tmp_path / "sheet.html", "--caption-template", "sks").done()
     assert ran.out.endswith("sheet.html: contact sheet of the crops that lose most\n")
     page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
@@ -126,6 +127,7 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
         *(str(tmp_path / "dogs"), "train/24x16", "Too much cropped away", "Rejected"),
     ]
     assert len(page.images()) == 4
+    assert "sks, a dog" in page.text
     inside = scan(data, tmp_path / "dogs" / "sheet.html")
     assert (inside.code, inside.out) == (2, "")
     assert "is inside the source" in inside.err

@@ -8,7 +8,6 @@ import pytest
 
 from bucketline.errors import BucketlineError, SourceError, UsageError
 from bucketline.ingest.commands.pack import Pack
-from bucketline.ingest.commands.peek import PeekSource
 from bucketline.ingest.commands.scan import Scan
 from bucketline.ingest.images.crop import Crop
 from bucketline.ingest.rules import Phases
@@ -93,8 +92,6 @@ def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: P
     assert not asked.left_out & {"grid", "val_fraction", "flip", "crop", "background"}
     scanned = parse_options(Scan, [str(place)], "scan")
     assert (scanned.source, scanned.grid, scanned.decode_threads) == (str(folder / "photos"), "sd15", 2)
-    peeked = parse_options(PeekSource, [str(place), "-o", "sheet.html"], "peek")
-    assert (peeked.place, peeked.grid, peeked.caption) == (str(folder / "photos"), "sd15", "a photo")
 
 
 @pytest.mark.parametrize(
