@@ -152,7 +152,7 @@ def _shard(source: Path, folder: str, described: dict[str, Any]) -> _Shard:
                 f"{_MAX_UNPACKED_BYTES}, by {', '.join(_CODECS)}; decompress it"
             )
     own = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-    return _Shard(name, path, packed, int(num_bytes), int(described["samples"]), own)
+    return _Shard(name, path, packed, num_bytes, described["samples"], own)
 
 
 def _below(folder: str, name: str) -> str:

@@ -175,7 +175,7 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
     with monkeypatch.context() as patched:
         patched.setattr(run, "row_of", interrupted)
         patched.setattr(run, "TOGETHER", 1)
-        stopped = run_import("kohya", source, tmp_path / "s.store", own)
+        stopped = run_import("kohya", source, tmp_path / "s.store", own, "--batch-size", 1)
     assert stopped.code == 130
     assert "interrupted: what was imported is committed" in stopped.err
     again = run_import("kohya", source, tmp_path / "s.store", own).done()
