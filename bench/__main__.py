@@ -43,9 +43,6 @@ RUNS = {
         "peers:RemotePeers", "--batches-per-bucket 4 --repeats 1 --ways 1 --cache-share 4", "--repeats 2 --ways 1"
     ),
     "hot": Run("hot:Hot", "--rows-per-shard 64 --batches 96 --repeats 3", "--rows-per-shard 256 --batches 512"),
-    "hot --columns": Run(
-        "hot:HotColumns", "--rows-per-shard 32 --batches 48 --repeats 3", "--rows-per-shard 128 --batches 256"
-    ),
     "hot --text": Run("hot:HotText", "--rows 96 --batches 12 --repeats 3"),
     "hot --busy": Run(
         "hot:HotBusy",
@@ -72,7 +69,6 @@ RUNS = {
     "import": Run("importing:Import", "--repeats 3", "--samples 4000"),
     "train": Run("train:Train", "--rows 64 --steps 8 --repeats 5", "--repeats 20"),  # the tiny model; GPU models: --model
     "train --saves": Run("train:TrainSaves", "--repeats 3", "--repeats 9"),
-    "train --base": Run("train:TrainBase", "--repeats 3"),
 }
 CASES = tuple(dict.fromkeys(name.split()[0] for name in RUNS))
 
@@ -82,8 +78,8 @@ class All:
     """Run every case and print all results.
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
-    its options. Cases: peers (--remote), hot (--columns, --text, --busy), cold (--text), start (--batch), stream (--service),
-    scale (--listing), pack (--again, --memory), import, train (--saves, --base). A flag selects another part of a case.
+    its options. Cases: peers (--remote), hot (--text, --busy), cold (--text), start (--batch), stream (--service),
+    scale (--listing), pack (--again, --memory), import, train (--saves). A flag selects another part of a case.
 
     Example: python -m bucketline.bench --json
     """

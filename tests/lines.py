@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "commands/export_model.py",
             "outputs/export.py",
             "outputs/hub.py",
-            "models/lora_file.py",
+            "lora_file.py",
             "outputs/model_card.py",
             "outputs/pipeline_folder.py",
             "outputs/single_file.py",

@@ -31,8 +31,8 @@ from bucketline.train.config import IN_PROCESS, Base, Precision, TrainConfig, We
 from bucketline.train.data import mean_weight, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.log import StepWork
+from bucketline.train.lora import add_adapters
 from bucketline.train.models.load import facts_of, load, locate, refuse_other_encoders, schedule_of
-from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.weights import weights_of
 from bucketline.train.noise import Prep
 from bucketline.train.optim import make_optimizer
@@ -119,7 +119,7 @@ def _load_model(
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and start.checkpoint is None:
-            from bucketline.train.models.lora_file import start_from
+            from bucketline.train.lora_file import start_from
 
             start_from(config.lora_from, model, family.lora_pipeline)
     if config.precision is Precision.FP8:

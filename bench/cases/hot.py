@@ -1,4 +1,4 @@
-"""Cost of delivering batches that are in the page cache: against memcpy, with other columns, text, and a busy trainer."""
+"""Cost of delivering batches that are in the page cache: against memcpy, with text, and a busy trainer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Loader, LoaderConfig
 
-REQUESTED = ("target", "control/depth", "control/edges")
-OTHERS = ("control/pose", "reference/style", "features/dino", "features/clip")
 PLAIN = "F16"
 TEXT_WAYS = (  # name, dtype, how the tokens are delivered
     (PLAIN, PLAIN, "dequantised"),
@@ -79,43 +77,6 @@ class Hot(StoreCase):
                 measure = _gb_s(delivering(store.path, asked, self.one_pass, self.batches, service))
                 subjects.append(Subject(name=f"{name}, {threads}", measure=measure, limit=f"memcpy, {threads}", mark=mark))
         return summarise("hot", "GB/s", subjects, alternate(subjects, self.repeats))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HotColumns(StoreCase):
-    """Measure a loader's batches of three columns, hot, from a store of seven and from one of only these three.
-
-    All columns have the same shape and dtype. A figure is that of `hot`: a loop that takes batches without touching them,
-    after every row has been delivered once.
-
-    Example: python -m bucketline.bench hot --columns --num-shards 8
-    """
-
-    num_shards: int = 8
-    """Shards of each store."""
-    rows_per_shard: int = 64
-    """Rows per shard."""
-    row_kib: int = 128
-    """KiB per row of each column."""
-    batch_size: int = 16
-    """Rows per batch."""
-    batches: int = 96
-    """Batches per repeat."""
-    prefetch_mib: int = 64
-    """MiB of batches filled ahead."""
-
-    def measure(self, folder: Path) -> list[Result]:
-        from bucketline.loader import LoaderConfig
-
-        asked = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20, columns=REQUESTED)
-        subjects: list[Subject] = []
-        for roles in (REQUESTED, (*REQUESTED, *OTHERS)):
-            path = self.kept_store(folder, roles=roles, tokens=None)
-            measure = _gb_s(delivering(path, asked, self.one_pass, self.batches))
-            name, held = f"three of {len(roles)} columns", bool(subjects)
-            limit, mark = (subjects[0].name, Mark(bound=0.97)) if held else (None, None)
-            subjects.append(Subject(name=name, measure=measure, limit=limit, mark=mark))
-        return summarise("hot, columns", "GB/s", subjects, alternate(subjects, self.repeats))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Cost of the loader in a training run, of saving in it, and what quantising its frozen weights changes."""
+"""Cost of the loader in a training run, and of saving in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path  # noqa: TC003 - a command's annotations are read
 from typing import TYPE_CHECKING, Any, Literal
 
 from bucketline.bench.harness import Case, Mark, Result
-from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from bucketline.train.run import Run
 
 RESAMPLES = 10_000
-NONE = "none"
-UNITS = {"bytes of the frozen weights": "MB", "error of weights": "of norm", "error of predictions": "of norm", "loss": "loss"}
 
 
 def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig:  # noqa: ANN401 - of its fields
@@ -331,98 +328,3 @@ def results_of_saves(model: str, ends: Sequence[float], save_every: int) -> list
         Result.of(case, "the first step with a save", "s", [first], ratio=first / usual),
         Result.of(case, "a step with a save", "s", later, ratio=statistics.median(later) / usual, mark=mark),
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBase(Case):
-    """Measure what quantising a model's frozen weights changes, for each --base of `bucketline train --lora-rank`.
-
-    Errors are the norm of the difference, relative to the norm without quantising: of the quantised weights, and of the model's
-    predictions for a training batch at random timesteps. The figures are of `--repeats` batches; `of limit` compares bytes and
-    loss with those without quantising.
-
-    Example: python -m bucketline.bench train --base --store photos.store --model path/to/sdxl
-    """
-
-    store: Path | None = None
-    """Store to take the batches from. Default: a made-up one."""
-    model: Path | None = None
-    """Model, as for `bucketline train`. Default: a small UNet at random."""
-    model_config: str | None = None
-    """As for `bucketline train`."""
-    batch_size: int = 8
-    """Samples in a batch."""
-    seed: int = 1
-    """Seed of the samples, their noise and timesteps, and of a model without weights."""
-
-    def measure(self, folder: Path) -> list[Result]:
-        from bucketline.train.config import Base, Compile, Precision
-
-        if (self.store is None) is not (self.model is None):
-            raise UsageError("--store and --model are for each other, and one of them is missing: give both or neither")
-        own: dict[str, Any] = {} if self.store is None else {"store": (self.store,), "model": self.model}
-        config = _asked(
-            folder,
-            "tiny",
-            self.batch_size,
-            **own,
-            model_config=self.model_config,
-            batch=str(self.batch_size),
-            seed=self.seed,
-            max_steps=self.repeats,
-            lora_rank=1,  # its output is zero before the first step
-            ema="off",
-            compile=Compile.OFF,
-            precision=Precision.FP32,
-        )
-        plain = _trainer(config)
-        batches = list(itertools.islice(plain.loader.forever(), self.repeats))
-        figures = {NONE: _measured(plain, plain, batches)}
-        for base in Base:
-            quantised = _trainer(replace(config, base=base))
-            figures[base] = _measured(quantised, plain, batches)
-            quantised.close()
-        plain.close()
-        return [
-            # an error is itself a ratio; the limit of the others are those without quantising
-            Result.of("train, base", f"{part}, {base}", unit, found[part], ratio=_to(found[part], figures[NONE].get(part)))
-            for part, unit in UNITS.items()
-            for base, found in figures.items()
-            if part in found
-        ]
-
-
-def _to(values: Sequence[float], limit: Sequence[float] | None) -> float | None:
-    return None if limit is None else statistics.median(values) / statistics.median(limit)
-
-
-def _measured(trainer: Run, plain: Run, batches: Sequence[Batch]) -> dict[str, list[float]]:
-    """Return a trainer's figures by part, one for each batch; errors only if it is not the one without quantising."""
-    import torch
-
-    from bucketline.quantised_linear import QuantisedLinear
-    from bucketline.train.step import loss_of
-
-    model, before = trainer.training.model, plain.training.model
-    held = [*model.buffers(), *(parameter for parameter in model.parameters() if not parameter.requires_grad)]
-    found: dict[str, list[float]] = {"bytes of the frozen weights": [sum(tensor.nbytes for tensor in held) / 1e6], "loss": []}
-    if trainer is not plain:
-        difference, whole = 0.0, 0.0
-        for place, layer in model.named_modules():
-            if isinstance(layer, QuantisedLinear):
-                weight = before.get_submodule(place).weight
-                assert isinstance(weight, torch.Tensor)
-                difference += float((layer.weight - weight).square().sum())
-                whole += float(weight.square().sum())
-        found |= {"error of weights": [(difference / whole) ** 0.5 if whole else 0.0], "error of predictions": []}
-    for batch in batches:
-        noised = plain.training.prep.for_training(batch)
-        with torch.no_grad():
-            found["loss"].append(float(loss_of(trainer.training, batch)))
-            own, other = (
-                one.training.predict(one.training.model, noised.noisy, noised.timesteps, noised.conditions(batch)).double()
-                for one in (trainer, plain)
-            )
-        if trainer is not plain:
-            found["error of predictions"].append(float((own - other).norm() / other.norm()))
-    return found

@@ -16,8 +16,8 @@ from diffusers import FluxTransformer2DModel
 from bucketline.train.checkpoint import copied
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
+from bucketline.train.lora import add_adapters
 from bucketline.train.models.load import load
-from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.weights import weights_of
 from bucketline.train.sharding import place_model
 from tests.process_memory import forget_highest, in_memory

@@ -21,8 +21,8 @@ from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.families.family import StoreFacts
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
+from bucketline.train.lora import add_adapters
 from bucketline.train.models.load import load
-from bucketline.train.models.lora import add_adapters
 from bucketline.train.parallel import TrainRanks, local, repeated_blocks
 from bucketline.train.sharding import shard, shard_mesh, shard_ranks_of, tensors_of
 from bucketline.train.values import Sharding

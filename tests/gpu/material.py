@@ -20,8 +20,8 @@ from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Compile, Objective, Precision, TrainConfig
 from bucketline.train.ema import Average
+from bucketline.train.lora import add_adapters
 from bucketline.train.lowbit.float8 import use_float8
-from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
 from bucketline.train.step import Training
 from tests.family_models import T5_WIDTH, tiny_model

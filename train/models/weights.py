@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
+from bucketline.train.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
@@ -80,7 +80,7 @@ class Adapters:
         return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-        from bucketline.train.models.lora_file import for_other_tools
+        from bucketline.train.lora_file import for_other_tools
 
         # The format of diffusers' `save_lora_weights` preserves rank, alpha and layers.
         metadata = {LORA_METADATA: config} if self.pipeline else {}

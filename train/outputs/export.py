@@ -30,8 +30,8 @@ from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, sing
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.config import Objective
+from bucketline.train.lora_file import read_tensors
 from bucketline.train.models.load import locate, read_model, read_model_config
-from bucketline.train.models.lora_file import read_tensors
 from bucketline.train.models.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.noise import load_schedule

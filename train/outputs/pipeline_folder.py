@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from bucketline.errors import ModelError, StateError
 from bucketline.files.copy_bytes import copy_some
 from bucketline.model_file import index_path
-from bucketline.train.models.lora import PEFT_PREFIX
-from bucketline.train.models.lora_file import PREFIX, read_adapters
+from bucketline.train.lora import PEFT_PREFIX
+from bucketline.train.lora_file import PREFIX, read_adapters
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.weight_files import DIFFUSERS, LORA_FILE, PEFT_FILE, TRANSFORMERS, safetensors_of, variant_of

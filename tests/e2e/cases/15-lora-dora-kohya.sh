@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from diffusers import UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
-from bucketline.train.models.lora_file import start_from, for_other_tools
+from bucketline.train.lora_file import start_from, for_other_tools
 def fresh(dora):
     m=UNet2DConditionModel.from_pretrained(sys.argv[2],subfolder="unet").requires_grad_(False)
     inject_adapter_in_model(LoraConfig(r=4,lora_alpha=4,target_modules=["to_q","to_k","to_v","to_out.0"],use_dora=dora),m); return m

@@ -25,7 +25,7 @@ from bucketline.bench.cases.cold import (
     plan_rows,
     read_cold,
 )
-from bucketline.bench.cases.hot import Hot, HotBusy, HotColumns, HotText
+from bucketline.bench.cases.hot import Hot, HotBusy, HotText
 from bucketline.bench.cases.scale import Scale
 from bucketline.bench.cases.start import FirstBatch, Start
 from bucketline.bench.cases.stream import Stream, StreamService
@@ -164,12 +164,6 @@ def test_a_busy_trainer_is_measured_both_ways_beside_itself_quiet(capsys: pytest
         for how in ("quiet", "busy", *more)
     }
     assert [one["mark"] for one in results if one["mark"]] == ["at least 0.8"]
-
-
-def test_columns_that_are_not_requested_are_held_against_a_store_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(HotColumns, capsys, *TINY, "--batches", 4, "--repeats", 1)
-    assert set(results) == {"three of 3 columns", "three of 7 columns"}
-    assert results["three of 7 columns"]["mark"] == "at least 0.97"
 
 
 @pytest.mark.parametrize("more", [(), ("--text",)])

@@ -25,7 +25,7 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.options import options_of
 from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
-from bucketline.train.models.lora import adapted_layers
+from bucketline.train.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.step import loss_of

@@ -21,9 +21,9 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
 from bucketline.train.config import Objective, Precision, WeightDtype
 from bucketline.train.ema import Average
+from bucketline.train.lora import add_adapters
 from bucketline.train.model import replicated
 from bucketline.train.models.load import load
-from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.weights import weights_of
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.optim import make_optimizer

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.bench.cases.train import Train, TrainBase, TrainSaves, Window, interval, results_of, results_of_saves
+from bucketline.bench.cases.train import Train, TrainSaves, Window, interval, results_of, results_of_saves
 from bucketline.bench.fixtures.trained_model import MODELS, kept_store
-from bucketline.bench.harness import run_case
 from bucketline.store import Store
 from tests.unit.bench.measured import measured
-from tests.unit.train.tiny_run import make_training_store, write_unet
 
 
 def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,29 +49,6 @@ def test_the_store_of_each_model_has_its_buckets_and_columns(tmp_path: Path, nam
     assert {(one.height_px, one.width_px) for one in store.buckets("train")} == set(model.buckets_px)
     assert list(store.manifest.text.tokens) == [model.tokens.name]
     assert list(store.manifest.text.fixed) == ([] if model.pooled is None else ["pooled"])
-
-
-# The errors of a quantised base, for the user's own store and model; nothing is written.
-
-
-def test_more_bits_change_less_and_take_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_training_store(tmp_path / "tiny.store")
-    write_unet(tmp_path / "model")
-    before = sorted(tmp_path.rglob("*"))
-    asked = ("--store", tmp_path / "tiny.store", "--model", tmp_path / "model", "--batch-size", 4, "--repeats", 2)
-    found = {name: result["median"] for name, result in measured(TrainBase, capsys, *asked).items()}
-    assert "error of weights, none" not in found
-    assert 0 < found["error of weights, int8"] < found["error of weights, fp8"] < found["error of weights, nf4"] < 0.15
-    assert 0 < found["error of predictions, int8"] < found["error of predictions, nf4"] < 0.15
-    assert found["loss, none"] == pytest.approx(found["loss, nf4"], rel=0.02)  # of the same batches
-    held = [found[f"bytes of the frozen weights, {base}"] for base in ("nf4", "int8", "none")]
-    assert held == sorted(set(held))
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_store_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_case(TrainBase, ["--store", str(tmp_path)]) == 2
-    assert "give both or neither" in capsys.readouterr().err
 
 
 # The time that a save stops training is in the step that follows it.

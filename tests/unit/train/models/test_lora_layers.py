@@ -10,7 +10,7 @@ import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from bucketline.bench.fixtures.trained_model import MODELS
-from bucketline.train.models.lora import Layers, layers_by_word
+from bucketline.train.lora import Layers, layers_by_word
 from tests.family_models import tiny_model
 
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}

@@ -18,8 +18,8 @@ from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.families.registry import family_of_pipeline
 from bucketline.train.log import read_metrics
-from bucketline.train.models.lora import Layers, layers_by_word
-from bucketline.train.models.lora_file import start_from
+from bucketline.train.lora import Layers, layers_by_word
+from bucketline.train.lora_file import start_from
 from bucketline.train.models.weights import KOHYA_FILE, Adapters
 from bucketline.train.run import train
 from bucketline.weight_files import LORA_FILE, PEFT_FILE

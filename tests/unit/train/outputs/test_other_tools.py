@@ -15,7 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 
 from bucketline.families.registry import family_of_pipeline
-from bucketline.train.models.lora import Layers, layers_by_word
+from bucketline.train.lora import Layers, layers_by_word
 from bucketline.train.models.weights import weights_of
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.outputs.test_lora_file import changes_of

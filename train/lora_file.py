@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.train.models.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX, Layers, layers_by_word, plain_layers
+from bucketline.train.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX, Layers, layers_by_word, plain_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
