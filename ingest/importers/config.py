@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - commands read their annotations at run time
-from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.rules import reject_limit
+from bucketline.ingest.rules import HeldOut, reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
 from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace

@@ -18,9 +18,8 @@ from bucketline.ingest.sources.captions.table_match import TableRows, folder_pat
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.side_files import side_files, side_notes
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders
+from bucketline.ingest.sources.splits import VAL, Splits, side_files, side_notes, split_in_folders
 from bucketline.store.format.manifest import MANIFEST
 
 _NAMED_LINKS = 3

@@ -26,9 +26,8 @@ from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.side_files import side_notes
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
-from bucketline.ingest.sources.splits import Splits
+from bucketline.ingest.sources.splits import Splits, side_notes
 from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
 from bucketline.ingest.sources.tar.tar_reader import Tar
 from bucketline.store.format.sample_record import storable_mtime_ns
