@@ -11,8 +11,7 @@ from bucketline.command_line import counted
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
-from bucketline.ingest.images.crop_loss import crop_losses_as_json
+from bucketline.ingest.images.crop import Framing, crop_limit, crop_losses_as_json, upscale_limit
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError

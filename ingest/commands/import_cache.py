@@ -20,8 +20,7 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         expect_inputs(self)
         if (ranks := torchrun_ranks()["world_size"]) > 1:
             raise UsageError(f"ingest import is one process, and torchrun has started {ranks}; run it without torchrun")
-        from bucketline.ingest.importers.run import import_cache
-        from bucketline.ingest.importers.summary import print_failures, print_import
+        from bucketline.ingest.importers.run import import_cache, print_failures, print_import
         from bucketline.ingest.parallel.signals import exit_code_of
 
         try:

@@ -23,7 +23,7 @@ from bucketline.files.paths import is_folder_of_images
 from bucketline.files.redact import redacted
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, PackConfig
-from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
 from bucketline.pack_options import FIELDS, shown_option
 from bucketline.store.commands.place import shown

@@ -15,7 +15,7 @@ from bucketline.command_line import (
 )
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, ScanConfig
-from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:

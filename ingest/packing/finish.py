@@ -10,7 +10,7 @@ import numpy as np
 
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
-from bucketline.ingest.images.crop_loss import crop_losses_as_json
+from bucketline.ingest.images.crop import crop_losses_as_json
 from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
 from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED

@@ -13,8 +13,7 @@ from bucketline.files.run_marker import STATUS, is_run
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
-from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
-from bucketline.ingest.sources.captions.table_match import TableRows, folder_paths
+from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, TableRows, folder_paths, read_rows
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions

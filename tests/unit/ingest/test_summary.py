@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bucketline.ingest.images.crop_loss import CropLoss, note_crop_loss
+from bucketline.ingest.images.crop import CropLoss, note_crop_loss
 from bucketline.ingest.images.decode import Reason, RejectedError
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 
