@@ -323,9 +323,9 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Count, bucket and reject images without packing. A dry run of `ingest pack`: writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
-    determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
-    `background` and `jpeg_draft` do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet:
-    the images of each bucket that lose most to their crop.
+    determine the grid and the bytes of a latent; no weights are read. What is stored of captions' tokens, `background` and
+    `jpeg_draft` do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet: the images of
+    each bucket that lose most to their crop, with their captions as they would be stored.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
     """
@@ -352,10 +352,6 @@ class ScanConfig(RulesOptions, SourceArguments):
 
     def __post_init__(self) -> None:
         _check_shared(self)
-        if self.max_tokens is not None and self.model is None:
-            raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
-        if self.text is not None and self.model is None:
-            raise UsageError(f"--text {self.text} requires --model, whose text encoder it is about; add it")
         if self.model_config is not None and self.model is None:
             raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
 
