@@ -1,7 +1,6 @@
 """Records of a format and of a cache: its samples, listed without their values, and a sample's values once read.
 
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width, T tokens of a caption, D width of
-a token.
+Letters: C latent channels, h and w the latent's height and width, T tokens of a caption, D width of a token.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Text:
 class Cached:
     """The values of an entry, as the cache has them."""
 
-    latent: Tensor  # [C, h, w], of a video [C, F, h, w]
+    latent: Tensor  # [C, h, w]
     geometry: Geometry
     flipped: Tensor | None = None  # [C, h, w], of the mirrored image
     captions: tuple[str, ...] | None = None  # None: those of the entry
@@ -187,7 +186,7 @@ def odd_files_rejected(path: str) -> Iterator[None]:
 
 
 def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
-    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`, or of a video `[C, F, h, w]`."""
+    """Return a latent without axes of length 1 before its channels or after them, `[C, h, w]`."""
     shape = list(latent.shape)
     if latent.ndim == 5 and shape[0] == 1:
         latent = latent[0]
@@ -195,8 +194,9 @@ def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
         latent = latent[:, 0]
     elif latent.ndim == 4 and latent.shape[0] == 1:
         latent = latent[0]
-    if latent.ndim not in (3, 4) or 0 in shape or not latent.is_floating_point():
-        raise damaged(f"its {what} is {str(latent.dtype).removeprefix('torch.')} {shape}, expected floats [C, h, w]")
+    if latent.ndim != 3 or 0 in shape or not latent.is_floating_point():
+        kind = "of a video, " if latent.ndim == 4 else ""
+        raise damaged(f"its {what} is {kind}{str(latent.dtype).removeprefix('torch.')} {shape}, expected floats [C, h, w]")
     return latent
 
 

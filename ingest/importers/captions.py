@@ -10,7 +10,7 @@ import torch
 from bucketline.errors import ModelError, SourceError, UsageError
 from bucketline.families.family import Padding
 from bucketline.families.registry import family_of_pipeline
-from bucketline.ingest.encoders.text.registry import is_known, load_caption_encoder, text_family_of
+from bucketline.ingest.encoders.text.registry import load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.rows import SOURCE
@@ -41,10 +41,7 @@ CaptionedRow: TypeAlias = "tuple[ImportedRow, Mapping[str, Any] | RejectedError]
 
 
 def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheListing) -> str:
-    """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`.
-
-    Embeddings of a cache that are plain may be kept with a model of any pipeline, since they are compared with its encoder's.
-    """
+    """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`."""
     asked, of_cache = config.text, listing.family
     if listing.text_unknown is not None and asked in (None, SOURCE):
         raise SourceError(f"{config.source}: {listing.text_unknown}")
@@ -56,9 +53,8 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheLis
         if asked is None:
             return _NONE
         raise UsageError(f"--text {asked}: {config.model} has no text encoder; name a model that has")
-    keeps = of_cache == PLAIN_FAMILY and asked in (None, SOURCE) and not is_known(model)
     try:
-        family = text_family_of(model, is_plain=keeps or asked == PLAIN)
+        family = text_family_of(model, is_plain=asked == PLAIN)
     except ModelError as error:
         raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
     own = PLAIN_FAMILY if family is None else family.name
@@ -91,7 +87,7 @@ class CaptionSource:
             stored_dtype=config.text_dtype or config.dtype,
             encode_dtype=config.encode_dtype,
             max_tokens=config.max_tokens,
-            is_plain=plan == PLAIN or (plan == SOURCE and not is_known(model)),
+            is_plain=plan == PLAIN,
         )
         self._encoder = load_caption_encoder(model, chosen_device(config.device, 0), self._settings)
         self.columns, self.provenance = self._encoder.columns, self._encoder.provenance

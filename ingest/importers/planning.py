@@ -23,7 +23,6 @@ from bucketline.ingest.importers.registry import expect_inputs, importer_of
 from bucketline.ingest.importers.rows import (
     SOURCE,
     RowRules,
-    as_frames,
     cache_stamp,
     kept_captions,
     origin_of,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.listing import CacheListing
     from bucketline.ingest.importers.vae import NamedVae
-    from bucketline.store import Manifest, Store
+    from bucketline.store import Store
     from bucketline.typed_json import Json
 
 CHECKED = 32  # samples whose spread is compared with the VAE's before anything is written
@@ -75,7 +74,7 @@ class _ReadSample(NamedTuple):
     """A sample that is read before anything is written, and can be imported."""
 
     cached: Cached
-    latent: NDArray[Any]  # [C, h, w] or [C, F, h, w], unscaled
+    latent: NDArray[Any]  # [C, h, w], unscaled
 
 
 def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
@@ -119,7 +118,7 @@ def _planned(
     if store is not None:
         _refuse_other_origin(changed, store, config.source)
     spread, captions = None, None
-    is_video, is_flipped = (False, False) if store is None else _columns_of(store.manifest)
+    is_flipped = store is not None and any(FLIPPED in bucket.columns for bucket in store.manifest.buckets)
     if changed and (checked := _checked(config.source, importer, listing, changed, vae, is_first=store is None)):
         if not config.trust_scale:
             spread = vae.spread_of([sample.latent for sample in checked])
@@ -128,7 +127,7 @@ def _planned(
             captions = CaptionSource(config, model, text)
             captions.refuse_other_encoders([sample.cached for sample in checked])
         if store is None:
-            is_video, is_flipped = any(one.latent.ndim == 4 for one in checked), checked[0].cached.flipped is not None
+            is_flipped = checked[0].cached.flipped is not None
     rules: dict[str, Json] = {"import": _rules(config, importer, listing, text, crops, is_flipped=is_flipped)}
     if store is not None:
         manifest = store.manifest
@@ -139,7 +138,6 @@ def _planned(
         scaling=listing.form.scaling,
         dtype=config.dtype,
         crops=crops,
-        is_video=is_video,
         is_flipped=is_flipped,
         is_text_kept=text == SOURCE,
         max_captions=at_most,
@@ -238,12 +236,6 @@ def _rules(
     }
 
 
-def _columns_of(manifest: Manifest) -> tuple[bool, bool]:
-    """Return whether a store is of videos, and whether it has latents of mirrored images."""
-    axes = {axis.name for bucket in manifest.buckets for axis in bucket.axes}
-    return "frames" in axes, any(FLIPPED in bucket.columns for bucket in manifest.buckets)
-
-
 def _checked(
     source: Path, importer: Importer, listing: CacheListing, changed: list[CacheEntry], vae: NamedVae, *, is_first: bool
 ) -> list[_ReadSample]:
@@ -272,7 +264,6 @@ def _readable(
         try:
             cached = read_entry(importer, source, entry, listing.variant)
             with rejects_named(entry):
-                as_frames(cached.latent, is_video=vae.frames_step is not None and cached.latent.ndim == 4)
                 latent = vae.unscaled(cached.latent, listing.form.scaling)
                 if not np.isfinite(latent).all():
                     raise RejectedError(Reason.LATENT, "latent: NaN or infinite")

@@ -1,6 +1,6 @@
 """Read a sample of a cache, and turn it into a store's row: bucket and geometry from the tensor's shape, columns, record.
 
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
+Letters: C latent channels, h and w the latent's height and width.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class RowRules:
     scaling: Scaling
     dtype: str  # of latents
     crops: Crops
-    is_video: bool  # whether latents are stored as videos', [C, F, h, w]
     is_flipped: bool  # whether the mirrored image's latent is stored too
     is_text_kept: bool  # whether text embeddings are those of the cache
     max_captions: int
@@ -55,14 +54,13 @@ class RowRules:
     def columns(self) -> list[RowColumn]:
         """Return the store's columns. That their values are finite is checked before they are written."""
         height, width = (Axis(name=name, step=self.vae.downscale) for name in ("height_px", "width_px"))
-        frames = (Axis(name="frames", step=self.vae.frames_step or 1, first=1),) if self.is_video else ()
-        shape = (self.vae.channels, *frames, height, width)
+        shape = (self.vae.channels, height, width)
         roles = (TARGET, TARGET + FLIPPED_SUFFIX) if self.is_flipped else (TARGET,)
         return [RowColumn(role=role, dtype=self.dtype, shape=shape, allow_nonfinite=True) for role in roles]
 
     def unscaled(self, latent: Tensor) -> NDArray[Any]:
         """Return a cache's latent as a row has it."""
-        return self.vae.stored(as_frames(latent, is_video=self.is_video), self.scaling, self.dtype)
+        return self.vae.stored(latent, self.scaling, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +119,17 @@ def row_of(source: Path, entry: CacheEntry, cached: Cached, rules: RowRules) -> 
             Reason.TEXT, f"the cache has no embedding of its caption {captions[0][:80]!r}; --text encode makes one"
         )
 
-    vae, target = rules.vae, rules.unscaled(cached.latent)  # [C, h, w] or [C, F, h, w]
+    vae, target = rules.vae, rules.unscaled(cached.latent)  # [C, h, w]
     columns = {TARGET: target}
     if rules.is_flipped:
         columns[TARGET + FLIPPED_SUFFIX] = rules.unscaled(_flipped(cached))
-    bucket = Size(*(length * vae.downscale for length in target.shape[-2:]))
-    frames = [1 + (number - 1) * (vae.frames_step or 1) for number in target.shape[1:-2]]
+    bucket = Size(*(length * vae.downscale for length in target.shape[1:]))
     split = "val" if held_out(entry.id, rules.held_out.fraction, rules.held_out.by) else "train"
     original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, rules.crops)
     num_bytes, mtime_ns = cache_stamp(source, entry)
     record = SampleRecord(
         id=entry.id,
-        bucket=bucket_name(split, *frames, bucket.height_px, bucket.width_px),
+        bucket=bucket_name(split, bucket.height_px, bucket.width_px),
         row=0,
         split=split,
         source=origin_of(entry, source),
@@ -148,17 +145,6 @@ def row_of(source: Path, entry: CacheEntry, cached: Cached, rules: RowRules) -> 
         caption_rows=(),
     )
     return ImportedRow(record=record, columns=columns, texts=cached.texts, left_out=cached.left_out)
-
-
-def as_frames(latent: Tensor, *, is_video: bool) -> Tensor:
-    """Return a latent as a store has it: of a video `[C, F, h, w]`, of an image `[C, h, w]`."""
-    if latent.ndim == 4 and not is_video:
-        raise RejectedError(
-            Reason.CACHE,
-            f"its latent is of a video, {list(latent.shape)}, and this store is of images: either the VAE that is named is one "
-            "of images, or the samples that were checked first are; import videos into a store of their own",
-        )
-    return latent[:, None] if is_video and latent.ndim == 3 else latent
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The VAE of imported latents, as the user names it: undo a cache's scaling by its constants, and compare the spread with its.
 
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
+Letters: C latent channels, h and w the latent's height and width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bucketline.families.vaes import VAES, batch_norm, latent_channels, vae_clas
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.encoders.vae import VaeEncoder, load_vae, vae_provenance
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Scaling, damaged
+from bucketline.ingest.importers.cache import Scaling
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
@@ -40,7 +40,6 @@ class NamedVae:
 
     name: str  # as the user gave it, with the option
     provenance: Mapping[str, Json]  # as in the manifest's `encoders.vae`
-    frames_step: int | None = None  # frames of a video per latent frame, after the first; None: its latents are of images
 
     @cached_property
     def channels(self) -> int:
@@ -80,8 +79,6 @@ class NamedVae:
     def unscaled(self, latent: torch.Tensor, scaling: Scaling) -> NDArray[Any]:
         """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled."""
         channels = self.channels * (_PATCH_PX**2 if scaling is Scaling.PACKED else 1)
-        if scaling is Scaling.PACKED and latent.ndim != 3:
-            raise damaged(f"its packed latent is {list(latent.shape)}, expected that of an image, [C, h, w]")
         if latent.shape[0] != channels:
             raise RejectedError(Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {channels}")
         values: NDArray[Any] = latent.float().numpy()
@@ -161,7 +158,7 @@ def named_vae(model: ModelFolder | None, published: str | None, dtype: str, late
         "latents_std": known.std,
     }
     provenance = vae_provenance(known.kind, constants, **made, latent_channels=known.channels, downscale=8)
-    return NamedVae(name=f"--vae {published}", provenance=provenance, frames_step=known.frames_step)
+    return NamedVae(name=f"--vae {published}", provenance=provenance)
 
 
 def _of_model(model: ModelFolder, made: dict[str, Json]) -> NamedVae:
@@ -187,8 +184,7 @@ def _of_model(model: ModelFolder, made: dict[str, Json]) -> NamedVae:
                 "weights: download vae/ completely"
             )
         provenance["batch_norm"] = batch_norm(load_vae(model))
-    frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
-    return NamedVae(name=f"--model {model.name}", provenance=provenance, frames_step=frames_step)
+    return NamedVae(name=f"--model {model.name}", provenance=provenance)
 
 
 def _each(values: Json) -> NDArray[np.float64]:

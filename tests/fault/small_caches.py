@@ -100,7 +100,6 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             scaling=listing.form.scaling,
             dtype="F16",
             crops=Crops.UNKNOWN,
-            is_video=False,
             is_flipped=False,
             is_text_kept=False,
             max_captions=8,

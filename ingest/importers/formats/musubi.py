@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
 _IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
-_VIDEO = re.compile(r"(?P<video>.+)_\d{5}-\d{3}(-\d+)?")  # the stem of a part of a video, with first frame and number of frames
 _LATENT = re.compile(r"latents_(?:(?P<column>control(?:_\d+)?|image|clean\w*?)_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
 _FLUX2 = cache.Variant(scaling=cache.Scaling.PACKED, latents="mode")
 _VARIANTS = {
     "hv": cache.Variant(scaling=cache.Scaling.NONE),
     "zi": cache.Variant(scaling=cache.Scaling.NONE, latents="mode"),
     "fk": cache.Variant(family="flux"),
-    "wan": cache.Variant(latents="mode", family="transformers"),
+    "wan": cache.Variant(latents="mode"),
     "qi": cache.Variant(latents="mode"),
     "qie": cache.Variant(latents="mode"),
     "f2d": _FLUX2,
@@ -48,8 +47,8 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
         for name in names:
             if (match := _IMAGE.fullmatch(name)) is None:
                 continue
-            stem, part = match["stem"], _VIDEO.fullmatch(match["stem"])
-            text = f"{part['video'] if part else stem}_{match['arch']}_te.safetensors"
+            stem = match["stem"]
+            text = f"{stem}_{match['arch']}_te.safetensors"
             entries.append(
                 cache.CacheEntry(
                     id=folder + stem,
@@ -95,9 +94,7 @@ def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cach
                 return value.float()
         raise cache.damaged(f"its text cache has no {content}, only {', '.join(sorted(tensors))[:200]}")
 
-    if caption and arch == "fk":
-        return (text_of(caption, own("t5_vec"), own("clip_l_pooler")),)
-    return (text_of(caption, own("varlen_t5")),) if caption and arch == "wan" else ()
+    return (text_of(caption, own("t5_vec"), own("clip_l_pooler")),) if caption and arch == "fk" else ()
 
 
 IMPORTER = cache.Importer(

@@ -92,14 +92,6 @@ def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str
     run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own).fails("channels, the VAE of")
 
 
-def test_musubis_latents_and_texts_of_wan(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("t5")
-    summary = run_import("musubi", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own).done().json
-    assert (summary["variant"], summary["text"]) == ("wan", "source")
-    ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
-    assert_as_packed(tmp_path / "s.store", own, FORMS["musubi"], ids=ids)
-
-
 @pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
 def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
     *, hashed: bool, packed: bool, known: Callable[[str], Known], tmp_path: Path

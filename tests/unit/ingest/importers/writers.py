@@ -83,28 +83,10 @@ def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
         if arch == "fk":
             assert sample.pooled is not None
             embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_pooler_float32": tensor(sample.pooled)}
-        elif arch == "wan":
-            embeds = {"varlen_t5_float32": tensor(sample.tokens)}
         else:
             embeds = {"varlen_llm_embed_float32": tensor(sample.tokens)}
         save_file(embeds, folder / f"{stem}_{arch}_te.safetensors", text)
     return folder
-
-
-def musubi_video(folder: Path, stem: str, latent: Any, arch: str, *, caption: str) -> None:
-    """Write a part of a video, `[C, F, h, w]`, and the video's caption."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _, frames, h, w = latent.shape
-    metadata = {
-        "architecture": _named(arch),
-        "width": str(8 * w),
-        "height": str(8 * h),
-        "format_version": "1.0.1",
-    }
-    name = f"{stem}_00000-{1 + 4 * (frames - 1):03d}_{8 * w:04d}x{8 * h:04d}_{arch}.safetensors"
-    save_file({f"latents_{frames}x{h}x{w}_float32": tensor(latent)}, folder / name, metadata)
-    text = {"architecture": _named(arch), "caption1": caption, "format_version": "1.0.1"}
-    save_file({"varlen_t5_float32": torch.ones(3, 4)}, folder / f"{stem}_{arch}_te.safetensors", text)
 
 
 # SimpleTuner
