@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
+from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.bucket_grid import refuse_other_form
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
-from bucketline.ingest.rules import PRUNE, Check, HeldOut, Phases, prune_limit, reject_limit
+from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import caption_rest

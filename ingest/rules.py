@@ -5,56 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.option_value import A_SHARE, OptionValue
-from bucketline.store.format.hashing import draw
+from bucketline.ingest.held_out import HeldOut, held_out
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import SourceItem
-    from bucketline.typed_json import Json
-
-
-class SplitBy(StrEnum):
-    """The key that the split hashes: the sample id, or the sample's folder (crops of one photograph stay together)."""
-
-    ID = "id"
-    FOLDER = "folder"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut(OptionValue):
-    """The share of the samples that is held out, and by what it is drawn.
-
-    >>> HeldOut.parse("0.02:folder", "--val-fraction")
-    HeldOut(fraction=0.02, by=<SplitBy.FOLDER: 'folder'>)
-    """
-
-    FORMS = ("FRACTION[:BY]",)
-    EXPECTED = "0 to 1, such as 0.02, or 0.02:folder"
-    LIMITS: ClassVar = {"fraction": A_SHARE}
-
-    fraction: float = 0.0
-    by: SplitBy = SplitBy.ID
-
-    def as_json(self) -> dict[str, Json]:
-        """Return what a manifest records of it."""
-        return {"val_fraction": self.fraction, "by": self.by.value}
-
-
-def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
-    """Return True if a sample belongs to the held-out split.
-
-    The key (the id, or its parent folder, `.` at the source's root) is hashed to 64 bits;
-    the lowest `val_fraction` of the range is held out. Adding samples never moves an existing one to the other split.
-
-    >>> held_out("cats/a.png", 0.5, SplitBy.FOLDER) == held_out("cats/b.png", 0.5, SplitBy.FOLDER)
-    True
-    """
-    key = sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent)
-    return draw(key, "split") < int(val_fraction * 2**64)
 
 
 class Check(StrEnum):

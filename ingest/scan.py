@@ -16,7 +16,7 @@ from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.image_reader import record_of
-from bucketline.ingest.pipeline.read_ahead import look_at, look_limits
+from bucketline.ingest.progress import look_at, look_limits
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source

@@ -13,7 +13,9 @@ from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Peek(ReadingArguments):
-    """Decode the stored latent of one sample to an image, by a model with the VAE that the store was packed with.
+    """Decode the stored latent of one sample to an image.
+
+    The model must have the VAE that the store was packed with.
 
     Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
     """

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - commands read their annotations at run time
-from bucketline.ingest.rules import HeldOut, reject_limit
+from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.rules import reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
 from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace
@@ -35,7 +36,7 @@ class ImportConfig(ChangingArguments):
     """
 
     SECTION = "import: everything else about the cache and the store"
-    FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "json")
+    FIRST = ("model", "vae", "captions", "text", "crop", "val_fraction", "dtype", "dry_run", "max_rejects", "json")
 
     kind: Annotated[Positional[str], Arg(metavar="KIND")]
     """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or one of a package that you installed."""

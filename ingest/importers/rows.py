@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from bucketline.ingest.held_out import HeldOut, held_out
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, Scaling, damaged, odd_files_rejected
-from bucketline.ingest.rules import HeldOut, held_out
 from bucketline.ingest.sources.local_files import LEADS_OUT, LinkedOutError, file_stamp
 from bucketline.store import Axis, RowColumn, SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET

@@ -14,7 +14,7 @@ from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import unknown
-from bucketline.ingest.packing.stored_rules import refuse_other_options
+from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
 from bucketline.ingest.sources.objects.source import ObjectSource

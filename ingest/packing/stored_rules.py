@@ -1,4 +1,4 @@
-"""A pack into a store that exists: it takes the store's rules for what the command line left out, and is refused by others."""
+"""A pack into a store that exists takes the store's rules for the options that the command line left out."""
 
 from __future__ import annotations
 
@@ -7,56 +7,16 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import FingerprintError, UsageError
+from bucketline.errors import UsageError
 from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.other_options import recorded_options
 from bucketline.ingest.packing.target import newest_whole
-from bucketline.pack_options import CAPTION_OPTIONS, FIELDS, pack_options, shown_option
+from bucketline.pack_options import CAPTION_OPTIONS, pack_options
 from bucketline.store.folder import LocalFolder
-from bucketline.typed_json import differences
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.schema import Schema
     from bucketline.typed_json import Json
-
-
-def refuse_other_options(config: PackConfig, stored: Manifest, contents: Schema, *, with_captions: bool = True) -> None:
-    """Check that a run makes what it adds to a store as the store was made; `--recaption` allows other caption rules.
-
-    `with_captions`: also compare the caption rules, of which `contents` has the store's.
-    """
-    if isinstance(imported := stored.rules.get("import"), dict):
-        raise FingerprintError(
-            f"{config.store} was imported from a cache of {imported.get('kind')!s:.40}, and how its images were resized and "
-            "cropped is not known; pack into a new store"
-        )
-    before, now = _recorded(stored), _recorded(contents)
-    for made in () if not with_captions else (before, now) if config.recaption else (now,):
-        made["rules"] = config.caption_rules.recorded(made["rules"])
-    old, new = pack_options(before), pack_options(now)
-    changed = {name: old.get(name) for name in {**old, **new} if old.get(name) != new.get(name)}
-    named = {field for name in changed for field in FIELDS[name]}
-    others = [
-        f"  {field} = {one!s:.200}, this run has {other!s:.200}"
-        for field, one, other in differences(before, now, "")
-        if field not in named and not field.startswith("rules.captions")
-    ]
-    if changed or others:
-        recaption = ", add --recaption to encode the captions again" if CAPTION_OPTIONS & changed.keys() else ""
-        raise FingerprintError(
-            f"{config.store} was made with other options than this run has:",
-            *(
-                f"  {shown_option(one, value)}, this run has {shown_option(one, new.get(one))}"
-                for one, value in changed.items()
-            ),
-            *others,
-            f"Leave these options out, so that the store's are taken, name its model{recaption}, or pack into a new store",
-        )
-
-
-def _recorded(made: Schema | Manifest) -> dict[str, Any]:
-    return {"encoders": made.encoders, "rules": made.rules, "max_captions": made.max_captions}
 
 
 def with_stored_rules(config: PackConfig) -> PackConfig:
@@ -76,7 +36,7 @@ def with_stored_rules(config: PackConfig) -> PackConfig:
         return config
     stored = {
         option.removeprefix("--").replace("-", "_"): value
-        for option, value in pack_options(_recorded(manifest)).items()
+        for option, value in pack_options(recorded_options(manifest)).items()
         if not (config.recaption and option in CAPTION_OPTIONS)
     }
     if not _is_grid(stored.get("grid")):  # of a store that another program wrote

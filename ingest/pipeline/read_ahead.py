@@ -1,21 +1,19 @@
-"""Read the images of a source ahead: in object storage many at a time, and the headers that a scan or a dry run looks at."""
+"""Read the images of a source in object storage ahead, many at a time, as far as bounded memory allows."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.tar.tar_source import TarSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
-    from bucketline.ingest.parallel.item_parts import ItemParts
     from bucketline.ingest.sources.source import Source, SourceItem
 
 
@@ -57,34 +55,3 @@ def _as_remote(source: Source) -> ObjectSource | TarSource | None:
     if isinstance(source, ObjectSource) or (isinstance(source, TarSource) and source.is_remote):
         return source
     return None
-
-
-T = TypeVar("T")
-
-_AHEAD_BYTES = 256 << 20  # of file contents, if they come from a stream
-
-
-def look_limits(source: Source, num_threads: int | None) -> WorkLimits:
-    """Return the limits on work in flight; `num_threads`: None for as many as suit the source."""
-    num_threads = num_threads or num_header_threads(source)
-    return WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
-
-
-def look_at(
-    what: str, source: Source, items: ItemParts | Sequence[SourceItem], look: Callable[[SourceItem], T], room: WorkLimits
-) -> Iterator[tuple[SourceItem, T | RejectedError]]:
-    """Yield each item with what `look` returns of it, or why it rejects it, in order; show the progress of `what`."""
-
-    def looked(item: SourceItem) -> T | RejectedError:
-        try:
-            return look(item)
-        except RejectedError as error:
-            return error
-
-    with (
-        counting_progress(what, len(items)) as on_image,
-        OrderedPool(source.in_turn(items), looked, lambda item: len(item.held or b""), room) as ahead,
-    ):
-        for item, future in ahead.results(lambda: None):
-            yield item, future.result()
-            on_image()

@@ -17,7 +17,7 @@ from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.pipeline.read_ahead import look_at
+from bucketline.ingest.progress import look_at
 from bucketline.pages.image_files import jpeg
 from bucketline.pages.page import Card, Section, document, parts, percent, refuse_page
 from bucketline.store.format.manifest import MANIFEST

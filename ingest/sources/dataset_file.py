@@ -29,7 +29,7 @@ from bucketline.dtype_names import choice_of
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import Overlap, overlap, why_not_there
 from bucketline.files.regular_file import why_unread
-from bucketline.ingest.rules import HeldOut
+from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.kohya_folders import is_regularization, repeats_and_subject

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from bucketline.ingest.rules import SplitBy, held_out
+from bucketline.ingest.held_out import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest

@@ -17,13 +17,13 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from bucketline.errors import BucketlineError
+from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
 from bucketline.ingest.importers.listing import listed
 from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.rules import HeldOut
 from bucketline.store import SampleRecord
 from tests.models import png
 from tests.unit.ingest.importers.known import Known, Sample

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _INDEX = "index.json"
 _MAX_UNPACKED_BYTES = 1 << 30  # of a compressed shard; Streaming's own limit is 64 MiB unless its user sets another
-_CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy", "gz": "gzip"}  # as pyarrow calls them
+_ZSTD = "zstd"  # of other codecs pyarrow does not tell that data are cut short
 _LATENTS = re.compile(r"latents_(?P<height>\d{1,6})(x(?P<width>\d{1,6}))?")
 _INTS = ("int", "int32", "int64", "uint32", "uint64")
 _ARRAY = re.compile(r"ndarray:(float16|float32|float64):(\d+(?:,\d+)*)")
@@ -53,14 +53,14 @@ class _Shard(NamedTuple):
 
     name: str  # path of the uncompressed shard, from the source's folder
     path: str  # of the file that is there
-    codec: str  # of that file; empty if it is not compressed
+    is_packed: bool  # whether that file is compressed
     num_bytes: int  # uncompressed
     samples: int
     columns: tuple[tuple[str, str, int | None], ...]  # name, encoding, and length; None if it varies
 
     def part(self, source: Path, offset: int, length: int) -> bytes:
         """Return a part of the uncompressed shard."""
-        if not self.codec:
+        if not self.is_packed:
             return read_part(source, self.path, offset, length)
         with _unpacking:
             data = _unpacked(source, self, file_stamp(f"{source}/{self.path}", source))
@@ -112,8 +112,8 @@ def _unpacked(source: Path, shard: _Shard, _stamp: object) -> bytes:
     import pyarrow as pa
 
     packed = read_whole(source, shard.path)
-    with cache.odd_files_rejected(f"{shard.path}, compressed by {shard.codec},"):
-        data: bytes = pa.decompress(packed, decompressed_size=shard.num_bytes, codec=shard.codec, asbytes=True)
+    with cache.odd_files_rejected(f"{shard.path}, which is compressed,"):
+        data: bytes = pa.decompress(packed, decompressed_size=shard.num_bytes, codec=_ZSTD, asbytes=True)
     if len(data) != shard.num_bytes:
         raise cache.damaged(f"{shard.path} has {len(data)} bytes uncompressed, its index says {shard.num_bytes}")
     return data
@@ -139,20 +139,19 @@ def _shards(source: Path) -> Iterator[_Shard]:
 
 def _shard(source: Path, folder: str, described: dict[str, Any]) -> _Shard:
     columns = zip(*(described[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
-    name, num_bytes, packed = _below(folder, described["raw_data"]["basename"]), described["raw_data"]["bytes"], ""
-    path = name
-    if not (source / name).is_file():
+    name, num_bytes = _below(folder, described["raw_data"]["basename"]), described["raw_data"]["bytes"]
+    path, is_packed = name, not (source / name).is_file()
+    if is_packed:
         path = _below(folder, (described.get("zip_data") or described["raw_data"])["basename"])
-        packed = _CODECS.get(str(described.get("compression")).partition(":")[0], "")
         if not (source / path).is_file():
             raise SourceError(f"{source / name} is missing; the list would not be complete")
-        if not packed or num_bytes > _MAX_UNPACKED_BYTES:
+        if str(described.get("compression")).partition(":")[0] != _ZSTD or num_bytes > _MAX_UNPACKED_BYTES:
             raise SourceError(
                 f"{source / path} has {num_bytes} bytes, compressed by {described.get('compression')!r:.40}; expected at most "
-                f"{_MAX_UNPACKED_BYTES}, by {', '.join(_CODECS)}; decompress it"
+                f"{_MAX_UNPACKED_BYTES}, by {_ZSTD}; decompress it"
             )
     own = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-    return _Shard(name, path, packed, num_bytes, described["samples"], own)
+    return _Shard(name, path, is_packed, num_bytes, described["samples"], own)
 
 
 def _below(folder: str, name: str) -> str:

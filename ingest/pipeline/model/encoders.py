@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.allocator import free_memory
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.packing.stored_rules import refuse_other_options
+from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
 from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
 from bucketline.ingest.pipeline.model.phases import PhasePlan, may_be_two, plan_phases

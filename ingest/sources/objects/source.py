@@ -16,13 +16,13 @@ from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.files.run_marker import STATUS, is_status
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sources.byte_window import HEADER_PART_BYTES, ObjectFile
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames
 from bucketline.ingest.sources.captions.metadata_table import TableRows, read_rows
 from bucketline.ingest.sources.folder import FoundFiles
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import refuse_too_large
+from bucketline.ingest.sources.objects.object_file import HEADER_PART_BYTES, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp

@@ -20,9 +20,9 @@ from bucketline.errors import SourceError
 from bucketline.files.paths import why_not_there
 from bucketline.files.redact import redacted, redacted_within, without_userinfo
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sources.byte_window import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, FileWindow, ObjectFile
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
 from bucketline.ingest.sources.local_files import refuse_too_large
+from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, FileWindow, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketline.ingest.rules import SplitBy, held_out
+from bucketline.ingest.held_out import SplitBy, held_out
 
 IDS = [f"photo{n % 97}/{n}.png" for n in range(20_000)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +95,6 @@ def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
     assert "is not the shard of 1 samples that its index lists" in ran.err
 
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
-    "zstd:7": lambda data: pa.compress(data, codec="zstd", asbytes=True),
-    "br": lambda data: pa.compress(data, codec="brotli", asbytes=True),
-    "snappy": lambda data: pa.compress(data, codec="snappy", asbytes=True),
-}
-
-
 def packed(folder: Path, compression: str, data: bytes) -> None:
     """Replace the shard of a folder by a compressed one."""
     path = folder / "shard.00000.mds"
@@ -115,26 +106,27 @@ def packed(folder: Path, compression: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("compression", list(PACKERS))
-def test_compressed_shards_are_unpacked(compression: str, tmp_path: Path) -> None:
+def compressed(data: bytes) -> bytes:
+    found: bytes = pa.compress(data, codec="zstd", asbytes=True)
+    return found
+
+
+def test_compressed_shards_are_unpacked(tmp_path: Path) -> None:
     expected = [values(n) for n in range(3)]
     source = written(tmp_path / "cache", [one.tobytes() for one in expected])
-    packed(source, compression, PACKERS[compression]((source / "shard.00000.mds").read_bytes()))
+    packed(source, "zstd:7", compressed((source / "shard.00000.mds").read_bytes()))
     assert_imported(source, expected)
 
 
-@pytest.mark.parametrize("compression", ["gz", "zstd:7"])
-def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(compression: str, tmp_path: Path) -> None:
+def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(tmp_path: Path) -> None:
     source = written(tmp_path / "cache", [values(n).tobytes() for n in range(3)])
-    whole = PACKERS[compression]((source / "shard.00000.mds").read_bytes())
-    for number, data in enumerate((whole[: len(whole) // 2], PACKERS[compression](bytes(1 << 20)), b"", bytes(40))):
+    whole = compressed((source / "shard.00000.mds").read_bytes())
+    for number, data in enumerate((whole[: len(whole) // 2], compressed(bytes(1 << 20)), b"", bytes(40))):
         own = written(tmp_path / str(number), [values(n).tobytes() for n in range(3)])
-        packed(own, compression, data)
-        run_import("mds", own, tmp_path / "s.store", None, *ASKED).fails(
-            f"shard.00000.mds.{compression.partition(':')[0]} is not the shard of 3 samples"
-        )
-    packed(source, "lzma", b"\xfd7zXZ\0")
-    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("compressed by 'lzma'")
+        packed(own, "zstd:7", data)
+        run_import("mds", own, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds.zstd is not the shard of 3 samples")
+    packed(source, "gz", gzip.compress(whole))
+    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("compressed by 'gz'")
 
 
 ODD: tuple[Any, ...] = (None, -1, 10**30, 1.5, "", "x", "\0", "../../x", "/etc/passwd", [], {}, True, "\ud800")

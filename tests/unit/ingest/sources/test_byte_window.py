@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.ingest.sources.byte_window import FileWindow
+from bucketline.ingest.sources.objects.object_file import FileWindow
 
 
 def test_a_window_reads_and_seeks_like_the_bytes_of_its_range(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError, StoreError, UsageError
-from bucketline.ingest.sources import byte_window
+from bucketline.ingest.sources.objects import object_file
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls, stamp_of
 from bucketline.ingest.sources.objects.source import ObjectFolderSource
 from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
@@ -198,7 +198,7 @@ def test_an_object_is_read_in_parts_as_a_file() -> None:
     objects, data = ObjectFolder.open(f"memory://{uuid.uuid4().hex}/x"), bytes(range(256)) * 40
     objects.write("a", data)
     for ahead in (0, 3):
-        with byte_window.ObjectFile(objects, "a", len(data), part_bytes=1000, parts_ahead=ahead) as raw:
+        with object_file.ObjectFile(objects, "a", len(data), part_bytes=1000, parts_ahead=ahead) as raw:
             file = io.BufferedReader(raw, 300)
             assert file.read() == data
             for at, count in ((5000, 3000), (10, 5), (len(data) - 3, 10), (len(data), 1), (999, 2)):
