@@ -70,7 +70,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         return own._dry_run() if self.dry_run else own._pack()
 
     def _pack(self) -> int:
-        _refuse_model_without_vae(self.model)
         from bucketline.ingest.pack import pack_images
 
         summary = pack_images(self, **torchrun_ranks())
@@ -186,15 +185,6 @@ def _refuse_swapped(source: str, place: Path | str) -> None:
         raise UsageError(
             f"{given} {what}, and {place} is a folder of images: the images come first, `ingest pack {place} {given}`"
         )
-
-
-def _refuse_model_without_vae(model: str | None) -> None:
-    """Check a folder on this disk, before what takes seconds is imported; what else a model lacks is found later."""
-    folder = Path(model or "")
-    if model and folder.is_dir() and not any(folder.glob("vae*")):
-        from bucketline.ingest.encoders.model_folder import open_model
-
-        open_model(model).part("vae")
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:
