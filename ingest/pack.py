@@ -182,7 +182,7 @@ def run_slice(
     *,
     is_last: bool = True,
 ) -> T | None:
-    """Make the slice of this rank, of a pack or an import, and return what `end` makes of all slices on rank 0.
+    """Make the slice of this rank, and return what `end` makes of all slices on rank 0.
 
     `work` makes it; it is given what is to be called between images, which may raise.
     """
