@@ -324,9 +324,9 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Count, bucket and reject images without packing. A dry run of `ingest pack`: writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
-    determine the grid and the bytes of a latent; no weights are read. What is stored of captions' tokens, `background` and
-    `jpeg_draft` do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet: the images of
-    each bucket that lose most to their crop, with their captions as they would be stored.
+    determine the grid; no weights are read. Without --model, the grid is area:512:64. What only decides how images and captions
+    are encoded and stored does not affect the report. -o writes a contact sheet: the images of each bucket that lose most to
+    their crop, with their captions as they would be stored.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
     """

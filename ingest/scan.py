@@ -15,16 +15,12 @@ from bucketline.ingest.images.crop import Framing, crop_limit, crop_losses_as_js
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.progress import look_at, look_limits
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
-from bucketline.store.format.block import Column, fixed_columns
-from bucketline.store.format.columns import LATENT, LatentKind
-from bucketline.store.format.hashing import DIGEST_BYTES
-from bucketline.store.format.sample_record import encode_record
+from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
@@ -35,7 +31,7 @@ if TYPE_CHECKING:
     from bucketline.pages.page import Section
 
 _DEFAULT_GRID = "area:512:64"
-_DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
+_DEFAULT_DOWNSCALE = 8  # Stable Diffusion 1's and SDXL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +70,7 @@ class ScanReport:
     captions_beyond: list[str]  # ids of images with more than max_captions
     captions_without_image: list[str]
     passed_over: list[str]
-    payload_bytes: int  # estimated, of rows without text; without a model, of latents of 4 channels at 1/8 size
     seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """Grid and column sizes, from the model's configuration files."""
-
-    grid: Grid
-    downscale: int
-    latent_channels: int  # as stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +111,11 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
 def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list[Section]]:
     """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share."""
     started = time.monotonic()
-    shape = _shape(config)
+    grid = _grid(config)
     source = open_source(config.source, config)
     # the background affects neither the bucket nor whether an image is packed
     framing = Framing(
-        grid=shape.grid,
+        grid=grid,
         crop=config.crop,
         max_upscale=upscale_limit(config.max_upscale),
         max_crop=crop_limit(config.max_crop),
@@ -151,7 +137,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
         else:
             account.count_packed(item.id, item.captions, found.placement, found.bucket, config.max_captions)
             seen.append(found)
-    report = _report(config, shape, listing, seen, account, started)
+    report = _report(config, grid, listing, seen, account, started)
     if config.output is None:
         return report, []
     return report, _sheet(config, report, (source, listing), seen, too_cropped, num_sources)
@@ -185,18 +171,15 @@ def _sheet(
     ]
 
 
-def _shape(config: ScanConfig) -> _Shape:
-    stored = 2 if config.latents == "moments" else 1  # means and log-variances
+def _grid(config: ScanConfig) -> Grid:
     if config.model is None:
-        grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
-        return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
+        return parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
     from bucketline.ingest.encoders.vae import refuse_latents
 
     model = open_model(config.model, config.model_config)
-    kind, downscale, channels = latent_sizes(model)
+    kind, downscale, _ = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
-    grid = model_grid(config.grid, model, downscale)
-    return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels)
+    return model_grid(config.grid, model, downscale)
 
 
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
@@ -220,10 +203,9 @@ def _refuse_bad_captions(item: SourceItem) -> None:
 
 
 def _report(
-    config: ScanConfig, shape: _Shape, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
+    config: ScanConfig, grid: Grid, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
-    buckets = _buckets(account)
     texts = {text for image in seen for text in image.item.captions[: config.max_captions]}
     return ScanReport(
         found=len(listing.items),
@@ -231,8 +213,8 @@ def _report(
         smallest=sizes[0] if sizes else None,
         median=sizes[len(sizes) // 2] if sizes else None,
         largest=sizes[-1] if sizes else None,
-        grid=shape.grid.name,
-        buckets=buckets,
+        grid=grid.name,
+        buckets=_buckets(account),
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         rejected=len(account.rejects),
@@ -247,7 +229,6 @@ def _report(
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
-        payload_bytes=_row_bytes(config, shape, buckets) + _record_bytes(config, seen),
         seconds=round(time.monotonic() - started, 3),
     )
 
@@ -260,27 +241,3 @@ def _buckets(account: RunSummary) -> list[ScannedBucket]:
         height, width = map(int, size.split("x"))
         found.append(ScannedBucket(name=name, height_px=height, width_px=width, split=split, samples=count))
     return sorted(found, key=lambda bucket: (bucket.split, bucket.height_px, bucket.width_px))
-
-
-def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[ScannedBucket]) -> int:
-    total = 0
-    for bucket in buckets:
-        latent = Column(
-            name=LATENT,
-            dtype=config.dtype,
-            shape=(shape.latent_channels, bucket.height_px // shape.downscale, bucket.width_px // shape.downscale),
-        )
-        columns = (*fixed_columns(config.max_captions), *([latent] * (2 if config.flip else 1)))
-        total += bucket.samples * sum(column.row_bytes for column in columns)
-    return total
-
-
-def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
-    """Return the size of the sample records in bytes; exact except for row numbers, whose encoded length varies."""
-    total = 0
-    for row, image in enumerate(seen):
-        split = image.bucket.partition("/")[0]
-        caption_rows = (row,) * min(len(image.item.captions) or 1, config.max_captions)
-        record = record_of(image.item, image.placement, image.stamp, split, bytes(DIGEST_BYTES), caption_rows)
-        total += len(encode_record(record, row=row))
-    return total

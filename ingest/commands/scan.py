@@ -45,14 +45,14 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
         else:
             for entry, report in reports:
                 print_entry(entry)
-                _print_scan(report, has_model=self.model is not None)
+                _print_scan(report)
             print_captions_and_notes({}, [] if file is None else file.notes, None)
             if self.output is not None:
                 print(f"{shown(self.output)}: contact sheet of the crops that lose most")
         return 0 if all(report.buckets for _, report in reports) else 1
 
 
-def _print_scan(report: ScanReport, *, has_model: bool) -> None:
+def _print_scan(report: ScanReport) -> None:
     print(f"{counted(report.found, 'image')}, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
@@ -80,8 +80,6 @@ def _print_scan(report: ScanReport, *, has_model: bool) -> None:
     for line in crop_losses_as_lines(report.crop_loss):
         print(f"  {line}")
     print_warnings(report.captions_without_image, report.passed_over)
-    basis = "" if has_model else " (assuming latents of 4 channels at 1/8 size; --model says)"
-    print(f"the store would hold about {human_bytes(report.payload_bytes)} without text{basis}")
     if not report.is_full:
         print("from the file headers only; --full decodes every image and finds damage after the header")
     if not report.buckets:
