@@ -1,5 +1,7 @@
 """Checkpoints: one folder each, written next to its place and renamed when it is complete; the newest few are kept.
 
+The loop stops while tensors are copied to host memory, and a thread writes the copies (`Saver`).
+
 checkpoints/step-00000120/
     unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
     unet_ema/         their moving average, in the same format, unless --ema is off
@@ -22,9 +24,14 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
+import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,15 +43,15 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.fsdp import FSDPModule
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.files.disk_space import failed_write
-from bucketline.files.run_marker import CHECKPOINTS
-from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
-from bucketline.loader.ranks import fail_together
+from bucketline.files.run_marker import CHECKPOINTS, METRICS
+from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.store.format.hashing import file_digest
-from bucketline.train.log import NotFiniteError, WindowState, has_steps
+from bucketline.train.log import NotFiniteError, WindowState
 from bucketline.train.models.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
@@ -52,12 +59,15 @@ from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from concurrent.futures import Future
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from bucketline.train.ema import Average
     from bucketline.train.models.weights import Weights
+    from bucketline.train.parallel import TrainRanks
+    from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +89,7 @@ class RunState:
 
     version: int
     steps_done: int
-    world_size: int
-    stores: tuple[StoreId, ...]
-    plan_digest: str
-    loader: dict[str, Json]
+    loader: dict[str, Json]  # its stores and plan too
     window: WindowState | None
     config: dict[str, Json]
     optimizer: dict[str, Json] = field(default_factory=dict)  # numbers of its state and of its groups
@@ -101,21 +108,6 @@ class Start:
         return 0 if self.state is None else self.state.steps_done
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """The length and the digest of a file."""
-
-    num_bytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digests:
-    """The content of `digests.json`."""
-
-    files: dict[str, Digest]
-
-
 # ---------------------------------------------------------------------------------------------- find, check and read
 
 
@@ -124,65 +116,48 @@ def folder_of_step(steps_done: int) -> str:
     return f"step-{steps_done:08d}"
 
 
-def checkpoint_folders(output_dir: Path) -> dict[int, Path]:
-    """Return the checkpoints' folders by steps done, newest first, complete or not."""
-    found = {
-        int(match[1]): path
-        for path in (output_dir / CHECKPOINTS).glob("step-*")
-        if (match := CHECKPOINT_NAME.fullmatch(path.name))
-    }
-    return dict(sorted(found.items(), reverse=True))
+def checkpoint_folders(output_dir: Path) -> list[Path]:
+    """Return the checkpoints' folders, newest first, complete or not."""
+    found = [path for path in (output_dir / CHECKPOINTS).glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def last_whole(output_dir: Path) -> Path:
     """Return the newest complete checkpoint; skip damaged ones with a warning that names them."""
-    for folder in checkpoint_folders(output_dir).values():
+    for folder in checkpoint_folders(output_dir):
         if (wrong := damage(folder)) is None:
             return folder
         log.warning("%s is incomplete or damaged (%s); trying the one before it", folder, wrong)
-    elsewhere = ", in another --output-dir" if checkpoint_folders(output_dir) or has_steps(output_dir) else ""
-    raise TrainError(
-        f"{output_dir / CHECKPOINTS} has no complete checkpoint to resume; leave out --resume to start over{elsewhere}"
-    )
+    raise TrainError(f"{output_dir / CHECKPOINTS} has no complete checkpoint to resume; start over in another --output-dir")
 
 
 def set_aside(resumed: Path) -> None:
-    """Rename the checkpoints newer than the one that a run resumes from, all of them damaged, and say so.
-
-    None of them may count as kept, now or after another resume, nor be replaced by the same step's: they may be of use.
-    """
-    for folder in itertools.takewhile(lambda one: one != resumed, checkpoint_folders(resumed.parent.parent).values()):
-        names = (f"{folder.name}{DAMAGED_SUFFIX}{n or ''}" for n in itertools.count())
-        aside = next(place for name in names if not (place := folder.with_name(name)).exists())
+    """Rename the checkpoints newer than the one that a run resumes from, all of them damaged, so that none counts as kept."""
+    for folder in itertools.takewhile(lambda one: one != resumed, checkpoint_folders(resumed.parent.parent)):
+        aside = folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}-{secrets.token_hex(2)}")
         folder.rename(aside)
         log.warning("%s is now %s and does not count as kept; remove it if you do not need it", folder, aside.name)
 
 
 def way_on(output_dir: Path, *, first: str = "") -> str:
     """Return how to continue a run that has ended, with an instruction to do `first`."""
-    if any((folder / DIGESTS).exists() for folder in checkpoint_folders(output_dir).values()):
+    if any((folder / DIGESTS).exists() for folder in checkpoint_folders(output_dir)):
         return f"earlier checkpoints are intact: {first}continue with --resume"
-    if has_steps(output_dir):
-        return f"there is no checkpoint yet: {first}remove {output_dir} or choose another --output-dir, and start over"
-    return f"there is no checkpoint yet: {first}start over with the same command"
+    return f"there is no checkpoint yet: {first}start over in another --output-dir"
 
 
-def damage(folder: Path, *, reads: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint's files; None if it is complete and intact.
-
-    Without `reads`, only their lengths are compared.
-    """
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint's files; None if it is complete and intact."""
     try:
-        expected = decode(Digests, json.loads((folder / DIGESTS).read_bytes())).files
+        expected: dict[str, list[object]] = json.loads((folder / DIGESTS).read_bytes())
         for name, entry in expected.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"{DIGESTS} names {name}"
-            size, value = file_digest(folder / name) if reads else ((folder / name).stat().st_size, entry.digest)
-            if (size, value) != (entry.num_bytes, entry.digest):
-                return f"{name} has {size} bytes with digest {value}, expected {entry.num_bytes} with {entry.digest}"
+            if (found := [*file_digest(folder / name)]) != entry:
+                return f"{name} has the length and the digest {found}, expected {entry}"
     except OSError as error:
         return f"{Path(error.filename).name if error.filename else folder}: {error.strerror}"
-    except (ValueError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         return f"{DIGESTS}: {error}"
     return None if STATE in expected else f"{DIGESTS} does not list {STATE}"
 
@@ -352,14 +327,10 @@ def write(
         document = {**encode(state), "optimizer": numbers}  # type: ignore[dict-item] # an object
         (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
-        digests = {path.relative_to(aside).as_posix(): Digest(*file_digest(path)) for path in paths}
-        (aside / DIGESTS).write_text(json.dumps(encode(Digests(files=digests)), indent=1), encoding="utf-8")
-    num_kept = 0  # of the complete ones, as far as files' lengths show, which cost no reading; what is damaged is `set_aside`
-    for step, older in checkpoint_folders(folder.parent.parent).items():
-        if num_kept == keep:
-            shutil.rmtree(older)
-        elif step <= state.steps_done and damage(older, reads=False) is None:
-            num_kept += 1
+        digests = {path.relative_to(aside).as_posix(): file_digest(path) for path in paths}
+        (aside / DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+    for older in checkpoint_folders(folder.parent.parent)[keep:]:  # none is newer: what is damaged is `set_aside`
+        shutil.rmtree(older)
 
 
 def write_optimizer(aside: Path, entries: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Json]:
@@ -432,3 +403,103 @@ def sync_tree(folder: Path) -> None:
         else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------------------------------------- while training continues
+
+
+class Output(StrEnum):
+    """A kind of output of a step, and its folder in the run's."""
+
+    CHECKPOINT = CHECKPOINTS
+    EXPORT = "exports"
+
+
+WriteExport = Callable[[Path, str, dict[str, Any], str], None]
+"""Writes an export: its folder, the model's configuration, the tensors of the best weights, and the card."""
+
+
+class Saver:
+    """Saves checkpoints and exports, one step at a time; every rank has one, and calls it at the same steps.
+
+    The loop stops until an earlier save is written and host memory has copies of the tensors, which a thread writes then. Rank
+    0's has all weights, gathered from their shards if there are any; of the optimizer's state each rank has its own shards.
+    """
+
+    def __init__(
+        self, training: Training, ranks: TrainRanks, weights: Weights, saved: Path | None, write_export: WriteExport
+    ) -> None:
+        """Start the thread; `saved`: the checkpoint that the run starts from."""
+        self._training, self._ranks, self._weights, self._write_export = training, ranks, weights, write_export
+        self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
+        config = training.config
+        self.every_steps = config.save_every and config.save_every.steps
+        self._every_s = config.save_every and config.save_every.seconds
+        self._saved_s = time.monotonic()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+        self._is_sharded = isinstance(training.bare_model, FSDPModule)
+        self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if self._is_sharded else None  # the thread's own
+
+    def restart_clock(self) -> None:
+        """Count the age of the last checkpoint from now on."""
+        self._saved_s = time.monotonic()
+
+    def is_overdue(self) -> bool:
+        """Return whether the last checkpoint is too old by rank 0's clock; other ranks return False."""
+        return self._ranks.is_main and self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
+
+    def save(self, cards: Mapping[Output, str], state: RunState) -> None:
+        """Copy the outputs of this step that `cards` are of, unless they are written, and begin to write them."""
+        output_dir, name = self._training.config.output_dir, folder_of_step(state.steps_done)
+        due = {output: output_dir / output / name for output in cards if self.saved.get(output) != output_dir / output / name}
+        if not due:
+            return
+        self.finish()
+        with fail_together():
+            for folder in due.values() if self._ranks.is_main else ():
+                begin_aside(folder)
+        if self._ranks.is_main or self._is_sharded:
+            training = self._training
+            optimizer = training.optimizer if Output.CHECKPOINT in due else None
+            keeps = self._ranks.is_main
+            copies = copied(self._weights, training.bare_model, training.average, optimizer, keeps=keeps)
+            self._under_way = self._pool.submit(self._write, copies, due, cards, state)
+        self.saved |= due
+        if Output.CHECKPOINT in due:
+            self.restart_clock()
+
+    def _write(self, copies: dict[str, Any], due: Mapping[Output, Path], cards: Mapping[Output, str], state: RunState) -> None:
+        config, weights = self._training.config, self._weights
+        own_config = weights.config(self._training.bare_model)
+        if (folder := due.get(Output.CHECKPOINT)) is not None:
+            if not self._ranks.is_main:
+                with explained(folder):
+                    write_optimizer(aside_of(folder), copies["optimizer"], self._group)
+                return
+            with (config.output_dir / METRICS).open("rb") as lines:
+                os.fsync(lines.fileno())  # a checkpoint relies on those before it
+            write(
+                folder, weights, own_config, copies, state, card=cards[Output.CHECKPOINT], keep=config.keep, group=self._group
+            )
+        if (folder := due.get(Output.EXPORT)) is not None and self._ranks.is_main:
+            self._write_export(folder, own_config, copies.get("average") or copies["last"], cards[Output.EXPORT])
+
+    def poll(self) -> None:
+        """Raise the error of the save in progress, if it has failed; never wait. Called after each step."""
+        if self._under_way is not None and self._under_way.done():
+            self._finish_own()
+
+    def finish(self) -> None:
+        """Wait for the save in progress, on every rank."""
+        with fail_together():
+            self._finish_own()
+
+    def _finish_own(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Wait for the thread, so that a checkpoint is complete or absent."""
+        self._pool.shutdown()

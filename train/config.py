@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import sys
-import time
+import os
+import re
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
-from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.redact import redacted
 from bucketline.help_screen import asked_for_help
 from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.option_types import RESUME_FIXED, RESUME_FREE
-from bucketline.options import ALONE, COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, parse_fields
-from bucketline.train.run_file import Files, as_run_file, with_places
+from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, parse_fields
+from bucketline.store.remote.urls import is_url
+from bucketline.train.run_file import Files
 from bucketline.train.values import (
     ADAMS_BETAS,
     CONSTANT_RATE,
@@ -32,9 +31,7 @@ from bucketline.train.values import (
     USUAL_SAVES,
     WHOLE_RANGE,
     Betas,
-    Course,
     Ema,
-    HubTarget,
     LossWeight,
     LrSchedule,
     MemoryLimit,
@@ -51,6 +48,7 @@ if TYPE_CHECKING:
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 BASE_OFF = "off"  # value of --base
+_REPOSITORY = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 
 
 Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
@@ -64,8 +62,6 @@ Base = WeightFormat
 
 Objective = StrEnum("Objective", ["EPSILON", "V_PREDICTION", "FLOW"])
 """The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
-
-FIRST_RANK_SAYS_S = 5  # torchrun ends all ranks as soon as one has failed: the first has to print its message before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +128,11 @@ class OptimizerOptions:
     learning_rate: float | None = None
     """Learning rate after the warm-up; None: 1e-4; for prodigy 1, a factor of the rate that it finds."""
     lr_schedule: LrSchedule = CONSTANT_RATE
-    """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
-    last steps (wsd:500; wsd: in the last fifth), or by a power of the steps that are left (polynomial:2). A number after that
-    is its floor, by default 0, as a share of --learning-rate (cosine:0.1, wsd:500:0.1). @END is the step from which it stays
-    there, which no step before has (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several
-    parts, the step that the last one will reach. piecewise-constant:1:1000,0.1:2000,0.01: shares of --learning-rate, each with
-    the step before which it holds, and the last."""
+    """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, or only in
+    the last steps (wsd:500; wsd: in the last fifth). A number after that is its floor, by default 0, as a share of
+    --learning-rate (cosine:0.1, wsd:500:0.1). @END is the step from which it stays there, which no step before has
+    (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several parts, the step that the last one
+    will reach."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
     weight_decay: float = 0.01
@@ -200,9 +195,9 @@ class SavingOptions:
     """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
     export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE | RESUME_FREE)
     """Data type of the exported weights."""
-    push_to_hub: HubTarget | None = field(default=None, metadata=RESUME_FREE)
+    push_to_hub: Annotated[str | None, Arg(metavar="USER/NAME")] = field(default=None, metadata=RESUME_FREE)
     """Hugging Face repository to upload the last step's export and card to, with your own token; made private if it does not
-    exist. user/name:exports: each export of --export-every as well, as a commit. A failed upload never ends the run."""
+    exist. A failed upload never ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,16 +304,13 @@ class TrainConfig(
     )
     """Presets and run files (TOML): the names that `bucketline train presets` lists, and paths. Of an option in several of
     these, the last one counts, and those on the command line override all."""
-    write: Annotated[Path | None, Arg(metavar="FILE")] = field(default=None, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
-    """Write all options to a run file, each with its explanation, and train nothing; `bucketline train FILE` runs it."""
     resume: Annotated[bool, Arg(metavar="[RUN]")] = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """Resume the run in the folder RUN: from its newest checkpoint, with its options, on its stores' generations. Options given
     next to it override its own. Without RUN: the run in --output-dir, with the options given."""
     new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
-    follow: Annotated[int | None, Arg(metavar="ROWS")] = field(default=None, metadata={ALONE: "1"} | RESUME_FREE)
-    """Read the newest generation of the stores in each epoch, as `ingest pack --publish-every` publishes them, and start once
-    the stores have so many training rows; without a number, 1."""
+    follow: bool = field(default=False, metadata=RESUME_FREE)
+    """Read the newest generation of the stores in each epoch, as `ingest pack --publish-every` publishes them."""
 
     @staticmethod
     def _named(field: str) -> str:
@@ -329,6 +321,24 @@ class TrainConfig(
         """Total optimizer steps; of a run by --epochs, once its plan is known."""
         assert self.max_steps is not None
         return self.max_steps
+
+    def with_absolute_paths(self) -> TrainConfig:
+        """Return the options with absolute paths, by which a run is found and resumed from any folder."""
+
+        def absolute(word: str) -> str:  # of what may also be a hub's name or the text of a prompt
+            is_file = os.path.exists(word) and not is_url(word)  # noqa: PTH110 - pathlib refuses a long text
+            return str(Path(word).absolute()) if is_file else word
+
+        places: dict[str, Any] = {
+            one.name: value.absolute() for one in fields(self) if isinstance(value := getattr(self, one.name), Path)
+        }
+        return replace(
+            self,
+            **places,
+            store=tuple(one if is_url(one) else Path(one).absolute() for one in self.store),
+            model_config=self.model_config and absolute(self.model_config),
+            image_prompts=tuple(map(absolute, self.image_prompts)),
+        )
 
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do."""
@@ -351,7 +361,7 @@ class TrainConfig(
         self._expect_at_least(
             1,
             *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank"),
-            *("follow", "export_every", "validate_every", "images_every"),
+            *("export_every", "validate_every", "images_every"),
         )
         self._expect_at_least(
             0, "noise_offset", "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks"
@@ -360,16 +370,19 @@ class TrainConfig(
         self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
         self._expect("a number above 0", _is_above_0, "shift", "lora_alpha")
         self._expect("a number", math.isfinite, "guidance", "image_guidance")
+        if self.push_to_hub is not None and not _REPOSITORY.fullmatch(self.push_to_hub):
+            shown = redacted(self.push_to_hub)
+            raise UsageError(f"--push-to-hub is {shown!r:.80}, expected the name of a repository, such as user/name")
         end, steps = self.lr_schedule.end, self.max_steps
         if end is not None and steps is not None and self.lr_schedule.floor == 0 and steps > end:
-            falls = self.lr_schedule.steps or (-(-end // 5) if self.lr_schedule.name is Course.WSD else None)
-            longer, floored = replace(self.lr_schedule, end=steps), replace(self.lr_schedule, floor=0.1, steps=falls)
+            longer = replace(self.lr_schedule, end=steps)
             raise UsageError(
-                f"--max-steps is {self.max_steps}, and with --lr-schedule {self.lr_schedule} the learning rate is 0 from step "
-                f"{end} on: these steps would change nothing; give --lr-schedule {longer}, or a floor above 0, as in {floored}"
+                f"--max-steps is {steps}, and with --lr-schedule {self.lr_schedule} the learning rate is 0 from step {end} on: "
+                f"these steps would change nothing; give --lr-schedule {longer}, or a floor above 0"
             )
-        self._expect_outputs_and_stores()
-        self._expect_memory()
+        if self.image_prompts and not self.num_images:
+            raise UsageError(f"--image-prompts is {self.image_prompts[0]}, and --num-images is 0: leave one of them out")
+        self._expect_combinations()
 
     def _expect_length(self) -> None:
         if self.max_steps is None and self.epochs is None:
@@ -377,47 +390,32 @@ class TrainConfig(
         if self.max_steps is not None and self.epochs is not None:
             raise UsageError(f"--max-steps is {self.max_steps} and --epochs is {self.epochs:g}, expected one of them")
         self._expect("a number above 0", _is_above_0, "epochs")
-        if self.epochs is not None and self.follow is not None:
+        if self.epochs is not None and self.follow:
             raise UsageError(
                 f"--epochs is {self.epochs:g} with --follow, by which epochs grow while the run trains; give --max-steps"
             )
 
-    def _expect_outputs_and_stores(self) -> None:
-        if self.image_prompts and not self.num_images:
-            raise UsageError(
-                f"--image-prompts is {', '.join(self.image_prompts)}, and --num-images is 0, which draws none: leave one of "
-                "them out"
-            )
-        if self.push_to_hub is not None and self.push_to_hub.also and self.export_every is None:
-            raise UsageError(
-                f"--push-to-hub is {self.push_to_hub}, and --export-every is not given, whose exports it uploads; give it, or "
-                f"leave out :{self.push_to_hub.also}"
-            )
+    def _expect_combinations(self) -> None:
+        def given(*names: str) -> list[str]:
+            return [name for name in names if getattr(self, name) not in (None, BASE_OFF, 0, False)]
 
-    def _expect_memory(self) -> None:
-        if self.keep_gathered and self.sharding == DDP:
-            raise UsageError("keep_gathered is for --sharding fsdp, and --sharding is ddp, which gathers nothing")
-        for name in ("lora_alpha", "lora_targets", "lora_from", "lora_dropout", "dora", "base"):
-            if self.lora_rank is None and (value := getattr(self, name)) not in (None, BASE_OFF, 0.0, False):
-                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
-        for name in ("base", "lora_from", "offload_blocks"):
-            if self.dora and (value := getattr(self, name)) not in (None, BASE_OFF, 0):
-                raise UsageError(f"dora is set with {self._named(name)} {value}, expected plain LoRA: leave one of them out")
-        if self.dora and self.sharding != DDP:
-            raise UsageError(f"dora is set with --sharding {self.sharding}, expected ddp: it needs a layer's whole weight")
-        needed = (
-            (self.lora_rank is not None, "--lora-rank", "only frozen blocks can wait"),
-            (self.recompute in (None, 1), "--recompute 1", "a backward pass that does not recompute keeps them all"),
-        )
-        if self.offload_blocks and (missing := [(option, why) for is_given, option, why in needed if not is_given]):
-            options, reasons = (" and ".join(words) for words in zip(*missing, strict=True))
-            raise UsageError(f"--offload-blocks is {self.offload_blocks}, expected {options} with it: {reasons}")
-        if self.offload_blocks and self.sharding != DDP:
-            raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
-        if self.base not in (None, BASE_OFF) and self.sharding != DDP:
-            raise UsageError(
-                f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
-            )
+        def refuse(name: str, reason: str) -> None:
+            raise UsageError(f"{self._named(name)} is {getattr(self, name)}, {reason}")
+
+        if self.lora_rank is None:
+            for name in given("lora_alpha", "lora_targets", "lora_from", "lora_dropout", "dora", "base", "offload_blocks"):
+                refuse(name, "but --lora-rank is not given; add one, such as 16")
+        if self.dora:
+            for name in given("base", "lora_from", "offload_blocks"):
+                refuse(name, "and dora is set, expected plain LoRA: leave one of them out")
+        if self.sharding == DDP:
+            for name in given("keep_gathered"):
+                refuse(name, "and --sharding is ddp, which gathers nothing: leave it out")
+        else:
+            for name in given("dora", "base", "offload_blocks"):
+                refuse(name, f"and --sharding is {self.sharding}, expected ddp")
+        if self.offload_blocks and self.recompute not in (None, 1):
+            refuse("offload_blocks", "expected --recompute 1 with it: a backward pass that does not recompute keeps them all")
 
     def is_sharded(self, world_size: int) -> bool:
         """Return whether so many processes shard the model."""
@@ -441,20 +439,10 @@ def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -
 
     `commands`: the trainer's other commands, which may have been meant by a word that is not a preset.
     """
-    return _parsed(arguments, prog, commands)[0]
-
-
-def _parsed(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> tuple[TrainConfig, frozenset[str]]:
-    """Return the configuration, and the fields that are given."""
     if asked_for_help(arguments) is not None:
         parse_command(TrainConfig, arguments, prog)
     words, run = _resumed(arguments)
-    files = Files(options=TrainConfig, run=run, commands=commands)
-    try:
-        values = parse_fields(TrainConfig, words, prog, files)
-        return TrainConfig(**values), frozenset(values)
-    except UsageError as error:
-        raise with_places(error, files.places) from error
+    return TrainConfig(**parse_fields(TrainConfig, words, prog, Files(options=TrainConfig, run=run, commands=commands)))
 
 
 def _resumed(arguments: Sequence[str]) -> tuple[list[str], str | None]:
@@ -468,26 +456,3 @@ def _resumed(arguments: Sequence[str]) -> tuple[list[str], str | None]:
             run = words.pop(at + 1)
         words[at] = "--resume"
     return words, run
-
-
-def write_run_file(path: Path, config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Write the options of a command line to a run file, the given ones set and the others commented out."""
-    if path.exists():
-        raise UsageError(f"--write is {path}, which exists; choose another path, or remove it")
-    _, given = _parsed(arguments, "bucketline train")
-    text = as_run_file(config, f"A training run, in {config.output_dir}.", given)
-    write_or_explain(path, text.encode(errors="backslashreplace"))
-
-
-def parse_on(rank: int, arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> TrainConfig:
-    """Return what `parse` does; of several ranks, only the first prints the help and what is wrong."""
-    if rank == 0:
-        return parse(arguments, prog, commands)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return parse(arguments, prog, commands)
-    except (UsageError, SystemExit) as end:
-        if isinstance(end, SystemExit) and not end.code:
-            raise
-        time.sleep(FIRST_RANK_SAYS_S)
-        sys.exit(2)

@@ -1,103 +1,59 @@
-"""Open the stores of a run, at the generations that it was planned on, and their loaders; follow stores that still grow."""
+"""Open the stores of a run, at the generations that it was planned on, and their loaders."""
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.command_line import printable
-from bucketline.errors import DeliveryError, StateError, UsageError
+from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
-from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
 from bucketline.loader.service.address import AUTO
+from bucketline.loader.state import parse_state
 from bucketline.store import Store
-from bucketline.store.folder import MissingObjectError
-from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.train.config import IN_PROCESS
 from bucketline.train.parallel import from_rank_zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bucketline.loader.mixture import StoreArgument
-    from bucketline.store.remote.urls import RemoteOptions
     from bucketline.train.checkpoint import Start
     from bucketline.train.config import TrainConfig
     from bucketline.train.parallel import TrainRanks
 
-FOLLOW_EVERY_S = 2.0
-SERVICE_STARTS_S = 10  # a `loader serve` in the background, until it listens
-_SAY_EVERY_S = 60.0
-
-
-def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
-    """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself."""
-    if (wanted := config.follow) is None or config.resume:
-        return
-    said = -_SAY_EVERY_S
-    while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store, "--store"))) < wanted:
-        if ranks.is_main and time.monotonic() - said >= _SAY_EVERY_S:
-            print(f"waiting for {wanted:,} rows to train on; there are {found:,}", file=sys.stderr, flush=True)
-            said = time.monotonic()
-        time.sleep(FOLLOW_EVERY_S)
-
-
-def _rows_of(argument: StoreArgument, remote: RemoteOptions) -> int:
-    """Return the training rows of a store, 0 if there is none yet."""
-    if isinstance(argument.path, Path) and not (argument.path / MANIFEST).exists():
-        return 0
-    try:
-        store = Store.open(argument.path, remote=remote)
-    except MissingObjectError:
-        return 0
-    return sum(bucket.num_rows for bucket in store.buckets("train"))
-
 
 def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
     """Open each store once, on every rank at rank 0's newest generation; if the checkpoint's plan continues, at its own."""
-    opened: list[WeightedStore] = []  # of rank 0, the only one that calls `found`
-
-    def found() -> list[int]:
-        opened.extend(_opened(config, _generations(config, start)))
-        return [share.store.manifest.generation for share in opened]
-
-    numbers = from_rank_zero(ranks, found)
-    with fail_together():
-        return tuple(opened) or _opened(config, numbers)
-
-
-def _opened(config: TrainConfig, numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
     asked, remote = parse_stores(config.store, "--store"), config.remote()
-    pairs = zip(asked, numbers or [None] * len(asked), strict=True)
-    return open_shares([WeightedStore(store=Store.open(a.path, g, remote=remote), repeats=a.repeats) for a, g in pairs])
+    planned = () if start.state is None or config.new_plan else parse_state(start.state.loader).stores
+    numbers: list[int | None] = [None] * len(asked)
+    if len(planned) == len(asked):  # else the loader's state refuses the number of stores
+        numbers = [one.generation for one in planned]
 
-
-def _generations(config: TrainConfig, start: Start) -> Sequence[int]:
-    """Return the generation of each store that a plan is of; none: the newest of each."""
-    if start.state is None or config.new_plan:
-        return ()
-    asked, before = parse_stores(config.store, "--store"), start.state.stores
-    if len(before) != len(asked):
-        raise StateError(
-            f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
-            f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
-        )
-    for one, planned in zip(asked, before, strict=True):
-        kept = generations(one.path) if isinstance(one.path, Path) else []
-        if kept and planned.generation not in kept:
+    def opened() -> tuple[WeightedStore, ...]:
+        pairs = zip(asked, numbers, strict=True)
+        try:
+            return open_shares([WeightedStore(Store.open(a.path, n, remote=remote), repeats=a.repeats) for a, n in pairs])
+        except StoreError as error:
+            if not planned:
+                raise
             raise StateError(
-                f"{start.checkpoint} was planned on generation {planned.generation} of {one.path}, which no longer exists "
-                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
-                "--resume --new-plan, which keeps weights, averages and optimizer"
-            )
-    return [one.generation for one in before]
+                f"{start.checkpoint}: {error}; if the generation of its plan was garbage-collected, continue with --resume "
+                "--new-plan, which keeps weights, averages and optimizer"
+            ) from error
+
+    found: list[WeightedStore] = []  # of rank 0, the only one that calls `generations`
+
+    def generations() -> list[int | None]:
+        found.extend(opened())
+        return [one.store.manifest.generation for one in found]
+
+    numbers = from_rank_zero(ranks, generations)
+    with fail_together():
+        return tuple(found) or opened()
 
 
 def store_weights(config: TrainConfig) -> tuple[float, ...]:
@@ -128,7 +84,6 @@ def open_loader(
 
     `like`: another one of the same stores and order, whose plan is not made again.
     """
-    service = config.service_address()
     asked = config.for_loader(epochs=None, text=TextForm.STORED, row_weights=store_weights(config))
     return Loader(
         shares,
@@ -136,8 +91,8 @@ def open_loader(
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=device,
-        service=service,
-        follow=config.follow is not None,
+        service=config.service_address(),
+        follow=config.follow,
         like=like,
     )
 
@@ -155,27 +110,8 @@ def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Wei
 
 
 def expect_service(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore]) -> None:
-    """Check on every rank that the loader service delivers a batch."""
-    if config.service in (IN_PROCESS, AUTO):
-        return
-    from_rank_zero(ranks, lambda: _await_service(config))
-    one_ahead = replace(config, prefetch_bytes=1 << 20)
-    with fail_together(), open_loader(one_ahead, ranks, shares, torch.device("cpu")) as loader:
-        next(loader.forever())
-
-
-def _await_service(config: TrainConfig) -> None:
-    """Wait for a service of this machine: one that was started just before has a moment to begin."""
-    address, ends = config.service_address(), 0.0
-    while address is not None and address.path is not None:
-        try:
-            stats_of(address)
-            break
-        except DeliveryError:
-            if not ends:
-                ends = time.monotonic() + SERVICE_STARTS_S
-                where = printable(str(address.path))
-                print(f"waiting {SERVICE_STARTS_S} s for a service at {where}", file=sys.stderr, flush=True)
-            if time.monotonic() > ends:
-                raise
-            time.sleep(0.1)
+    """Check on every rank that the loader service delivers a batch, before the model is loaded."""
+    if config.service not in (IN_PROCESS, AUTO):
+        one_ahead = replace(config, prefetch_bytes=1 << 20)
+        with fail_together(), open_loader(one_ahead, ranks, shares, torch.device("cpu")) as loader:
+            next(loader.forever())

@@ -34,12 +34,11 @@ from bucketline.command_line import counted, per_second
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
-from bucketline.files.run_marker import CONFIG, LOSS_CURVE, METRICS, RUN_FILE, STATUS
+from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
 from bucketline.train.compile import graphs_compiled
-from bucketline.train.run_file import FITTED, as_run_file, config_as_json
-from bucketline.train.timing import seconds_between
+from bucketline.train.run_file import as_run_file, config_as_json
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -51,15 +50,12 @@ if TYPE_CHECKING:
     from bucketline.loader import WeightedStore
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import StepOutcome
-    from bucketline.train.timing import Mark
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
 
 TRACKED = "tracked"  # folder in the run's, for trackers that write files
 STATUS_EVERY_S = 5.0
-CURVE_EVERY_S = 10.0  # at least, between two drawings of the loss curve
-CURVE_SHARE = 0.005  # at most, of the run's time; a drawing takes about 0.2 s
 SKIPPED_IN_A_ROW = 5
 """Consecutive non-finite steps that end a run: a single one may come from a bad sample, several mean bad weights."""
 _LOCK = ".lock"  # in the folder, where it stays
@@ -68,32 +64,15 @@ _LOCK = ".lock"  # in the folder, where it stays
 # ---------------------------------------------------------------------------------------------- the folder
 
 
-class RunLock:
-    """Exclusive use of a run's folder, on rank 0, until `close`; the kernel releases it when the process ends."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-        self._lock: FileLock | None = None
-
-    @property
-    def is_used(self) -> bool:
-        """True if a run has used the folder before; it is read only by one that holds it."""
-        return (self._output / _LOCK).exists()
-
-    def acquire(self) -> None:
-        """Take the folder, unless it is taken already."""
-        if self._lock is not None:
-            return
-        try:
-            self._lock = FileLock(self._output / _LOCK, item=self._output)
-        except LockedError as error:
-            raise LockedError(f"{error}, or choose another --output-dir") from error
-        except NoLocksError as error:
-            log.warning("%s; nothing keeps another run from writing to %s as well", error, self._output)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+def lock_folder(output: Path) -> Callable[[], None]:
+    """Take exclusive use of a run's folder; return what releases it, as the kernel does when the process ends."""
+    try:
+        return FileLock(output / _LOCK, item=output).release
+    except LockedError as error:
+        raise LockedError(f"{error}, or choose another --output-dir") from error
+    except NoLocksError as error:
+        log.warning("%s; nothing keeps another run from writing to %s as well", error, output)
+        return lambda: None
 
 
 class RunStatus(StrEnum):
@@ -112,29 +91,25 @@ def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | No
     disk.
     """
     path = output_dir / STATUS
-    if not begins and state_of(path) == RunStatus.FAILED:
+    if not begins and path.exists() and json.loads(path.read_bytes())["state"] == RunStatus.FAILED:
         return
     text = json.dumps({"state": state, "step": step, "reason": reason})
     write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
 
 
-def state_of(path: Path) -> object:
-    """Return the state that a `status.json` has; None if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(path.read_bytes())["state"]
-    return None
+def chosen_options(config: TrainConfig, given: TrainConfig) -> dict[str, object]:
+    """Return the options that were left open, as the run has resolved them in `config`."""
+    pairs = {one.name: (getattr(config, one.name), getattr(given, one.name)) for one in fields(config)}
+    return {name: value for name, (value, before) in pairs.items() if value != before}
 
 
 def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
-    """Write `config.json`: the resolved configuration, versions, commit, stores and encoders; and `run.toml`, to run it again.
+    """Write `config.json`: the resolved configuration, versions, commit, stores and encoders; and `run.toml`, what was given.
 
-    `given`: the configuration before it was resolved.
+    `given`: the configuration before it was resolved, by which the run is begun again or resumed.
     """
-    recorded, asked = config_as_json(config), config_as_json(given)
     document: dict[str, Json] = {
-        "config": recorded,
-        "given": {name: asked[name] for name in FITTED if asked[name] != recorded[name]},  # for a resume with other memory
-        "started_in": str(Path.cwd()),
+        "config": config_as_json(config),
         "world_size": world_size,
         "versions": dict(versions()),
         "commit": _commit(),
@@ -142,15 +117,9 @@ def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[Weigh
         "encoders": shares[0].store.manifest.encoders,
     }
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
-    derived = {
-        one.name: f"chosen by the run; given: {getattr(given, one.name)}"
-        for one in fields(config)
-        if getattr(config, one.name) != getattr(given, one.name)
-    }
-    shown = replace(config, store=tuple(redacted_store(str(path)) for path in config.store))
-    title = f"The run in {config.output_dir}, started in {Path.cwd()}, with all options as they were resolved."
-    again = as_run_file(shown, title, derived=derived)
-    write_durably(config.output_dir / RUN_FILE, again.encode(errors="backslashreplace"))
+    shown = replace(given, store=tuple(redacted_store(str(path)) for path in given.store))
+    text = as_run_file(shown, f"The run in {config.output_dir}.", chosen_options(config, given))
+    write_durably(config.output_dir / RUN_FILE, text.encode(errors="backslashreplace"))
 
 
 @cache
@@ -172,6 +141,27 @@ def _commit() -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------- metrics.jsonl
+
+Mark = float | torch.cuda.Event
+"""A point in time: the host's clock, or a CUDA event, recorded without a sync."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Record the current time; on CUDA, the time at which the device reaches this point."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Return the seconds between two marks of the same kind; wait until the device has reached the second."""
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018
+    return end - begin
 
 
 class NotFiniteError(TrainError):
@@ -394,15 +384,12 @@ def cut_back(config: TrainConfig, steps_done: int, window: WindowState | None) -
 
 
 def expect_trackers(names: Sequence[str]) -> None:
-    """Check that each tracker is known and installed: Accelerate silently ignores the others."""
-    known = sorted(str(kind) for kind in LoggerType if kind is not LoggerType.ALL)
+    """Check that each tracker is known and installed: Accelerate silently ignores one that is not installed."""
     available = {str(kind) for kind in get_available_trackers()}
     for name in names:
-        if name not in known:
-            raise UsageError(f"--track-with is {name}, expected one of {', '.join(known)}")
         if name not in available:
-            package = "'bucketline[tensorboard]'" if name == "tensorboard" else name
-            raise UsageError(f"--track-with is {name}, whose package is not installed; pip install {package}, or leave it out")
+            known = ", ".join(sorted(str(kind) for kind in LoggerType if kind is not LoggerType.ALL))
+            raise UsageError(f"--track-with is {name}, expected one of {known}, whose package is installed; pip install it")
 
 
 class ProgressLine(logging.Handler):
@@ -480,9 +467,7 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: ProgressLine) -> None:
         """Open `metrics.jsonl` for appending, and start the trackers with the run's configuration."""
-        from bucketline.train.report.loss_curve import draw_loss_curve
-
-        self._output, self._accelerator, self._progress, self._plot = config.output_dir, accelerator, progress, draw_loss_curve
+        self._output, self._accelerator, self._progress = config.output_dir, accelerator, progress
         plain = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in config_as_json(config).items()
@@ -491,7 +476,6 @@ class RunLog:
         self._file = (self._output / METRICS).open("ab")
         self._graphs_before = graphs_compiled()
         self._status_written = time.monotonic()
-        self._curve_due = time.monotonic() + CURVE_EVERY_S
 
     def write(self, line: dict[str, Json], steps_done: int) -> None:
         """Append a line, so that readers see it at once, and tell all who follow the run."""
@@ -508,15 +492,6 @@ class RunLog:
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             write_status(self._output, RunStatus.RUNNING, steps_done)
             self._status_written = time.monotonic()
-        if time.monotonic() >= self._curve_due:
-            self.draw_curve()
-
-    def draw_curve(self) -> None:
-        """Redraw the loss curve, and decide when the next time is: the longer it takes, the later."""
-        began = time.monotonic()
-        self._plot(read_metrics(self._output), self._output / LOSS_CURVE)
-        ended = time.monotonic()
-        self._curve_due = ended + max(CURVE_EVERY_S, (ended - began) / CURVE_SHARE)
 
     def close(self) -> None:
         """End the trackers; close the file and ignore errors: each line was flushed, or its error was raised."""

@@ -14,15 +14,19 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     Exit with 0, 1 (failure), 2 (invalid usage), 130 or 143 (stopped by Ctrl-C or SIGTERM, except as one of several ranks, since
     torchrun would take that for a failure).
     """
+    import contextlib
+    import io
     import os
     import signal
     import sys
+    import time
     from importlib import metadata
 
     from bucketline.allocator import set_up_torch
     from bucketline.command_line import guarded, run_one_of, torchrun_ranks
+    from bucketline.errors import UsageError
     from bucketline.train.commands import COMMANDS, DESCRIPTION
-    from bucketline.train.config import parse_on, write_run_file
+    from bucketline.train.config import parse
 
     given_args = sys.argv[1:] if args is None else args
 
@@ -32,12 +36,14 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
         if given_args and given_args[0] in commands:
             sys.exit(run_one_of(prog, DESCRIPTION, COMMANDS, given_args))
         torchruns = torchrun_ranks()
-        config = parse_on(torchruns["rank"], given_args, prog, commands)
-        if config.write is not None:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) if torchruns["rank"] else contextlib.nullcontext():
+                config = parse(given_args, prog, commands)
+        except UsageError:
             if torchruns["rank"] == 0:
-                write_run_file(config.write, config, given_args)
-                print(f"{config.write}: run it by `bucketline train {config.write}`")
-            return 0
+                raise
+            time.sleep(5)  # torchrun ends all ranks as soon as one has failed: the first has to print its message before
+            return 2
         set_up_torch(os.environ, metadata.version("torch"))
         from bucketline.loader.ranks import OtherRankFailedError
         from bucketline.train.parallel import TrainRanks

@@ -10,7 +10,7 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,28 +21,30 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted
-from bucketline.errors import BucketlineError, PlanError, TrainError, UsageError
+from bucketline.errors import BucketlineError, PlanError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS, STATUS
-from bucketline.loader.mixture import StoreId
+from bucketline.files.run_marker import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
 from bucketline.loader.recorded_run import PLANS, append_plan, read_plans
 from bucketline.option_types import OnResume, options_on_resume
+from bucketline.option_value import as_option
 from bucketline.train import checkpoint, data
-from bucketline.train.checkpoint import RunState, Start, expect_finite_weights, folder_of_step, way_on
-from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.checkpoint import Output, RunState, Saver, Start, expect_finite_weights, folder_of_step, way_on
+from bucketline.train.config import Precision, TrainConfig
 from bucketline.train.log import (
     TRACKED,
     NotFiniteError,
     ProgressLine,
-    RunLock,
     RunLog,
     RunStatus,
     WindowRecorder,
     WindowState,
+    chosen_options,
     cut_back,
     expect_trackers,
-    state_of,
+    lock_folder,
+    mark,
+    read_metrics,
     write_config,
     write_status,
 )
@@ -50,12 +52,10 @@ from bucketline.train.model import build_training, compile_and_count, step_work_
 from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
-from bucketline.train.rules import FOLDER_RULES, RULES, RULES_OF_A_GENERATION, Facts, refuse
+from bucketline.train.rules import RULES, RULES_OF_A_GENERATION, Facts, refuse_former_run, refuse_place
 from bucketline.train.run_file import config_as_json
-from bucketline.train.save import Output, Saver
 from bucketline.train.sharding import shard_ranks_of
 from bucketline.train.step import train_step
-from bucketline.train.timing import mark
 from bucketline.train.validation import validate
 from bucketline.train.values import LrSchedule
 from bucketline.typed_json import encode
@@ -64,10 +64,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader import Loader
+    from bucketline.loader import Loader, WeightedStore
     from bucketline.train.images.prompts import StoredPrompt
     from bucketline.train.outputs.hub import HubUploads
     from bucketline.train.parallel import Agreed
+    from bucketline.train.rules import Rule
     from bucketline.train.validation import ValidationResult
     from bucketline.typed_json import Json
 
@@ -108,19 +109,17 @@ class TrainSummary:
 
 def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     """Train from step 0 or a checkpoint until its last step or a signal."""
+    config = config.with_absolute_paths()
     accelerator = start_processes(config)
-    data.wait_for_rows(config, ranks)
     with (
         contextlib.closing(StopRequest(ranks)) as stop,
         ProgressLine(talks=ranks.is_main) as progress,
-        contextlib.closing(RunLock(config.output_dir)) as lock,
+        contextlib.ExitStack() as at_end,
     ):
-        start = from_rank_zero(ranks, lambda: find_start(config, lock))
-        with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run:
-            former = from_rank_zero(ranks, lambda: take_folder(config, lock, start))
-            with failures_recorded(run, former):
-                run.build()
-                summary = run.train(stop)
+        start = from_rank_zero(ranks, lambda: take_folder(config, at_end))
+        with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run, failures_recorded(run):
+            run.build()
+            summary = run.train(stop)
         if dist.is_initialized():
             dist.destroy_process_group()
             # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
@@ -147,74 +146,61 @@ def start_processes(config: TrainConfig) -> Accelerator:
         )
 
 
-def find_start(config: TrainConfig, lock: RunLock) -> Start:
-    """Return the start of a run: a fresh folder, or with `--resume` the newest complete checkpoint. Write nothing."""
-    if lock.is_used:
-        lock.acquire()
-    refuse(FOLDER_RULES, Facts(config=config))
+def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
+    """Lock the run's folder until the end, and return where the run starts: at step 0, or at the newest complete checkpoint.
+
+    A new run's folder is made unless it exists. No file is changed until training begins.
+    """
+    output = config.output_dir
+    if config.resume and not (output / CHECKPOINTS).is_dir():
+        raise UsageError(f"{output} has no checkpoint to resume; give the --output-dir of a run, or leave out --resume")
     if not config.resume:
+        refuse_place(config)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        at_end.callback(lock_folder(output))
+    except OSError as error:
+        raise UsageError(f"--output-dir {output} cannot be made: {error.strerror}; choose another one") from error
+    if not config.resume:
+        refuse_former_run(output)
         return FRESH
-    folder = checkpoint.last_whole(config.output_dir)
+    folder = checkpoint.last_whole(output)
     return Start(checkpoint=folder, state=checkpoint.read_state(folder))
 
 
-def take_folder(config: TrainConfig, lock: RunLock, start: Start) -> bytes:
-    """Claim the run's folder, which is made unless it exists; remove the metrics of an earlier run that recorded no step.
-
-    Return the `status.json` that this replaces, empty if there is none. Checkpoints that the start has skipped as damaged are
-    set aside.
-    """
-    output = config.output_dir
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        if not config.resume:
-            refuse(FOLDER_RULES, Facts(config=config))  # another run may have begun and ended there since
-        former = (output / STATUS).read_bytes() if (output / STATUS).exists() else b""
-        write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
-        if start.checkpoint is None:  # an earlier validation was of other weights
-            (output / METRICS).unlink(missing_ok=True)
-        else:
-            checkpoint.set_aside(start.checkpoint)
-    except OSError as error:
-        raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
-    return former
-
-
 @contextlib.contextmanager
-def failures_recorded(run: Run, former: bytes) -> Iterator[None]:
-    """Record a failure of the body in `status.json`, except what only follows from another rank's.
-
-    A run that the body refuses to resume keeps its `former` status.
-    """
-    output, ranks = run.config.output_dir, run.ranks
+def failures_recorded(run: Run) -> Iterator[None]:
+    """Record a failure of the body in `status.json` once training has begun, except what only follows from another rank's."""
     try:
         yield
     except OtherRankFailedError:
         raise
     except BaseException as error:
-        reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
-        explained = ""
-        is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)  # which has no class of its own
-        is_lost_peer = ranks.world_size > 1 and (is_gloos or isinstance(error, dist.DistError))
-        if isinstance(error, OSError):
-            reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
-            explained = f"{reason}; {way_on(output, first='fix that, then ')}"
-        elif isinstance(error, NotFiniteError):
-            reason = explained = f"{error}; {way_on(output)}, with a lower --learning-rate"
-        elif is_lost_peer:
-            reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
-            explained = f"{reason}; the cause is that rank's own message, also in status.json in {output}"
-        is_refusal = isinstance(error, BucketlineError | KeyboardInterrupt) or is_lost_peer
-        with contextlib.suppress(OSError):  # on a failing disk, report the first failure
-            if not run.is_built and run.start.checkpoint is not None and is_refusal:
-                if state_of(output / STATUS) == RunStatus.RUNNING:  # no rank has recorded a failure, or undone it already
-                    write_durably(output / STATUS, former) if former else (output / STATUS).unlink()
-            else:
-                write_status(output, RunStatus.FAILED, run.steps_done, reason)
-        if explained:
-            raise TrainError(explained) from error
+        explained = _explained(run, error)
+        if run.has_begun:
+            reason = str(explained or error) if explained or isinstance(error, BucketlineError) else repr(error)
+            with contextlib.suppress(OSError):  # on a failing disk, report the first failure
+                write_status(run.config.output_dir, RunStatus.FAILED, run.steps_done, reason)
+        if explained is not None:
+            raise explained from error
         raise
+
+
+def _explained(run: Run, error: BaseException) -> TrainError | None:
+    """Return how to continue after an error of a disk, of numbers, or of another rank; None after any other."""
+    output = run.config.output_dir
+    if isinstance(error, OSError):
+        what = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
+        return TrainError(f"{what}; {way_on(output, first='fix that, then ')}")
+    if isinstance(error, NotFiniteError):
+        return TrainError(f"{error}; {way_on(output)}, with a lower --learning-rate")
+    is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)  # which has no class of its own
+    if run.ranks.world_size > 1 and (is_gloos or isinstance(error, dist.DistError)):
+        return TrainError(
+            f"rank {run.ranks.rank} lost another rank: {str(error).splitlines()[0]}; the cause is that rank's own message, "
+            f"also in status.json in {output}"
+        )
+    return None
 
 
 def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.device) -> TrainConfig:
@@ -231,7 +217,8 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         usual = Precision.BF16 if has_bf16 else Precision.FP32
         config = replace(config, precision=Precision(str(recorded.get("precision") or usual)))
     if config.epochs is not None:
-        if config.new_plan or (start.state is not None and num_plans(config.output_dir / PLANS) > 1):
+        plans = read_plans(config.output_dir / PLANS) if start.state is not None else []
+        if config.new_plan or len({line.state.plan for line in plans}) > 1:  # lines may also be of one on other ranks
             raise UsageError(f"--epochs is {config.epochs:g}, and the run has had several plans; give --max-steps")
         whole, part = divmod(config.epochs, 1)
         first, after = (loader.plan.steps_before(int(whole) + n) for n in range(2))
@@ -249,15 +236,10 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
     return config
 
 
-def num_plans(path: Path) -> int:
-    """Return the number of plans that a run has had, by its `plans.jsonl`, whose lines may be of one on other ranks."""
-    return len({line.state.plan for line in read_plans(path)}) if path.exists() else 0
-
-
 class Run:
     """A training run: made of its configuration and start, then built, then trained.
 
-    Making it opens the stores and refuses what does not suit, before anything of the run is written.
+    Making it opens the stores and refuses what does not suit.
     """
 
     def __init__(
@@ -273,16 +255,15 @@ class Run:
         self._accelerator = accelerator or start_processes(config)
         self._progress = progress or ProgressLine(talks=False)
         self.device = self._accelerator.device
-        self.is_built, self.steps_done = False, start.steps_done
+        self.has_begun, self.steps_done = False, start.steps_done
         self.uploads: HubUploads | None = None
         self._at_end = contextlib.ExitStack()
         shares = data.open_stores(config, ranks, start)
-        facts = Facts(config=config, world_size=ranks.world_size, start=start, shares=shares)
-        from_rank_zero(ranks, lambda: refuse(RULES, facts))
+        from_rank_zero(ranks, lambda: self._refuse(RULES, shares))
         data.expect_service(config, ranks, shares)
         self.loader = self._at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
         try:
-            self._window = self._continue_loader()
+            self._continue_loader()
             self.config = resolve(config, start, self.loader, self.device)
             set_up_device(self.config, self.device)
             refuse_combinations(self.config, ranks.world_size)
@@ -295,21 +276,28 @@ class Run:
         if config.epochs is not None:
             self._progress.say(f"{counted(self.config.num_steps, 'step')}: --epochs is {config.epochs:g}")
 
-    def _continue_loader(self) -> WindowState | None:
-        """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
+    def _refuse(self, rules: Sequence[Rule], shares: Sequence[WeightedStore]) -> None:
+        """Raise what the first rule refuses that does."""
+        facts = Facts(config=self._given, start=self.start, stores=[share.store for share in shares])
+        for rule in rules:
+            rule(facts)
+
+    def _continue_loader(self) -> None:
+        """Continue the loader where a resumed run has stopped, with the window of steps that is open there."""
+        self._window: WindowState | None = None
         if (state := self.start.state) is None:
-            return None
+            return
         if self._given.new_plan:  # keep weights and optimizer, use the current stores
             self.loader.start_anew(state.loader)  # at the same step, so that no random draw is repeated
-            return None
-        self.loader.load_state_dict(state.loader)
-        return state.window  # its buckets are those of this plan
+            return
+        try:
+            self.loader.load_state_dict(state.loader)
+        except StateError as error:
+            raise StateError(f"{error}; or continue by another plan, with --resume --new-plan") from error
+        self._window = state.window  # its buckets are those of this plan
 
     def build(self) -> None:
-        """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts.
-
-        A checkpoint of another model is refused.
-        """
+        """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts."""
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
@@ -336,8 +324,8 @@ class Run:
         if config.push_to_hub and ranks.is_main:
             from bucketline.train.outputs.hub import HubUploads
 
-            self.uploads = HubUploads(config.push_to_hub.repository, say)
-        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
+            self.uploads = HubUploads(config.push_to_hub, say)
+        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
         self._at_end.enter_context(contextlib.closing(self.saver))
         self._recorder = WindowRecorder(
             log_every=config.log_every,
@@ -346,8 +334,7 @@ class Run:
             begun=self._window,
             samples_of=self._samples_of if ranks.is_main else None,
         )
-        self._log: RunLog | None = None  # on rank 0, once the run begins
-        self.is_built = True
+        self._log: RunLog | None = None  # on rank 0, once training begins
 
     def close(self) -> None:
         """Release files and threads; a checkpoint in progress is complete when this returns."""
@@ -357,6 +344,7 @@ class Run:
 
     def train(self, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
+        self.has_begun = True
         with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
             self._validations = from_rank_zero(self.ranks, self._open_log)
             if not self.loader.rows.buckets("val"):
@@ -370,6 +358,12 @@ class Run:
 
     def _open_log(self) -> dict[int, ValidationResult | None]:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
+        output = self.config.output_dir
+        write_status(output, RunStatus.RUNNING, self.steps_done, begins=True)
+        if self.start.checkpoint is None:
+            (output / METRICS).unlink(missing_ok=True)  # an earlier validation was of other weights
+        else:
+            checkpoint.set_aside(self.start.checkpoint)
         write_config(self.config, self._given, self.loader.shares, self.ranks.world_size)
         validated = cut_back(self.config, self.steps_done, self._recorder.state())
         self._record_plan()
@@ -429,12 +423,13 @@ class Run:
         self._save(is_last=True)
         self.saver.finish()
         self._write(self._recorder.partial())
-        if self._log is not None:
-            self._log.draw_curve()
         images = [output / LOSS_CURVE]
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
         if self.ranks.is_main:
+            from bucketline.train.report.loss_curve import draw_loss_curve
+
+            draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
             write_durably(output / checkpoint.CARD, self._card().encode())
             write_status(output, RunStatus.STOPPED if stopped_by else RunStatus.DONE, self.steps_done, stopped_by)
         return TrainSummary(
@@ -466,8 +461,7 @@ class Run:
             return False
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
-        facts = Facts(config=self.config, shares=self.loader.shares)
-        refuse(RULES_OF_A_GENERATION, facts)
+        self._refuse(RULES_OF_A_GENERATION, self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
@@ -504,9 +498,6 @@ class Run:
         state = RunState(
             version=checkpoint.VERSION,
             steps_done=self.steps_done,
-            world_size=self.ranks.world_size,
-            stores=tuple(map(StoreId.of, self.loader.shares)),
-            plan_digest=self.loader.plan.digest,
             loader={name: encode(value) for name, value in self.loader.state_dict().items()},
             window=window,
             config=config_as_json(self.config),
@@ -520,6 +511,14 @@ class Run:
 
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
+
+    def _write_export(self, folder: Path, config: str, tensors: dict[str, Any], card: str) -> None:
+        """Write an export, in the saver's thread; upload that of the last step."""
+        from bucketline.train.outputs.export import write_export
+
+        write_export(folder, self._weights, config, tensors, dtype=self.config.export_dtype, card=card)
+        if self.uploads is not None and folder.name == folder_of_step(self.config.num_steps):
+            self.uploads.push(folder, counted(self.config.num_steps, "step"))
 
     def _draw(self, sheet: Path | None) -> bool:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
@@ -545,58 +544,27 @@ class Run:
         return f"{', '.join(names)}{more}"
 
     def _tell_assumptions(self) -> None:
-        """Print what is derived; warn of a start at random, a new plan, changes by a resume, small buckets."""
+        """Print what was left open; warn of a start at random, a new plan, changes by a resume, small buckets."""
         config, family, start = self.config, self.training.family, self.start
-        if config.caption_dropout and not family.is_guidable:
-            log.warning(
-                "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this "
-                "one learns for the empty caption is never a negative prompt there; leave it out, unless captions are to count "
-                "less",
-                *(config.caption_dropout, family.pipelines[0]),
-            )
-        if start.state is None and (derived := self._left_open()):
-            self._progress.say("left open: " + ", ".join(f"{option} {value} ({why})" for option, value, why in derived))
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
         if start.state is None:
+            chosen = [f"{as_option(name)} {value}" for name, value in chosen_options(config, self._given).items() if value]
+            self._progress.say(f"left open: {', '.join(chosen) or 'nothing'}")
             if config.model.is_dir() and not weight_files(config.model / family.folder):
-                fits = "; the adapters fit only this random base, of this seed, and no published model"
                 log.warning(
-                    "%s has a configuration but no weights: the model starts at random, from --seed %d%s",
-                    *(config.model, config.seed, fits if config.lora_rank else ""),
+                    "%s has a configuration but no weights: the model starts at random, from --seed %d; adapters fit only this "
+                    "random base",
+                    *(config.model, config.seed),
                 )
             return
         if config.new_plan:
-            before, now = (
-                ", ".join(f"{store.path} generation {store.generation}" for store in stores)
-                for stores in (start.state.stores, map(StoreId.of, self.loader.shares))
-            )
-            log.warning(
-                "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
-                *(start.checkpoint, before, start.steps_done, now),
-            )
+            log.warning("--new-plan: training continues from step %d in a new order, on the present stores", start.steps_done)
         present = config_as_json(config)
         told = {*options_on_resume(TrainConfig, OnResume.WARN)} - (set() if family.is_told_guidance else {"guidance"})
         for name, value in start.state.config.items():
             if name in told and present[name] != value:
-                log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])
-
-    def _left_open(self) -> list[tuple[str, object, str]]:
-        """Return the options that were not given and that are derived, each with its value and the reason."""
-        given, config, on_gpu = self._given, self.config, self.device.type == "cuda"
-        device = "a GPU" if on_gpu else "a CPU"
-        no_bf16 = " without bf16" if on_gpu and config.precision is Precision.FP32 else ""
-        window = self.loader.config.window
-        is_alpha_open = config.lora_rank is not None and given.lora_alpha is None and given.lora_from is None
-        every = (
-            (given.objective is None, "--objective", self.training.prep.objective, "the model's scheduler"),
-            (given.precision is Precision.AUTO, "--precision", config.precision, f"{device}{no_bf16}"),
-            (given.compile is Compile.AUTO, "--compile", "on" if self.training.prep.compiled else "off", device),
-            (given.learning_rate is None, "--learning-rate", f"{config.learning_rate:g}", f"{config.optimizer}'s"),
-            (is_alpha_open, "--lora-alpha", config.lora_rank, "the rank"),
-            (given.window is None and window, "--window", window, "what the cache of a URL holds"),
-        )
-        return [(option, value, why) for is_open, option, value, why in every if is_open]
+                log.warning("%s was %s before and is now %s", as_option(name), value, present[name])
 
 
 def set_up_device(config: TrainConfig, device: torch.device) -> None:

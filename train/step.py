@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
-    from bucketline.train.noise import Prep
+    from bucketline.train.noise import Noised, Prep
 
 _DROPOUT = 4  # purpose of a key of the seed; `loader/plan/` has 1 to 7, and a 4 only in keys without a step
 
@@ -72,6 +72,11 @@ class Training:
         """Return the model's prediction, [B, C, h, w], in the precision of training."""
         with self.autocast:
             return self.family.predict(model, noisy, timesteps, batch)
+
+    def errors(self, model: nn.Module, noised: Noised, batch: Batch) -> Tensor:
+        """Return the error of the model's prediction for each sample, [B] float32: in training as in validation."""
+        prediction = self.predict(model, noised.noisy, noised.timesteps, noised.conditions(batch))
+        return squared_error(prediction, noised.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +126,7 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     micro-steps share: divided by the weights of its own batch, a row in a batch of one would always count in full.
     """
     noised = training.prep.for_training(batch)
-    prediction = training.predict(training.model, noised.noisy, noised.timesteps, noised.conditions(batch))
-    errors = squared_error(prediction, noised.target)
+    errors = training.errors(training.model, noised, batch)
     if noised.weight is not None:
         errors = errors * noised.weight
     return errors.mean() if training.mean_weight is None else (errors * batch.weight).mean() / training.mean_weight

@@ -51,8 +51,7 @@ def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Calla
             losses, zero_losses = [], []
             for timestep in timesteps:
                 noised = training.prep.for_validation(batch, noise, timestep)
-                prediction = training.predict(model, noised.noisy, noised.timesteps, batch)
-                losses.append((squared_error(prediction, noised.target).double() * weights).sum())
+                losses.append((training.errors(model, noised, batch).double() * weights).sum())
                 zero_losses.append((squared_error(torch.zeros_like(noised.target), noised.target).double() * weights).sum())
             sums.append(torch.stack([*losses, *zero_losses, weights.sum()]))
     total = sum_over_ranks(torch.stack(sums).sum(0)).tolist()

@@ -27,8 +27,7 @@ from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
-from bucketline.store.commands.place import shown
-from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.commands.place import bar_of_bytes, shown
 from bucketline.store.sync.working import sender_to
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.rows import ImportedRow
     from bucketline.ingest.summary import Reject
     from bucketline.store import Manifest
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json
 
 

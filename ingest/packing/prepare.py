@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json
 
 

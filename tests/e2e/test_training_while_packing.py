@@ -150,11 +150,11 @@ def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks)
 def test_both_are_killed_and_continue_to_the_end(tmp_path: Path, ranks: ForkedRanks, model: Path) -> None:
     write_unet(tmp_path / "model", in_channels=4, out_channels=4, cross_attention_dim=8)
     write_images(tmp_path / "photos", NUM_IMAGES)
-    asked = config(tmp_path, accumulation=1, max_steps=100_000, log_every=1, save_every="5", follow=FIRST_ROWS)
+    asked = config(tmp_path, accumulation=1, max_steps=100_000, log_every=1, save_every="5", follow=True)
     store = Path(asked.store[0])
-    running = ranks.start(2, as_arguments(asked))
     packing = Packing(tmp_path / "photos", store, model)
     packing.add(FIRST_ROWS)
+    running = ranks.start(2, as_arguments(asked))
     wait_for_generations(1, asked, running)
     packing.add(1)
     wait_for_generations(2, asked, running)
@@ -179,7 +179,6 @@ def test_both_are_killed_and_continue_to_the_end(tmp_path: Path, ranks: ForkedRa
     assert not verify(Store.open(store), lambda _: None, 1).corrupt
     found = schedule(asked)
     assert found[: len(known)] == known
-    assert Store.open(store, found[0][1][0]).manifest.samples >= FIRST_ROWS, "training began before there were enough rows"
     end = json.loads((asked.output_dir / "status.json").read_bytes())["step"]
 
     assert len([line for line in losses(asked.output_dir) if line[1] != "null"]) == end

@@ -15,7 +15,7 @@ from typing import Any
 
 from bucketline.errors import BucketlineError
 from bucketline.loader.service.sockets import readable
-from tests.fault.record import Outcome
+from tests.fault.record import GOOD, Outcome, Wrong
 
 HANG_S = 10.0
 
@@ -39,21 +39,29 @@ class Ended:
 
     how: How
     said: str  # the error, or the signal
-    gave: Any  # what JSON takes
-    seconds: float
+    gave: Any = None  # what JSON takes
     signal: int = 0
 
     @property
     def outcome(self) -> Outcome:
         return OUTCOMES[self.how]
 
+    def done(self) -> Any:
+        """Return what it gave; raise `Wrong` unless it came to its end."""
+        if self.how is not How.DONE:
+            raise Wrong(self.said, self.outcome if self.outcome not in GOOD else Outcome.DEFECT)
+        return self.gave
+
+    def fair(self) -> Outcome:
+        """Return its outcome, if it came to its end or was refused; raise `Wrong` otherwise."""
+        return self.outcome if self.outcome in GOOD else self.done()
+
 
 class Apart:
-    """A forked process at its work. It is killed where it is still there when this is closed."""
+    """A forked process at its work."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         """Fork it; what it prints goes nowhere, what it gives must be what JSON takes."""
-        self.begun = time.monotonic()
         reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -67,28 +75,26 @@ class Apart:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def is_over(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def ended(self, limit_s: float = HANG_S) -> Ended:
         """Wait for its end, at most so long from now; a process that continues then has hung, and is killed."""
         until = time.monotonic() + limit_s
         said, has_hung = b"", False
-        while True:
-            if not readable([self._pipe], until - time.monotonic()):
-                has_hung = True
-                self.kill()
-                break
-            if not (part := os.read(self._pipe, 1 << 16)):
-                break
+        while not (has_hung := not readable([self._pipe], until - time.monotonic())) and (part := os.read(self._pipe, 1 << 16)):
             said += part
+        if has_hung:
+            self.kill()
         os.close(self._pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        seconds = time.monotonic() - self.begun
         if has_hung:
-            return Ended(how=How.HUNG, said=f"no end within {limit_s:g} s", gave=None, seconds=seconds)
+            return Ended(how=How.HUNG, said=f"no end within {limit_s:g} s")
         if status < 0 or not said:
             name = signal.Signals(-status).name if status < 0 else f"exit code {status} without a word"
-            return Ended(how=How.DIED, said=f"ended by {name}", gave=None, seconds=seconds, signal=max(0, -status))
+            return Ended(how=How.DIED, said=f"ended by {name}", signal=max(0, -status))
         how, text, gave = json.loads(said)
-        return Ended(how=How(how), said=text, gave=gave, seconds=seconds)
+        return Ended(how=How(how), said=text, gave=gave)
 
 
 def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:

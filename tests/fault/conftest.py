@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fault.families import FAMILIES
-from tests.fault.page import shortfalls, write_page
-from tests.fault.record import Record, table
+from tests.fault.record import Record, shortfalls, table, write_page
 
 RECORD = "record of "  # and the family: a property of a test's report
 ROUND_MINUTES = 5  # no machine tries everything in less
@@ -59,7 +58,7 @@ def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
     by_fault: dict[str, Record] = {}
     names = list(FAMILIES)
     for _, record in sorted(found, key=lambda pair: names.index(pair[0])):
-        by_fault.setdefault(record.fault, Record(fault=record.fault, kind=record.kind)).merge(record)
+        by_fault.setdefault(record.fault, Record(record.fault, record.kind)).merge(record)
     return list(by_fault.values())
 
 
@@ -76,11 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Print the table, and of what too little was tried."""
     if records := merged(FOUND):
         terminalreporter.section("faults")
-        lines = table(records)
-        widths = [max(len(line[at]) for line in lines if not line[2].startswith("not")) for at in range(len(lines[0]))]
-        for line in lines:
-            columns = [text.ljust(width) for text, width in zip(line[:2], widths, strict=False)]
-            columns += [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
-            terminalreporter.line("  ".join(columns))
+        for line in table(records):
+            terminalreporter.line(line)
         for missing in shortfalls(records) if config.getoption("--page", None) else ():
             terminalreporter.line(missing)

@@ -11,63 +11,50 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
-from functools import partial
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.commands import ROOT
 from tests.devices import without_gpus
 from tests.fault.record import Asked, Kind, Outcome, Record
 
 MARK = "record: "
-ALL = "all of it"
 OUTSIDE = "anything written into the home or the working folder, by a family"
-
-
-class Family(NamedTuple):
-    """Faults that are tried in one process."""
-
-    function: str  # MODULE:FUNCTION
-    limit_s: float  # of the long form; a quick one has half of it, since it may run next to others
-
-
-FAMILIES = {
-    "packs": Family("killed_packs:killed_packs", 1500),
-    "ranks": Family("ended_packs:killed_ranks", 1200),
-    "ray": Family("killed_ray:killed_on_ray", 2400),
-    "stops": Family("ended_packs:stopped", 900),
-    "loader": Family("loader_failures:loader_failures", 1200),
-    "flips": Family("bit_flips:flipped_bits", 1500),
-    "damage": Family("random_damage:damaged_files", 900),
-    "lies": Family("hostile_files:lying_files", 1500),
-    "full-disk": Family("full_disk:full_disks", 300),
-    "disks": Family("disk_faults:failing_disks", 900),
-    "pack-disks": Family("packs_on_disks:packs_on_failing_disks", 1800),
-    "dates": Family("dates:odd_dates", 900),
-    "away": Family("vanishing_disks:vanishing_disks", 1500),
-    "trainer": Family("killed_trainers:trainers", 1200),
-    "fuzz": Family("fuzz:fuzzed", 1500),
-    "people": Family("people:people", 2400),
-    "hostile": Family("hostile_input:hostile_input", 2400),
-    "links": Family("linked_stores:linked_stores", 2400),
-    "checkpoints": Family("strangers:hostile_checkpoints", 600),
-    "floods": Family("strangers:floods", 600),
-    "logs": Family("broken_logs:broken_logs", 1200),
-    "runs": Family("failing_runs:failing_runs", 1200),
-    "power": Family("power_loss:losses", 600),
-    "names": Family("changed_at_urls:names_used_again", 900),
-    "notes": Family("changed_at_urls:killed_pushes", 900),
-    "clocks": Family("changed_at_urls:wrong_clocks", 900),
-    "threads": Family("changed_at_urls:threads", 900),
-    "server": Family("remote_faults:failing_servers", 1800),
-    "server-kills": Family("remote_kills:killed_readers", 1200),
-    "copies": Family("copies_in_one_cache:copied_stores", 1200),
-    "server-lies": Family("hostile_servers:hostile_servers", 1800),
-    "server-disk": Family("full_cache:full_caches", 600),
-    "server-rm": Family("removed_caches:removed_caches", 900),
+FAMILIES = {  # MODULE:FUNCTION, and the limit in seconds of the long form; a quick one, which may run next to others, has half
+    "packs": ("packs:killed_writers_and_packs", 1500),
+    "ranks": ("packs:killed_ranks", 1200),
+    "ray": ("ray_packs:killed_on_ray", 2400),
+    "stops": ("packs:stopped", 900),
+    "loader": ("loaders:loader_failures", 1200),
+    "flips": ("damage:flipped_bits", 1500),
+    "damage": ("damage:damaged_files", 900),
+    "lies": ("hostile_files:lying_files", 1500),
+    "disks": ("disks:failing_disks", 900),
+    "pack-disks": ("disks:packs_on_failing_disks", 1800),
+    "dates": ("people:odd_dates", 900),
+    "away": ("vanishing_disks:vanishing_disks", 1500),
+    "trainer": ("trainers:trainers", 1200),
+    "fuzz": ("fuzz:fuzzed", 1500),
+    "people": ("people:people", 2400),
+    "hostile": ("hostile_input:hostile_input", 2400),
+    "links": ("linked_stores:linked_stores", 2400),
+    "checkpoints": ("trainers:hostile_checkpoints", 600),
+    "floods": ("strangers:floods", 600),
+    "logs": ("broken_logs:broken_logs", 1200),
+    "runs": ("disks:failing_runs", 1200),
+    "power": ("power_loss:losses", 600),
+    "names": ("changed_at_urls:names_used_again", 900),
+    "notes": ("changed_at_urls:killed_pushes", 900),
+    "clocks": ("changed_at_urls:wrong_clocks", 900),
+    "threads": ("changed_at_urls:threads", 900),
+    "server": ("servers:failing_servers", 1800),
+    "server-kills": ("remote_kills:killed_readers", 1200),
+    "copies": ("remote_kills:copied_stores", 1200),
+    "server-lies": ("servers:hostile_servers", 1800),
+    "server-disk": ("servers:full_caches", 600),
+    "server-rm": ("servers:removed_caches", 900),
 }
 
 
@@ -82,22 +69,19 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
         environment = {**without_gpus(os.environ), **of_libraries, "HOME": str(home), "PYTHONPATH": path_of_tests}
         function, limit_s = FAMILIES[name]
         asked = Asked(seed=seed, is_quick=is_quick, folder=folder)
-        limit_s = limit_s / 2 if is_quick else limit_s
-        records = [*records_of(function, asked, f"{name}: {ALL}", environment, cwd=here, limit_s=limit_s)]
+        records = [
+            *records_of(
+                function, asked, f"{name}: all of it", environment, cwd=here, limit_s=limit_s / 2 if is_quick else limit_s
+            )
+        ]
         strays = [str(stray.relative_to(around)) for path in (home, here) for stray in path.rglob("*")]
-    record = Record(fault=OUTSIDE, kind=Kind.OTHER)
+    record = Record(OUTSIDE, Kind.OTHER)
     record.add(Outcome.OUTSIDE if strays else Outcome.COMPLETED, f"{name} left {', '.join(strays[:10])}")
     return [*records, record]
 
 
 def records_of(
-    function: str,
-    asked: Asked,
-    fault: str,
-    environment: Mapping[str, str],
-    *,
-    cwd: Path = ROOT,
-    limit_s: float | None = None,
+    function: str, asked: Asked, fault: str, environment: Mapping[str, str], *, cwd: Path = ROOT, limit_s: float | None = None
 ) -> Iterator[Record]:
     """Run a function in a process of its own and yield its records; one that dies or hangs is a record of `fault`.
 
@@ -105,45 +89,31 @@ def records_of(
     """
     form = "quick" if asked.is_quick else "long"
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.fault.families", function, str(asked.seed), form]
-    has_hung = threading.Event()
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        process = subprocess.Popen(
             [*command, str(asked.folder)],
             cwd=cwd,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            errors="replace",
+            stdout=out,
+            stderr=err,
             start_new_session=limit_s is not None,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        kill = process.kill if limit_s is None else partial(os.killpg, process.pid, signal.SIGKILL)
-
-        def end() -> None:
-            has_hung.set()
-            kill()
-
-        timer = threading.Timer(limit_s or 0, end)
+        )
         try:
-            if limit_s is not None:
-                timer.start()
-            yield from (Record.from_json(line[len(MARK) :]) for line in process.stdout if line.startswith(MARK))
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
         finally:
-            timer.cancel()
-            if process.poll() is None:  # Ctrl-C
-                kill()
-        said.seek(0)
-        err = said.read()[-500:]
-    if process.returncode != 0:
-        record = Record(fault=fault, kind=Kind.OTHER)
-        how = f"had not ended after {limit_s:g} s" if has_hung.is_set() else f"ended with {process.returncode}"
-        record.add(Outcome.HANG if has_hung.is_set() else Outcome.CRASH, f"{how}: {err}")
-        yield record
+            if has_hung := process.poll() is None:  # or Ctrl-C
+                process.kill() if limit_s is None else os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        out.seek(0)
+        yield from (Record.from_json(line.removeprefix(MARK)) for line in out if line.startswith(MARK))
+        if process.returncode:
+            err.seek(0)
+            how = f"had not ended after {limit_s:g} s" if has_hung else f"ended with {process.returncode}"
+            record = Record(fault, Kind.OTHER)
+            record.add(Outcome.HANG if has_hung else Outcome.CRASH, f"{how}: {err.read()[-500:]}")
+            yield record
 
 
 def main(function: str, seed: str, form: str, folder: str) -> None:

@@ -1,12 +1,12 @@
 """Feeds every parser that reads a file with what a coverage-guided fuzzer (atheris) comes upon.
 
-`python -m tests.fault.fuzz PARSER --seconds 60 --seed 1` fuzzes one of them, from the seeds in `tests/fault/corpus`, until an
-input raises what is not an error of ours, takes more than 10 s, or 2 GiB of memory, or ends the interpreter.
+`python -m tests.fault.fuzz PARSER SECONDS SEED FOLDER` fuzzes one of them, from the seeds in `tests/fault/corpus`, until an
+input raises what is not an error of ours, takes more than 10 s, or 2 GiB of memory, or ends the interpreter; it is left in the
+folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -22,58 +22,43 @@ from tests.commands import ROOT
 from tests.fault.record import Asked, Kind, Outcome, Record
 
 INSTRUMENTED = [
-    "bucketline.store",
-    "bucketline.ingest.sources",
-    "bucketline.ingest.importers",
-    "bucketline.train.checkpoint",
-    "tarfile",
-    "json.decoder",
+    *("bucketline.store", "bucketline.ingest.sources", "bucketline.ingest.importers", "bucketline.train.checkpoint"),
+    *("tarfile", "json.decoder"),
 ]
 IMPORT = "import-"  # and the kind of another trainer's cache
 IMPORTS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar", *(IMPORT + kind for kind in IMPORTS))
 SECONDS, QUICK_SECONDS = 120, 3
-LIMIT_S = 10
-MAX_BYTES = 1 << 16
 ENDS = {77: Outcome.DEFECT, 70: Outcome.HANG, 71: Outcome.DEFECT}  # libFuzzer's exit codes: an exception, a timeout, memory
+OPTIONS = ("-timeout=10", "-rss_limit_mb=2048", f"-max_len={1 << 16}", "-print_final_stats=1")
 
 
-def fuzz(parser: str, seconds: int, seed: int, folder: Path) -> None:
+def fuzz(parser: str, seconds: str, seed: str, folder: str) -> None:
     """Fuzz in this process; it ends here."""
     atheris: Any = importlib.import_module("atheris")
     with atheris.instrument_imports(include=INSTRUMENTED):
         parse = importlib.import_module("tests.fault.parsers").PARSERS[parser]
-    (folder / "corpus").mkdir()
-    (folder / "work").mkdir()
-    options = {
-        "max_total_time": seconds,
-        "seed": seed + 1,
-        "timeout": LIMIT_S,
-        "rss_limit_mb": 2048,
-        "max_len": MAX_BYTES,
-        "print_final_stats": 1,
-        "artifact_prefix": f"{folder}/",
-    }
-    arguments = [f"-{name}={value}" for name, value in options.items()]
+    found, work = Path(folder, "corpus"), Path(folder, "work")
+    found.mkdir()
+    work.mkdir()
+    own = (f"-max_total_time={seconds}", f"-seed={int(seed) + 1}", f"-artifact_prefix={folder}/")
     seeds = Path(__file__).parent / "corpus" / parser
-    atheris.Setup([sys.argv[0], *arguments, str(folder / "corpus"), str(seeds)], lambda data: parse(data, folder / "work"))
+    atheris.Setup([sys.argv[0], *OPTIONS, *own, str(found), str(seeds)], lambda data: parse(data, work))
     atheris.Fuzz()
 
 
 def fuzzed(asked: Asked) -> Iterator[Record]:
     """Fuzz every parser, each in a process of its own."""
     for parser in PARSERS:
-        record = Record(fault=f"fuzzed input: {parser}", kind=Kind.INPUT)
+        record = Record(f"fuzzed input: {parser}", Kind.INPUT)
         if importlib.util.find_spec("atheris") is None:
             record.not_run = "the package atheris is not installed (run `make torture`, which installs it)"
             yield record
             continue
         seconds = asked.of(QUICK_SECONDS, SECONDS // 4 if parser.startswith(IMPORT) else SECONDS)
-        command = [sys.executable, "-m", "tests.fault.fuzz", parser, "--seconds", str(seconds), "--seed", str(asked.seed)]
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else asked.folder) as folder:
-            ran = subprocess.run(
-                [*command, "--folder", folder], cwd=ROOT, capture_output=True, check=False, stdin=subprocess.DEVNULL
-            )
+            command = [sys.executable, "-m", "tests.fault.fuzz", parser, str(seconds), str(asked.seed), folder]
+            ran = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, stdin=subprocess.DEVNULL)
             err = ran.stderr.decode("utf-8", "replace")
             if ran.returncode != 0:
                 found = [path.read_bytes() for path in Path(folder).iterdir() if path.is_file()]
@@ -87,20 +72,5 @@ def fuzzed(asked: Asked) -> Iterator[Record]:
         yield record
 
 
-def main() -> None:
-    """Parse the command line and fuzz."""
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("parser", choices=PARSERS)
-    command.add_argument("--seconds", type=int, default=SECONDS)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--folder", type=Path, help="where inputs that found something are left")
-    told = command.parse_args()
-    if told.folder is not None:
-        fuzz(told.parser, told.seconds, told.seed, told.folder)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        fuzz(told.parser, told.seconds, told.seed, Path(folder))
-
-
 if __name__ == "__main__":
-    main()
+    fuzz(*sys.argv[1:])

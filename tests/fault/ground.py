@@ -1,4 +1,4 @@
-"""The setting for people and hostile input: a model, commands in forked processes, and a look at what else was written."""
+"""What trials stand on: a model, commands in forked processes, and a look at what else was written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bucketline.errors import BucketlineError
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import call
-from tests.fault.apart import Apart, Ended, How
-from tests.fault.record import Asked, Outcome
+from tests.fault.apart import Apart, Ended
+from tests.fault.record import Asked, Outcome, Wrong, expect
 from tests.models import SMALL, write_model
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ FOR_PACKS = (
     "transformers.models.bert",
     "rich.progress",
 )
-FOR_STORES = ("bucketline.store.cli", "bucketline.store.export.export", "bucketline.loader", "webdataset")
+FOR_STORES = ("bucketline.store.cli", "bucketline.store.export.exporter", "bucketline.loader", "webdataset")
 
 
 def import_for_packs(*more: str) -> None:
@@ -58,15 +58,15 @@ class Ground:
     folder: Path
     draw: random.Random
     number: int = 0
-    most: int | None = None  # that a quick run tries of a list
+    most: int | None = None  # that is tried of a list
 
     @classmethod
-    def prepare(cls, asked: Asked) -> Ground:
-        """Write the model, and import once what every forked command needs."""
+    def prepare(cls, asked: Asked, most: int | None = None) -> Ground:
+        """Write the model, and import once what every forked command needs; a quick run tries `most` of a list."""
         import_for_packs(*FOR_STORES)
         (asked.folder / "work").mkdir()
         write_model(asked.folder / "model")
-        return cls(folder=asked.folder, draw=random.Random(asked.seed))
+        return cls(folder=asked.folder, draw=random.Random(asked.seed), most=most if asked.is_quick else None)
 
     def fresh(self) -> Path:
         """Return an empty folder."""
@@ -76,12 +76,15 @@ class Ground:
         return path
 
     def some(self, cases: Sequence[T]) -> list[T]:
-        """Return all of a list, or in a quick run some of it, drawn."""
+        """Return all of a list, or some of it, drawn."""
         return list(cases) if self.most is None else self.draw.sample(list(cases), min(self.most, len(cases)))
+
+    def pack_command(self, source: object, store: Path, *more: object) -> tuple[object, ...]:
+        return ("pack", source, store, "--model", self.folder / "model", *SMALL, "--json", *more)
 
     def packing(self, source: object, store: Path, *more: object) -> Apart:
         """Begin `ingest pack` of the small model."""
-        return commanding("ingest", "pack", source, store, "--model", self.folder / "model", *SMALL, "--json", *more)
+        return commanding("ingest", *self.pack_command(source, store, *more))
 
     def packed(self, source: object, store: Path, *more: object) -> Ended:
         """Pack to the end."""
@@ -98,35 +101,38 @@ def commanded(command: str, *arguments: object) -> Ended:
     return commanding(command, *arguments).ended(COMMAND_S)
 
 
-def judged(ended: Ended, *, may_be_usage: bool = False) -> tuple[Outcome, str]:
-    """Describe the outcome of a command: done, or an error of ours in one line; its arguments only where they are wrong."""
-    if ended.how is not How.DONE:
-        return ended.outcome, ended.said
-    code, err = ended.gave["code"], ended.gave["err"]
-    if "Traceback" in err:
-        return Outcome.DEFECT, err[-400:]
-    if code == 0:
-        return Outcome.COMPLETED, ""
-    if code in ((1, 2) if may_be_usage else (1,)) and ("error: " in err or '"packed"' in ended.gave["out"]):
-        return Outcome.CLEAN_ERROR, ""
-    return Outcome.DEFECT, f"exit code {code}: {err[-300:]}"
+def fair(ended: Ended, *codes: int) -> Outcome:
+    """Judge a command: done, or an error of ours in one line, with exit code 1 or one of `codes`; raise `Wrong` otherwise."""
+    gave = ended.done()
+    expect("Traceback" not in gave["err"], gave["err"][-400:])
+    if gave["code"] == 0:
+        return Outcome.COMPLETED
+    expect(gave["code"] in (1, *codes), f"exit code {gave['code']}: {gave['err'][-300:]}")
+    expect("error: " in gave["err"] or '"packed"' in gave["out"], f"no error in words: {gave['err'][-300:]}")
+    return Outcome.CLEAN_ERROR
+
+
+def done(ended: Ended) -> str:
+    """Return what a command wrote; raise `Wrong` if it failed."""
+    expect(fair(ended) is Outcome.COMPLETED, f"refused: {ended.gave['err'][-300:]}", Outcome.DEFECT)
+    return str(ended.gave["out"])
 
 
 def listed(folder: Path, *but: Path) -> dict[str, tuple[int, int]]:
     """Return every path below a folder, but for some, with its size and time: what a command must leave as it is."""
     found = {}
     for base, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if f"{base}/{name}" not in {os.fspath(path) for path in but}]
+        folders[:] = [name for name in folders if Path(base, name) not in but]
         for name in (*folders, *files):
-            path = f"{base}/{name}"
-            status = os.lstat(path)
-            found[path] = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
+            status = os.lstat(f"{base}/{name}")
+            found[f"{base}/{name}"] = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
     return found
 
 
-def strange(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> list[str]:
-    """Name what is there and was not, or is other than it was, or is gone."""
-    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+def expect_same(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """Raise `Wrong` if something is there that was not, or is other than it was, or is gone."""
+    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    expect(not changed, changed[:3], Outcome.OUTSIDE)
 
 
 def is_sound(store: Path) -> str | None:
@@ -136,14 +142,26 @@ def is_sound(store: Path) -> str | None:
     try:
         corrupt = verify(Store.open(store), lambda _: None, 1).corrupt
     except BucketlineError as error:
-        return f"it does not open: {error}"
+        return f"faults: it does not open: {error}"
     return f"{len(corrupt)} faults: {corrupt[0]}" if corrupt else None
+
+
+def expect_sound(store: Path) -> None:
+    if wrong := is_sound(store):
+        raise Wrong(wrong, Outcome.WRONG)
 
 
 def ids_of(store: Path) -> list[str]:
     """Return the ids of all live samples, sorted, each as often as it is there."""
     opened = Store.open(store)
     return sorted(name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows)))
+
+
+def expect_ids(store: Path, ids: Sequence[str]) -> None:
+    """Raise `Wrong` unless a store is sound and has these ids, each once."""
+    expect_sound(store)
+    found = ids_of(store)
+    expect(found == sorted(ids), f"{len(found)} of {len(ids)} samples are there; missing: {sorted({*ids} - {*found})[:3]}")
 
 
 def one_batch(store: Path, service: Path | None = None) -> int:

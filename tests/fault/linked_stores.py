@@ -10,27 +10,18 @@ import shutil
 import stat
 import subprocess
 import sys
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from bucketline.files.atomic_folder import FILES, LOCK, staging_path
-from bucketline.store import Store
+from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import bytes_digest
 from tests.commands import BIN
-from tests.fault.apart import Apart, How, apart
-from tests.fault.ground import COMMAND_S, Ground, commanding, judged, one_batch
-from tests.fault.record import Kind, Outcome, Record
+from tests.fault.apart import Ended, apart
+from tests.fault.ground import COMMAND_S, Ground, commanded, fair, ids_of, one_batch
+from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
 from tests.kit import add, make_sample, make_store, open_writer, samples_of
 from tests.models import write_images
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fault.apart import Ended
-    from tests.fault.record import Asked
 
 BUCKET = "train/64x64"
 SAMPLES = samples_of({BUCKET: 6, "val/8x8": 2})
@@ -39,9 +30,18 @@ BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.sealing", "copy-000001-
 USES = ("batch", "pack", "info", "verify", "get", "drop", "gc", "dry gc", "export", "merge")
 URL_USES = ("gc", "drop", "restore", "push", "pull", "verify")
 KINDS = ("link to a file", "link to a copy", "link to a folder", "link to nothing", "link to a device", "pipe", "folder")
+STRAYS = (
+    *("odd", "rejects.jsonl", "pending/writer.lock", "pending/left.lock", "pending/left.sealing", "shards/new.lmdb"),
+    *("manifest.json.123.tmp", "generations/9.json", "shards/copy-000009-aa.lmdb", "pending/copy-000009-aa.lmdb"),
+)
+URL_STRAYS = (
+    *(f"{folder}/{name}" for folder in ("shards", "pending", "generations") for name in ("more", "g7.lmdb", "9.json")),
+    *("pending", "more", "rejects.jsonl"),
+)
 PLANTED = ("link to a folder", "link to a file", "folder with links", "another user's folder")
 MODULES = ("numpy", "lmdb", "msgpack", "xxhash", "safetensors", "rich", "cyclopts", "torch", "PIL", "diffusers", "transformers")
 TRAP = "import os\nopen(os.environ['BUCKETLINE_CANARY'], 'w').close()\nos._exit(0)\n"
+Begin = Callable[[str, Path, Path], Ended]  # one use of a store, and where it may write
 PRIVATE = """
 import sys
 from bucketline.loader import Loader, LoaderConfig
@@ -51,87 +51,74 @@ with Loader(sys.argv[1], LoaderConfig(batch_size=1), service="auto") as loader:
 
 
 def linked_stores(asked: Asked) -> Iterator[Record]:
-    """Try them all."""
+    """Try some of the thousands of links, drawn, and all else."""
     ground = Ground.prepare(asked)
-    ground.most = asked.of(24, 500)  # of two thousand, drawn
-    yield links_in_stores(ground)
-    ground.most = asked.of(8, 200)  # of a thousand, drawn
-    yield links_at_urls(ground)
-    ground.most = 3 if asked.is_quick else None
-    yield shared_folders(ground)
-    yield current_folders(ground)
-
-
-def links_in_stores(ground: Ground) -> Record:
-    """Each name in a store replaced by a link, a pipe or a folder, then each command."""
-    record = Record(fault="links, pipes and devices under a store's names", kind=Kind.HOSTILE)
-    sound, source = _sound_store(ground.fresh() / "sound"), ground.fresh()
-    write_images(source, 2)
-    names = [str(path.relative_to(sound)) for path in sorted(sound.rglob("*"))]
-    names += [
-        "odd",
-        "rejects.jsonl",
-        "pending/writer.lock",
-        "pending/left.lock",
-        "pending/left.sealing",
-        "shards/new.lmdb",
-    ]
-    names += ["manifest.json.123.tmp", "generations/9.json", "shards/copy-000009-aa.lmdb", "pending/copy-000009-aa.lmdb"]
-    cases = [(name, kind, use) for name in names for kind in KINDS for use in USES]
-    for name, kind, use in ground.some(cases):
-        folder = ground.fresh()
-        store, outside = folder / "s", folder / "outside"
-        shutil.copytree(sound, store, symlinks=True)
-        _replace(store / name, outside, kind)
-        before = _contents(outside)
-        outcome, said = _judged(_begun(use, store, folder / "out", partial(ground.packing, source)).ended(COMMAND_S))
-        if changed := sorted(n for n, data in _contents(outside).items() ^ before.items()):
-            outcome, said = Outcome.OUTSIDE, str(changed[:2])
-        record.add(outcome, f"{use} with {name} a {kind}: {said}")
-        shutil.rmtree(folder)
-    return record
-
-
-def links_at_urls(ground: Ground) -> Record:
-    """Each name in a store at `file://` replaced by a link, or a link added, then each command that takes a URL."""
-    record = Record(fault="links under the names of a store at file://", kind=Kind.HOSTILE)
-    sound, own = ground.fresh() / "sound", ground.fresh() / "own"
+    images, own, pushed = ground.fresh(), ground.fresh() / "own", ground.fresh() / "pushed"
+    write_images(images, 2)
+    sound = sound_store(ground.fresh() / "sound")
     make_store(own, SAMPLES)
-    if apart(partial(_pushed_twice, own, sound), COMMAND_S).how is not How.DONE:
-        record.add(Outcome.DEFECT, "the sound store could not be pushed")
-        return record
-    names = [str(path.relative_to(sound)) for path in sorted(sound.rglob("*"))]
-    names += [f"{folder}/{name}" for folder in ("shards", "pending", "generations") for name in ("more", "g7.lmdb", "9.json")]
-    names += ["pending", "more", "rejects.jsonl"]
-    cases = [(name, kind, use) for name in names for kind in KINDS if kind.startswith("link") for use in URL_USES]
-    for name, kind, use in ground.some(cases):
-        folder = ground.fresh()
-        store, outside = folder / "bucket" / "s", folder / "outside"
-        shutil.copytree(sound, store)
-        (store / name).parent.mkdir(exist_ok=True)
-        _replace(store / name, outside, kind)
-        for path in outside.rglob("*"):
-            os.utime(path, (0, 0), follow_symlinks=False)
-        before, url = _contents(outside), f"file://{store}"
+    apart(lambda: _pushed_twice(own, pushed), COMMAND_S).done()
+
+    def local(use: str, store: Path, out: Path) -> Ended:
+        if use == "batch":
+            return apart(lambda: one_batch(store), COMMAND_S)
+        if use == "pack":
+            return ground.packed(images, store)
+        arguments: dict[str, tuple[object, ...]] = {
+            "get": (store, ID, "-o", out),
+            "drop": (store, ID),
+            "gc": (store, "--gc", "--older-than", "0s"),
+            "dry gc": (store, "--gc", "--older-than", "0s", "--dry-run"),
+            "export": (store, out, "--format", "safetensors"),
+            "merge": (out, store),
+        }
+        return commanded("store", "compact" if use.endswith("gc") else use, *arguments.get(use, (store,)))
+
+    def far(use: str, store: Path, out: Path) -> Ended:
+        url = f"file://{store}"
         arguments: dict[str, tuple[object, ...]] = {
             "gc": ("compact", url, "--gc", "--older-than", "0s"),
             "drop": ("drop", url, ID),
             "restore": ("restore", url, 1),
             "push": ("push", own, url),
-            "pull": ("pull", url, folder / "out"),
+            "pull": ("pull", url, out),
             "verify": ("verify", url),
         }
-        outcome, said = _judged(commanding("store", *arguments[use]).ended(COMMAND_S))
-        if changed := sorted(n for n, data in _contents(outside).items() ^ before.items()):
-            outcome, said = Outcome.OUTSIDE, str(changed[:2])
-        record.add(outcome, f"{use} with {name} a {kind}: {said}")
+        return commanded("store", *arguments[use])
+
+    def trial(whole: Path, begin: Begin, use: str, name: str, kind: str) -> Outcome:
+        folder = ground.fresh()
+        store, outside = folder / "bucket" / "s", folder / "outside"
+        shutil.copytree(whole, store, symlinks=True)
+        (store / name).parent.mkdir(exist_ok=True)
+        _replace(store / name, outside, kind)
+        for path in outside.rglob("*"):
+            os.utime(path, (0, 0), follow_symlinks=False)
+        before = contents(outside)
+        ended = begin(use, store, folder / "out")
+        expect_nothing_changed(outside, before)
         shutil.rmtree(folder)
-    return record
+        if use == "batch":
+            return ended.fair()
+        is_verified = ended.done()["code"] == 1 and ended.gave["out"].startswith("corrupt: ")
+        return Outcome.CLEAN_ERROR if is_verified else fair(ended)
+
+    for fault, whole, begin, strays, kinds, uses, most in (
+        ("links, pipes and devices under a store's names", sound, local, STRAYS, KINDS, USES, asked.of(24, 500)),
+        ("links under the names of a store at file://", pushed, far, URL_STRAYS, KINDS[:5], URL_USES, asked.of(8, 200)),
+    ):
+        record, ground.most = Record(fault, Kind.HOSTILE), most
+        names = [*(str(path.relative_to(whole)) for path in sorted(whole.rglob("*"))), *strays]
+        for name, kind, use in ground.some([(name, kind, use) for name in names for kind in kinds for use in uses]):
+            record.trial(f"{use} with {name} a {kind}", trial, whole, begin, use, name, kind)
+        yield record
+    ground.most = 3 if asked.is_quick else None
+    yield shared_folders(ground, sound)
+    yield current_folders(ground, images)
 
 
 def _pushed_twice(own: Path, place: Path) -> None:
     """Push a store, drop a sample and push again; in a process of its own, since the client must not be used before a fork."""
-    from bucketline.store.change.drop import drop
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.sync.push import push
 
@@ -141,10 +128,8 @@ def _pushed_twice(own: Path, place: Path) -> None:
     push(own, folder)
 
 
-def _sound_store(path: Path) -> Path:
+def sound_store(path: Path) -> Path:
     """Make a store with dropped rows and what a killed run leaves: a pending shard, a lock, a file written aside."""
-    from bucketline.store.change.drop import drop
-
     make_store(path, SAMPLES, samples_of({BUCKET: 2}, "more/"))
     drop(path, [SAMPLES[0].id])
     writer = open_writer(path, "left")
@@ -152,31 +137,6 @@ def _sound_store(path: Path) -> Path:
     writer.commit()
     writer.close()
     return path
-
-
-def _begun(use: str, store: Path, out: Path, packing: Callable[[Path], Apart]) -> Apart:
-    """Begin one use of a store in a process of its own."""
-    if use == "batch":
-        return Apart(lambda: one_batch(store))
-    if use == "pack":
-        return packing(store)
-    arguments: dict[str, tuple[object, ...]] = {
-        "get": (store, ID, "-o", out),
-        "drop": (store, ID),
-        "gc": (store, "--gc", "--older-than", "0s"),
-        "dry gc": (store, "--gc", "--older-than", "0s", "--dry-run"),
-        "export": (store, out, "--format", "safetensors"),
-        "merge": (out, store),
-    }
-    return commanding("store", "compact" if use.endswith("gc") else use, *arguments.get(use, (store,)))
-
-
-def _judged(ended: Ended) -> tuple[Outcome, str]:
-    """Judge a command, or a piece of work in this process's own Python."""
-    if ended.how is How.DONE and isinstance(ended.gave, dict):
-        is_verified = ended.gave["code"] == 1 and ended.gave["out"].startswith("corrupt: ")
-        return (Outcome.CLEAN_ERROR, "") if is_verified else judged(ended)
-    return ended.outcome, ended.said
 
 
 def _replace(path: Path, outside: Path, kind: str) -> None:
@@ -190,22 +150,19 @@ def _replace(path: Path, outside: Path, kind: str) -> None:
     if kind == "link to a folder" and is_folder:
         for name in BAIT:
             shutil.copy(outside / name, outside / "copy")
-    target = {
-        "link to a file": outside / "precious",
-        "link to nothing": outside / "nothing",
-        "link to a device": Path("/dev/zero"),
-    }
+    device = Path("/dev/zero")
+    targets = {"link to a file": outside / "precious", "link to nothing": outside / "nothing", "link to a device": device}
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
-    elif kind in target:
-        path.symlink_to(target[kind])
+    elif kind in targets:
+        path.symlink_to(targets[kind])
     else:
         path.symlink_to(outside / "copy" if is_there and (kind == "link to a copy") is not is_folder else outside)
 
 
-def _contents(folder: Path) -> dict[str, tuple[int, str]]:
+def contents(folder: Path) -> dict[str, tuple[int, str]]:
     """Return every path below a folder with its mode and its content's digest; nothing is followed or opened that waits."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -215,95 +172,78 @@ def _contents(folder: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
-def shared_folders(ground: Ground) -> Record:
+def expect_nothing_changed(outside: Path, before: dict[str, tuple[int, str]]) -> None:
+    changed = sorted(name for name, _ in contents(outside).items() ^ before.items())
+    expect(not changed, changed[:3], Outcome.OUTSIDE)
+
+
+def shared_folders(ground: Ground, sound: Path) -> Record:
     """The names at which an export, a merge or a sample is prepared are planted before, as anyone may in a shared folder."""
-    record = Record(fault="names planted in a shared folder", kind=Kind.HOSTILE)
-    sound = _sound_store(ground.fresh() / "sound")
+
+    def trial(kind: str, command: str) -> Outcome:
+        folder = ground.fresh()
+        shared, outside = folder / "shared", folder / "outside"
+        (outside / "inner").mkdir(parents=True)
+        for place in (outside, outside / "inner"):
+            (place / "precious").write_text("precious", encoding="ascii")
+        shared.mkdir(mode=0o777)
+        out = shared / "out"
+        for name in (staging_path(out), shared / ".out.merging"):
+            if kind.startswith("link"):
+                name.symlink_to(outside / ("inner" if kind == "link to a folder" else "precious"))
+                continue
+            name.mkdir()
+            (name / FILES).symlink_to(outside / "inner")
+            (name / LOCK).symlink_to(outside / "precious")
+            if kind == "another user's folder" and os.geteuid() == 0:
+                os.chown(name, 65534, 65534)
+        for pid in range(os.getpid(), os.getpid() + 200):
+            (shared / f"out.{pid}.tmp").symlink_to(outside / "precious")
+        before = contents(outside)
+        more = {"export": (sound, out, "--format", "safetensors"), "merge": (out, sound), "get": (sound, ID, "-o", out)}
+        outcome = fair(commanded("store", command, *more[command]))
+        expect_nothing_changed(outside, before)
+        expect(outcome is Outcome.COMPLETED or not os.path.lexists(out), "it was refused, and something has the name")
+        return outcome
+
+    record = Record("names planted in a shared folder", Kind.HOSTILE)
     for kind in ground.some(PLANTED):
         for command in ("export", "merge", "get"):
-            folder = ground.fresh()
-            shared, outside = folder / "shared", folder / "outside"
-            (outside / "inner").mkdir(parents=True)
-            (outside / "inner" / "precious").write_text("precious", encoding="ascii")
-            (outside / "precious").write_text("precious", encoding="ascii")
-            shared.mkdir(mode=0o777)
-            out = shared / "out"
-            for name in (staging_path(out), shared / ".out.merging"):
-                _plant(name, kind, outside)
-            for pid in range(os.getpid(), os.getpid() + 200):
-                (shared / f"out.{pid}.tmp").symlink_to(outside / "precious")
-            before = _contents(outside)
-            arguments = {
-                "export": ("export", sound, out, "--format", "safetensors"),
-                "merge": ("merge", out, sound),
-                "get": ("get", sound, ID, "-o", out),
-            }
-            outcome, said = judged(commanding("store", *arguments[command]).ended(COMMAND_S))
-            if changed := sorted(name for name, _ in _contents(outside).items() ^ before.items()):
-                outcome, said = Outcome.OUTSIDE, str(changed[:3])
-            elif outcome is Outcome.CLEAN_ERROR and os.path.lexists(out):
-                outcome, said = Outcome.DEFECT, "it was refused, and something has the name"
-            record.add(outcome, f"{command} with a {kind}: {said}")
+            record.trial(f"{command} with a {kind}", trial, kind, command)
     return record
 
 
-def _plant(path: Path, kind: str, outside: Path) -> None:
-    if kind == "link to a folder":
-        path.symlink_to(outside / "inner")
-    elif kind == "link to a file":
-        path.symlink_to(outside / "precious")
-    else:
-        path.mkdir()
-        (path / FILES).symlink_to(outside / "inner")
-        (path / LOCK).symlink_to(outside / "precious")
-        if kind == "another user's folder" and os.geteuid() == 0:
-            os.chown(path, 65534, 65534)
-
-
-def current_folders(ground: Ground) -> Record:
+def current_folders(ground: Ground, source: Path) -> Record:
     """The current folder has a module of every name that is imported: none is run, and nothing is lost."""
-    record = Record(fault="a current folder with modules of standard names", kind=Kind.HOSTILE)
-    here, canary, source = ground.fresh(), ground.folder / "ran", ground.fresh()
-    write_images(source, 2)
+    here, canary = ground.fresh(), ground.folder / "ran"
     for name in {*sys.stdlib_module_names, *MODULES, "bucketline", "store", "ingest", "loader", "train"}:
         (here / f"{name}.py").write_text(TRAP, encoding="ascii")
-    commands = {
-        "drop": lambda store: [BIN / "store", "drop", store, ID],
-        "compact": lambda store: [BIN / "store", "compact", store],
-        "verify": lambda store: [BIN / "store", "verify", store],
-        "a loader with a service": lambda store: [sys.executable, "-P", "-c", PRIVATE, store],
-        "pack": lambda store: [BIN / "ingest", "pack", source, store, "--model", ground.folder / "model"],
-    }
-    for name in ground.some(sorted(commands)):
-        store = _sound_store(ground.fresh() / "s")
+
+    def trial(name: str) -> Outcome:
+        store = sound_store(ground.fresh() / "s")
+        commands: dict[str, list[object]] = {
+            "drop": [BIN / "store", "drop", store, ID],
+            "compact": [BIN / "store", "compact", store],
+            "verify": [BIN / "store", "verify", store],
+            "a loader with a service": [sys.executable, "-P", "-c", PRIVATE, store],
+            "pack": [BIN / "ingest", "pack", source, store, "--model", ground.folder / "model"],
+        }
         environment = {**os.environ, "BUCKETLINE_CANARY": str(canary), "OMP_NUM_THREADS": "1"}
-        command = [str(word) for word in commands[name](store)]
+        command, null = [str(word) for word in commands[name]], subprocess.DEVNULL
         try:
             ran = subprocess.run(
-                command,
-                cwd=here,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=2 * COMMAND_S,
+                command, cwd=here, env=environment, stdin=null, capture_output=True, check=False, timeout=2 * COMMAND_S
             )
-        except subprocess.TimeoutExpired:
-            record.add(Outcome.HANG, name)
-            continue
-        if canary.exists():
-            canary.unlink()
-            record.add(Outcome.OUTSIDE, f"{name}: a module of the current folder was run")
-        elif ran.returncode not in (0, 1) or "Traceback" in ran.stderr or (ran.returncode and name != "pack"):
-            record.add(Outcome.DEFECT, f"{name} ended with {ran.returncode}: {ran.stderr[-300:]}")
-        else:
-            record.add(*_nothing_lost(store, name))
+        except subprocess.TimeoutExpired as error:
+            raise Wrong("it had not ended") from error
+        expect(not canary.exists(), "a module of the current folder was run", Outcome.OUTSIDE)
+        is_right = ran.returncode in ((0, 1) if name == "pack" else (0,)) and b"Traceback" not in ran.stderr
+        expect(is_right, f"it ended with {ran.returncode}: {ran.stderr[-300:]!r}")
+        is_there = "left.png" in ids_of(store) or (store / "pending" / "left.lmdb").exists()  # what a killed run had committed
+        expect(is_there, "lost: left.png")
+        return Outcome.COMPLETED
+
+    record = Record("a current folder with modules of standard names", Kind.HOSTILE)
+    for name in ground.some(["drop", "compact", "verify", "a loader with a service", "pack"]):
+        record.trial(name, trial, name)
     return record
-
-
-def _nothing_lost(store: Path, name: str) -> tuple[Outcome, str]:
-    """Look for the sample that a killed run had committed: adopted, or still pending."""
-    bucket = Store.open(store).bucket(BUCKET)
-    is_there = "left.png" in bucket.sample_ids(np.arange(bucket.num_rows)) or (store / "pending" / "left.lmdb").exists()
-    return (Outcome.COMPLETED, "") if is_there else (Outcome.LOST, f"{name}: left.png")

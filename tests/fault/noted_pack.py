@@ -1,17 +1,25 @@
-"""Be `ingest pack`, or a rank of it, that commits after every image and writes down what it has committed. Not a test.
+"""`ingest pack` in ranks to which something happens at a given moment, and that note what they have committed. Not a test.
 
-Arguments: a file, which gets `.RANK` and then the ids of the samples whose commit has returned; a failure; and what
-`ingest` is told. The failure is `-` for none, or `RANK:MOMENT:NAME`: what happens to that rank, and when. A moment is a
-name below and `:N` for the N-th call of its function, otherwise the first, before it, or after it if `+` follows.
+`python -m tests.fault.noted_pack RUN... -- ASKED...` runs what `ingest` is told, `{}` being the store and `RANK` the rank, for
+each run: a store, a number of ranks and a failure, `s,3,1:row:20:kill`. It prints a JSON list: of each run the ranks' exit
+codes, null of a rank that had to be killed after some minutes, and what they wrote to stdout and stderr. The encoders are
+imported once. Each rank commits after every image; the ids of what it has committed are in `STORE.committed.RANK`, or, of a
+store in a bucket, in the file that the variable NOTES names, with the rank. Under a launcher, which sets RANK, it is that rank
+itself: `NOTES FAILURE -- ASKED...`.
+
+A failure is `-` for none, or `RANK:MOMENT:NAME`: what happens to that rank, and when. A moment is a name below and `:N` for the
+N-th call of its function, otherwise the first, before it, or after it if `+` follows.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,6 +30,10 @@ from typing import Any, NoReturn
 import lmdb
 
 from bucketline.errors import ModelError
+from tests.commands import kept_port
+from tests.fault.ground import import_for_packs
+
+HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look hung
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),
@@ -34,9 +46,9 @@ MOMENTS = {
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
     "finish": ("bucketline.ingest.pack", "finish"),
-    "publish": ("bucketline.store.write.target", "publish"),
+    "publish": ("bucketline.store.write.publish", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
-    "send": ("bucketline.store.transfer.upload", "Uploader._send"),
+    "send": ("bucketline.store.transfer.files", "Uploader._send"),
     "note": ("bucketline.store.transfer.sender", "note_description"),
     "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
     "url-commit": ("bucketline.store.change.commit", "commit"),
@@ -45,22 +57,20 @@ MOMENTS = {
 }
 
 
-def full_disk() -> NoReturn:
-    raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+
+def failing_with(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 def full_for_sealing() -> None:
     """Have the disk refuse whatever is sealed from now on."""
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
-    sealing._write_anew = lambda *_: full_disk()
-
-
-def defect() -> NoReturn:
-    raise RuntimeError("nobody expects this")
-
-
-def bad_model() -> NoReturn:
-    raise ModelError("the model is not as on the other ranks")
+    sealing._write_anew = failing_with(FULL)
 
 
 NOTED = threading.Event()  # a signal has come to the thread that hears signals
@@ -90,10 +100,10 @@ def two_ctrl_c() -> None:
 
 
 FAILURES: dict[str, Callable[[], object]] = {
-    "disk": full_disk,
+    "disk": failing_with(FULL),
     "sealing": full_for_sealing,
-    "defect": defect,
-    "model": bad_model,
+    "defect": failing_with(RuntimeError("nobody expects this")),
+    "model": failing_with(ModelError("the model is not as on the other ranks")),
     "term": lambda: signal_to_process(signal.SIGTERM),
     "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,
@@ -196,7 +206,39 @@ def ended_within(child: int, limit_s: float) -> int | None:
     return None
 
 
+def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None) -> dict[str, Any]:
+    """Run the ranks to their ends; `notes`, or else STORE.committed, is what the names of their notes begin with."""
+    exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
+    exchange.CHECK_S = (0.0, 0.0)  # at every image; the images here take milliseconds
+    with kept_port() as port, tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        notes = notes or f"{asked[2].removeprefix('file://')}.committed"
+        children = [
+            fork_pack([part.replace("RANK", str(rank)) for part in asked], notes, Path(folder, f"{rank}"), failure, rank)
+            for rank in range(num_ranks)
+        ]
+        until = time.monotonic() + HUNG_S
+        codes = [ended_within(child, max(0.0, until - time.monotonic())) for child in children]
+        said = [
+            [Path(folder, f"{rank}.{to}").read_text(encoding="utf-8") for rank in range(num_ranks)] for to in ("out", "err")
+        ]
+    return {"codes": codes, "out": said[0], "err": said[1]}
+
+
+def main() -> int:
+    at = sys.argv.index("--")
+    given, asked = sys.argv[1:at], sys.argv[at + 1 :]
+    if "RANK" in os.environ:
+        for imported in ("bucketline.ingest.cli", "bucketline.ingest.pack"):  # while it imports, it ends as any process does
+            importlib.import_module(imported)
+        return be_rank(int(os.environ["RANK"]), given[0], given[1], asked)
+    import_for_packs()
+    runs = []
+    for store, num_ranks, failure in (one.split(",") for one in given):
+        runs.append(run(int(num_ranks), failure, [part.format(store) for part in asked], os.environ.get("NOTES")))
+    print(json.dumps(runs))
+    return 0
+
+
 if __name__ == "__main__":
-    for imported in ("bucketline.ingest.cli", "bucketline.ingest.pack"):  # while it imports, a rank ends as any process does
-        importlib.import_module(imported)
-    sys.exit(be_rank(int(os.environ.get("RANK", "0")), sys.argv[1], sys.argv[2], sys.argv[3:]))
+    sys.exit(main())

@@ -11,17 +11,19 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.commands import ROOT
+from bucketline.store import Store
+from tests.commands import ROOT, call, spawn
+from tests.fault.packs import expect_kept, name_of, write_shards
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.shim import NoCompilerError, built
+from tests.kit import FORMS
 
-RUN, SHARDS = 7, 3
+RUN, SHARDS, DROPPED = 7, 3, (1, 4, 20)
 MARKS = "marks"
 
 
@@ -156,22 +158,14 @@ def _rename(names: dict[str, File | None], path: str, file: File | None, *, is_t
 
 def be_run(folder: Path, form: str) -> None:
     """Be the run: write shards, then drop, compact, and write once more; each promise is told in a file of the folder."""
-    from bucketline.store import Store
-    from bucketline.store.cli import main
-    from tests.fault.killed_packs import name_of, write_shards
-    from tests.kit import FORMS
-
     store = folder / "s"
     marks = os.open(folder / MARKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     write_shards(store, RUN, marks, SHARDS, FORMS[form])
-    dropped = [name_of(RUN, number) for number in (1, 4, 20)]
-    os.write(marks, b"dropping 1,4,20\n")
-    for command in (["drop", str(store), *dropped], ["compact", str(store), "--gc"]):
-        if main(command):
-            raise ValueError(f"{command} failed")
+    os.write(marks, f"dropping {','.join(map(str, DROPPED))}\n".encode())
+    for command in (["drop", store, *(name_of(RUN, number) for number in DROPPED)], ["compact", store, "--gc"]):
+        call("store", *command).done()
     os.write(marks, b"compacted 0\n")
-    if Store.open(store).manifest.samples == 0:
-        raise ValueError("nothing was written")
+    assert Store.open(store).manifest.samples
     write_shards(store, RUN + 1, marks, 1, FORMS[form])
 
 
@@ -183,84 +177,58 @@ def recorded_run(folder: Path, form: str) -> list[Change]:
     """
     shim, root, log = built(folder), folder / "run", folder / "log"
     root.mkdir()
-    environment = {"LD_PRELOAD": str(shim), "FAULT_ROOT": str(root), "FAULT_LOG": str(log)}
-    subprocess.run(
-        [sys.executable, "-m", "tests.fault.power_loss", root, form],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        check=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    under = {"LD_PRELOAD": str(shim), "FAULT_ROOT": str(root), "FAULT_LOG": str(log)}
+    spawn([sys.executable, "-m", "tests.fault.power_loss", root, form], PYTHONPATH=str(ROOT), **under).done()
     return read_log(log)
 
 
-def promised(marks: bytes) -> dict[str, int]:
-    """Return the samples that must be there, with their numbers, by what the run had told."""
-    from tests.fault.killed_packs import name_of
-
+def promised(disk: Disk) -> dict[str, int]:
+    """Return the samples that must be there, with their numbers, by what the run had told: to a person, who has no disk."""
+    file = disk.names.get(f"{disk.root}/{MARKS}")
+    told = b"" if file is None else file.after_loss(random.Random(), 1.0)
     run, expected = RUN, dict[str, int]()
-    for line in marks.decode().splitlines():
+    for line in told.decode().splitlines():
         what, _, numbers = line.partition(" ")
         if what == "dropping":
             for number in numbers.split(","):
                 expected.pop(name_of(RUN, int(number)))
-            continue
-        if what == "compacted":
+        elif what == "compacted":
             run += 1
         elif what == "commit":
-            left = set(expected)
-            expected |= {name_of(run, number): number for number in range(int(numbers)) if name_of(run, number) not in left}
+            more = {name_of(run, number): number for number in range(int(numbers))}
+            expected = more | expected
     return expected
 
 
 def losses(asked: Asked) -> Iterator[Record]:
     """Have the power fail at instants drawn from one run on a store of images, and one on a store of columns of any kind."""
-    yield from losses_of("images", asked, asked.of(8, 150))
-    yield from losses_of("columns", asked, asked.of(8, 75))
+    draw = random.Random(asked.seed)
+    for form, count in (("images", asked.of(8, 150)), ("columns", asked.of(8, 75))):
+        where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
+        strict = Record(f"power loss{where}: what was synced is kept, nothing else", Kind.DISK)
+        some = Record(f"power loss{where}: some of what was not synced is kept too", Kind.DISK)
+        folder.mkdir()
+        try:
+            changes = recorded_run(folder, form)
+        except NoCompilerError as error:
+            strict.not_run = some.not_run = str(error)
+            changes = []
+        disk, at, left = Disk(root=str(folder / "run")), 0, folder / "left"
 
-
-def losses_of(form: str, asked: Asked, count: int) -> Iterator[Record]:
-    """Have the power fail at instants drawn from one run on a store of a form."""
-    from tests.fault.killed_packs import fault_of
-    from tests.kit import FORMS
-
-    where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
-    strict = Record(fault=f"power loss{where}: what was synced is kept, nothing else", kind=Kind.DISK)
-    some = Record(fault=f"power loss{where}: some of what was not synced is kept too", kind=Kind.DISK)
-    folder.mkdir()
-    try:
-        changes = recorded_run(folder, form)
-    except NoCompilerError as error:
-        strict.not_run = some.not_run = str(error)
-        yield from (strict, some)
-        return
-    draw, root = random.Random(asked.seed), str(folder / "run")
-    instants = sorted(draw.sample(range(1, len(changes) + 1), min(len(changes), count)))
-    disk, at = Disk(root=root), 0
-    for instant in instants:
-        for change in changes[at:instant]:
-            disk.take(change)
-        at = instant
-        for record in (strict, some):
-            left = folder / "left"
+        def trial(*, is_strict: bool, form: str = form, disk: Disk = disk, left: Path = left) -> Outcome:
             shutil.rmtree(left, ignore_errors=True)
-            disk.after_loss(left, draw, is_strict=record is strict)
+            disk.after_loss(left, draw, is_strict=is_strict)
             (left / "s").mkdir(exist_ok=True)
-            wrong = fault_of(left / "s", folder / "copy", promised(_marks(disk)), FORMS[form])
-            record.add(Outcome.LOST if wrong else Outcome.RECOVERED, f"after change {instant} of {len(changes)}: {wrong}")
-    yield from (strict, some)
+            expect_kept(left / "s", left.with_name("copy"), promised(disk), FORMS[form])
+            return Outcome.RECOVERED
 
-
-def _marks(disk: Disk) -> bytes:
-    """Return what the run had told: to a person, who has no disk."""
-    file = disk.names.get(f"{disk.root}/{MARKS}")
-    if file is None:
-        return b""
-    told = bytearray(file.durable)
-    for change in file.waiting:
-        _apply(told, *change)
-    return bytes(told)
+        for instant in sorted(draw.sample(range(1, len(changes) + 1), min(len(changes), count))):
+            for change in changes[at:instant]:
+                disk.take(change)
+            at = instant
+            for record in (strict, some):
+                record.trial(f"after change {instant} of {len(changes)}", trial, is_strict=record is strict)
+        yield from (strict, some)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,27 @@
-"""The record of a fault that was tried: how often, and the outcome of each trial."""
+"""What came of the faults that were tried: an outcome for each trial, a record for each fault, and the page docs/faults.md."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import subprocess
+import sys
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from tests.commands import ROOT
 
 COLUMNS_TOO = ", of a store of columns"
 MAX_SAID = 10  # of what went wrong, in one record
+TEXT = Path(__file__).with_name("page.md")
+ONE = "python -m pytest tests/fault/test_faults.py"
+PACKAGES = ("lmdb", "msgpack", "numpy", "safetensors", "torch", "diffusers", "pillow", "xxhash")
 
 
 class Outcome(StrEnum):
@@ -38,18 +49,27 @@ WORDS = {  # of a failure's message, and what it then is
     "found nothing": Outcome.WRONG,
     "differs": Outcome.WRONG,
     "not what it was": Outcome.WRONG,
-    "samples that nobody damaged": Outcome.LOST,
     "faults:": Outcome.WRONG,
 }
 
 
-def outcome_of(failure: str) -> Outcome:
-    """Classify a failure by its message."""
-    return next((outcome for word, outcome in WORDS.items() if word in failure), Outcome.DEFECT)
+class Wrong(Exception):  # noqa: N818 - it is no error of the tests
+    """A trial that ended as it must not. Without an outcome, its words tell which."""
+
+    def __init__(self, said: str, outcome: Outcome | None = None) -> None:
+        super().__init__(said)
+        found = (outcome for word, outcome in WORDS.items() if word in said)
+        self.outcome = outcome or next(found, Outcome.DEFECT)
+
+
+def expect(is_right: object, said: object, outcome: Outcome | None = None) -> None:
+    """Raise `Wrong` unless something is so."""
+    if not is_right:
+        raise Wrong(str(said), outcome)
 
 
 class Kind(StrEnum):
-    """The outcome of a trial, as counted in the totals."""
+    """The kind of a fault, as counted in the totals."""
 
     KILL = "kill"
     FLIP = "flip"
@@ -59,7 +79,10 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-@dataclass(slots=True, kw_only=True)
+LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
+
+
+@dataclass(slots=True)
 class Record:
     """One fault."""
 
@@ -73,15 +96,21 @@ class Record:
     def trials(self) -> int:
         return self.counts.total()
 
-    @property
-    def bad(self) -> int:
-        return sum(count for outcome, count in self.counts.items() if outcome not in GOOD)
-
     def add(self, outcome: Outcome, said: str = "", count: int = 1) -> None:
         """Count trials; `said` is kept of those that ended as they should not."""
         self.counts[outcome] += count
         if outcome not in GOOD and len(self.said) < MAX_SAID:
             self.said.append(f"{outcome}: {said}"[:600])
+
+    def trial(self, what: object, function: Callable[..., Outcome], *args: Any, **more: Any) -> None:
+        """Try once: the function returns a good outcome, or raises `Wrong`; any other exception is a defect."""
+        try:
+            self.add(function(*args, **more))
+        except Wrong as wrong:
+            self.add(wrong.outcome, f"{what}: {wrong}")
+        except Exception as error:  # noqa: BLE001 - it is what is counted here
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self.add(Outcome.DEFECT, f"{what}: {error!r:.400} in {where.name}, {where.filename}:{where.lineno}")
 
     def merge(self, other: Record) -> None:
         """Add the trials of the same fault in another round."""
@@ -101,14 +130,6 @@ class Record:
         return cls(**{**document, "kind": Kind(document["kind"]), "counts": counts})
 
 
-def recorded(fault: str, kind: Kind, good: Mapping[Outcome, int], failures: Iterable[str]) -> Record:
-    """Make a record of trials that went well, and of messages of those that did not."""
-    record = Record(fault=fault, kind=kind, counts=Counter({outcome: count for outcome, count in good.items() if count > 0}))
-    for failure in failures:
-        record.add(outcome_of(failure), failure)
-    return record
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """The arguments of a family of faults."""
@@ -122,16 +143,57 @@ class Asked:
         return quick if self.is_quick else full
 
 
-def table(records: Iterable[Record]) -> list[list[str]]:
-    """Return a header, a line a fault, and a line of totals; a fault that could not be tried says why."""
-    outcomes = list(Outcome)
-    lines = [["fault", "kind", "trials", *outcomes]]
-    total: Counter[Outcome] = Counter()
+def table(records: Iterable[Record]) -> list[str]:
+    """Return a header, a line a fault, and a line of totals, in Markdown; a fault that could not be tried says why."""
+    lines, total = [["fault", "kind", "trials", *Outcome], ["---", "---", *["--:"] * (1 + len(Outcome))]], Counter[Outcome]()
     for record in records:
         if record.not_run is not None and not record.trials:
-            lines.append([record.fault, record.kind, f"not tried: {record.not_run}", *[""] * len(outcomes)])
+            lines.append([record.fault, record.kind, f"not tried: {record.not_run}", *[""] * len(Outcome)])
             continue
         total += record.counts
-        lines.append([record.fault, record.kind, str(record.trials), *(str(record.counts[o]) for o in outcomes)])
-    lines.append(["all", "", str(total.total()), *(str(total[o]) for o in outcomes)])
-    return lines
+        lines.append([record.fault, record.kind, str(record.trials), *(str(record.counts[o]) for o in Outcome)])
+    lines.append(["all", "", str(total.total()), *(str(total[o]) for o in Outcome)])
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _trials(records: Sequence[Record], kind: Kind) -> int:
+    return sum(record.trials for record in records if record.kind is kind)
+
+
+def shortfalls(records: Sequence[Record]) -> list[str]:
+    """Return which kinds of faults were tried less often than they are to be."""
+    return [
+        f"{found} trials of the kind '{kind}', expected {least} or more"
+        for kind, least in LEAST.items()
+        if (found := _trials(records, kind)) < least
+    ]
+
+
+def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: float, took_s: float) -> None:
+    """Write the text of `page.md`, with what was tried and what came of it."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    git = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    again = f"make torture SEED={seed}" + (f" MINUTES={minutes:g}" if minutes else "")
+    totals = ", ".join(f"{_trials(records, kind)} of the kind *{kind}*" for kind in Kind)
+    bad = ", ".join(f"{sum(record.counts[o] for record in records)} of *{o}*" for o in Outcome if o not in GOOD)
+    lines = [
+        f"Seed {seed}, {took_s / 60:.0f} minutes, commit {commit}, on {system}, {versions}.",
+        "",
+        f"Again: `{again}`; one family of faults: `{ONE} --long --seed {seed} -k NAME-`.",
+        "",
+        f"Tried: {totals}. Came of it: {bad}.",
+        "",
+        *table(records),
+    ]
+    if wrong := [f"- {record.fault}: {_in_a_line(said)}" for record in records for said in record.said]:
+        lines += ["", "## What went wrong", "", *wrong]
+    path.write_text(TEXT.read_text(encoding="utf-8").replace("{{tried}}", "\n".join(lines)), encoding="utf-8")
+
+
+def _in_a_line(said: str) -> str:
+    """Return what a trial said without line breaks, and without the folders of the machine that it was on."""
+    for folder in (sys.prefix, str(ROOT)):
+        said = said.replace(folder, "…")
+    return " | ".join(line.strip() for line in said.splitlines())

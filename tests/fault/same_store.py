@@ -28,19 +28,24 @@ class Comparison:
 
 def compare(path: Path, whole_path: Path) -> Comparison:
     """Read both stores to the last row."""
-    store, whole = Store.open(path), Store.open(whole_path)
+    store = Store.open(path)
     faults = [f"{path} is damaged: {fault}" for fault in verify(store, lambda _: None, 1).corrupt]
     found, twice = _samples(store)
-    expected, _ = _samples(whole)
+    expected, _ = _samples(Store.open(whole_path))
     faults += [f"{sample_id} is there twice" for sample_id in twice]
-    faults += [f"{sample_id} is missing" for sample_id in sorted(set(expected) - set(found))]
-    faults += [f"{sample_id} is in no other store" for sample_id in sorted(set(found) - set(expected))]
-    both = sorted(set(found) & set(expected))
-    faults += [f"{i} is in {found[i][0]}, expected {expected[i][0]}" for i in both if found[i][0] != expected[i][0]]
-    same = [i for i in both if found[i][0] == expected[i][0]]
-    difference = {i: float(np.abs(found[i][1].astype("f4") - expected[i][1].astype("f4")).max()) for i in same}
-    faults += [f"{i} has a latent that differs by {value}" for i, value in difference.items() if value > TOLERANCE]
-    return Comparison(samples=len(same), largest_difference=max(difference.values(), default=0.0), faults=faults)
+    faults += [f"{sample_id} is missing" for sample_id in sorted(expected.keys() - found.keys())]
+    faults += [f"{sample_id} is in no other store" for sample_id in sorted(found.keys() - expected.keys())]
+    largest, samples = 0.0, 0
+    for sample_id in sorted(expected.keys() & found.keys()):
+        (bucket, latent), (wanted, whole) = found[sample_id], expected[sample_id]
+        if bucket != wanted:
+            faults.append(f"{sample_id} is in {bucket}, expected {wanted}")
+            continue
+        samples, difference = samples + 1, float(np.abs(latent.astype("f4") - whole.astype("f4")).max())
+        largest = max(largest, difference)
+        if difference > TOLERANCE:
+            faults.append(f"{sample_id} has a latent that differs by {difference}")
+    return Comparison(samples=samples, largest_difference=largest, faults=faults)
 
 
 def _samples(store: Store) -> tuple[dict[str, tuple[str, NDArray[Any]]], list[str]]:

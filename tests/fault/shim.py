@@ -31,22 +31,16 @@ class Operation(IntEnum):
     CHANGE = 3  # whatever a file system that became read-only refuses
 
 
+FAILURES = (
+    ("EIO on fsync", Operation.SYNC, errno.EIO),
+    ("a disk that is full from some write on", Operation.WRITE, errno.ENOSPC),
+    ("EIO on write", Operation.WRITE, errno.EIO),
+    ("a disk that turns read-only", Operation.CHANGE, errno.EROFS),
+)
+
+
 class NoCompilerError(Exception):
     """The shim cannot be compiled here."""
-
-
-def compiler() -> list[str]:
-    """Return the C compiler's command.
-
-    Raises:
-        NoCompilerError: if there is none.
-    """
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return [name]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc"]
-    raise NoCompilerError("no C compiler: neither cc nor the package ziglang (run `make torture`, which installs it)")
 
 
 def built(folder: Path) -> Path:
@@ -55,10 +49,12 @@ def built(folder: Path) -> Path:
     Raises:
         NoCompilerError: if that is not possible.
     """
+    compiler = next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), [sys.executable, "-m", "ziglang", "cc"])
+    if len(compiler) > 1 and not importlib.util.find_spec("ziglang"):
+        raise NoCompilerError("no C compiler: neither cc nor the package ziglang (run `make torture`, which installs it)")
     path = folder / "disk_shim.so"
-    done = subprocess.run(
-        [*compiler(), "-O1", "-shared", "-fPIC", "-o", path, SOURCE, "-ldl"], capture_output=True, text=True, check=False
-    )
+    options = ["-O1", "-shared", "-fPIC", "-o", str(path), str(SOURCE), "-ldl"]
+    done = subprocess.run([*compiler, *options], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise NoCompilerError(f"the shim does not compile: {done.stderr.strip()[-200:]}")
     return path
@@ -71,7 +67,7 @@ def records_under_shim(function: str, asked: Asked, fault: str) -> Iterator[Reco
     try:
         shim = built(asked.folder)
     except NoCompilerError as error:
-        yield Record(fault=fault, kind=Kind.DISK, not_run=str(error))
+        yield Record(fault, Kind.DISK, not_run=str(error))
         return
     yield from records_of(function, under, fault, {"LD_PRELOAD": str(shim)})
 
@@ -80,11 +76,6 @@ class Shim:
     """The shim that this process runs under."""
 
     def __init__(self) -> None:
-        """Find it.
-
-        Raises:
-            AttributeError: if this process does not run under it.
-        """
         self._library = ctypes.CDLL(None)
         self._library.fault_count.restype = ctypes.c_long
         self._library.fault_arm.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -114,11 +105,3 @@ class Shim:
     def shift_clock(self, seconds: int) -> None:
         """Set the clock of this process."""
         self._library.fault_clock(seconds)
-
-
-FAILURES = (
-    ("EIO on fsync", Operation.SYNC, errno.EIO),
-    ("a disk that is full from some write on", Operation.WRITE, errno.ENOSPC),
-    ("EIO on write", Operation.WRITE, errno.EIO),
-    ("a disk that turns read-only", Operation.CHANGE, errno.EROFS),
-)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,103 +17,91 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
+from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
 from tests.commands import call, spawn
 from tests.every_reader import everything
-from tests.kit import add, edit_json, flip_bit, make_sample, make_store, open_writer, samples_of
+from tests.fault.hostile_files import put
+from tests.kit import add, edit_json, flip_bit, make_sample, make_store, open_writer, rewrite_manifest, samples_of
 
 BUCKET = "train/64x64"
+MISSING = r"(is missing|cannot be read: No such file)"
+FOREIGN = r"(belongs to another shard|has the digest)"
+NO_FILE = "manifest.json cannot be read: it is a pipe, a device or a folder"
+LMDB, EXTENTS, INDEX, MANIFEST = "shards/g0.lmdb", "shards/g0.extents", "shards/g0.index", "manifest.json"
 
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def other_store(store: Path, kind: str) -> None:
-    theirs = make_store(store.parent / "theirs", samples_of({BUCKET: 9}))  # of the same length
-    shutil.copy(theirs.path / "shards" / f"g0.{kind}", store / "shards" / f"g0.{kind}")
+def another(path: Path) -> None:
+    theirs = make_store(path.parents[2] / "theirs", samples_of({BUCKET: 9}))  # of the same length
+    shutil.copy(theirs.path / "shards" / path.name, path)
 
 
-def lie_about_size(store: Path) -> None:
-    """Let the first block's header claim 64 bytes more than it has."""
-    shard = Store.open(store).shards[0]
-    at = int(shard.block_ranges(BUCKET, np.array([0])).offset[0])
-    data = bytearray(shard.paths.lmdb.read_bytes())
-    data[at : at + 8] = (int.from_bytes(data[at : at + 8], "little") + 64).to_bytes(8, "little")
-    shard.paths.lmdb.write_bytes(data)
-
-
-def pipe(path: Path) -> None:
+def instead(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
-    os.mkfifo(path)
+    make(path)
 
 
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+pipe, folder = partial(instead, make=os.mkfifo), partial(instead, make=Path.mkdir)
+BAD: tuple[tuple[str, Callable[[Path], None], str], ...] = (
+    (MANIFEST, partial(edit_json, format_version=6), "has format version 6, expected 1"),
+    (MANIFEST, partial(edit_json, max_captions=9), "manifest.json is damaged"),
+    (MANIFEST, partial(edit_json, rules={}), "damaged or was edited by hand: its digest is"),
+    (MANIFEST, pipe, NO_FILE),
+    (MANIFEST, folder, NO_FILE),
+    *((name, Path.unlink, rf"{Path(name).name} {MISSING}") for name in (LMDB, EXTENTS, INDEX)),
+    *((name, another, rf"{Path(name).name} {FOREIGN}") for name in (LMDB, EXTENTS, INDEX)),
+    (LMDB, truncate, r"g0.lmdb has \d+ bytes(, the manifest says| instead of)"),
+    (EXTENTS, truncate, r"g0.extents has \d+ bytes, the manifest says"),
+    (LMDB, pipe, "g0.lmdb (cannot be (opened|read): it is a pipe|has 0 bytes instead of)"),
+    (EXTENTS, pipe, "g0.extents cannot be read: it is a pipe"),
+    (LMDB, folder, "g0.lmdb"),
+)
 
 
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "newer": (
-        lambda s: edit_json(s / "manifest.json", format_version=6),
-        "has format version 6, expected 1",
-    ),
-    "edited": (lambda s: edit_json(s / "manifest.json", max_captions=9), "manifest.json is damaged"),
-    "edited digest": (lambda s: edit_json(s / "manifest.json", rules={}), "damaged or was edited by hand: its digest is"),
-    "no shard": (lambda s: (s / "shards/g0.lmdb").unlink(), r"g0.lmdb (is missing|cannot be read: No such file)"),
-    "no extents": (lambda s: (s / "shards/g0.extents").unlink(), r"g0.extents (is missing|cannot be read: No such file)"),
-    "no index": (lambda s: (s / "shards/g0.index").unlink(), r"g0.index (is missing|cannot be read: No such file)"),
-    "truncated": (lambda s: truncate(s / "shards/g0.lmdb"), r"g0.lmdb has \d+ bytes(, the manifest says| instead of)"),
-    "truncated extents": (lambda s: truncate(s / "shards/g0.extents"), r"g0.extents has \d+ bytes, the manifest says"),
-    "another's shard": (lambda s: other_store(s, "lmdb"), r"g0.lmdb (belongs to another shard|has the digest)"),
-    "another's extents": (lambda s: other_store(s, "extents"), r"g0.extents (belongs to another shard|has the digest)"),
-    "another's index": (lambda s: other_store(s, "index"), r"g0.index (belongs to another shard|has the digest)"),
-    "a pipe": (lambda s: pipe(s / "shards/g0.lmdb"), "g0.lmdb (cannot be (opened|read): it is a pipe|has 0 bytes instead of)"),
-    "a pipe for extents": (
-        lambda s: pipe(s / "shards/g0.extents"),
-        "g0.extents cannot be read: it is a pipe",
-    ),
-    "a pipe for a manifest": (
-        lambda s: pipe(s / "manifest.json"),
-        "manifest.json cannot be read: it is a pipe, a device or a folder",
-    ),
-    "a folder for a manifest": (
-        lambda s: folder(s / "manifest.json"),
-        "manifest.json cannot be read: it is a pipe, a device or a folder",
-    ),
-    "a folder for a shard": (lambda s: folder(s / "shards/g0.lmdb"), "g0.lmdb"),
-}
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make_store(tmp_path / "s", samples_of({BUCKET: 9}))
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_store_is_named_by_readers_and_by_verify_and_leaves_others_alone(name: str, tmp_path: Path) -> None:
-    sound = make_store(tmp_path / "sound", samples_of({BUCKET: 9}))
-    expected = everything(sound)
-    shutil.copytree(sound.path, tmp_path / "bad")
-    damage, message = BAD[name]
-    damage(tmp_path / "bad")
+@pytest.mark.parametrize(("name", "damage", "message"), BAD)
+def test_a_bad_store_is_named_by_readers_and_by_verify_and_leaves_others_alone(
+    name: str, damage: Callable[[Path], None], message: str, store: Store, tmp_path: Path
+) -> None:
+    expected = everything(store)
+    bad = tmp_path / "bad"
+    shutil.copytree(store.path, bad)
+    damage(bad / name)
     with pytest.raises(StoreError, match=message):
-        everything(Store.open(tmp_path / "bad"))
-    told = call("store", "verify", tmp_path / "bad")
+        everything(Store.open(bad))
+    told = call("store", "verify", bad)
     assert told.code == 1
     assert "Traceback" not in told.err
     assert re.search(message, told.out + told.err), told.out + told.err
-    assert everything(sound) == everything(Store.open(sound.path)) == expected
+    assert everything(store) == everything(Store.open(store.path)) == expected
 
 
-def test_a_block_whose_header_lies_about_its_size_is_named_by_its_place(tmp_path: Path) -> None:
-    make_store(tmp_path / "s", samples_of({BUCKET: 9}))
-    lie_about_size(tmp_path / "s")
-    found = call("store", "verify", tmp_path / "s", "--json").json["corrupt"]
+def test_a_flip_that_only_changes_how_a_number_is_spelt_is_found(store: Store) -> None:
+    """1e-05 and 1E-05 are one number: such a manifest has the right digest."""
+    path = store.path / MANIFEST
+    rewrite_manifest(store.path, rules={"val_fraction": 1e-05})
+    flip_bit(path, 8 * path.read_bytes().index(b"1e-05") + 8 + 5)
+    assert b"1E-05" in path.read_bytes()
+    (fault,) = verify(Store.open(store.path), lambda _: None).corrupt
+    assert "manifest.json differs in its bytes from what was written, though its content is the same" in fault.error
+
+
+def test_a_block_whose_header_lies_about_its_size_is_named_by_its_place(store: Store) -> None:
+    shard = store.shards[0]
+    at, data = int(shard.block_ranges(BUCKET, np.array([0])).offset[0]), shard.paths.lmdb.read_bytes()
+    claimed = int.from_bytes(data[at : at + 8], "little") + 64
+    shard.paths.lmdb.write_bytes(put(data, at, claimed.to_bytes(8, "little")))
+    found = call("store", "verify", store.path, "--json").json["corrupt"]
     assert [(fault["bucket"], fault["block"]) for fault in found] == [(None, None), (BUCKET, 0)]
     assert "its header" in found[1]["error"]
-
-
-def test_a_path_that_is_a_file_is_no_store(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x", encoding="ascii")
-    for command in ("info", "verify"):
-        told = call("store", command, tmp_path / "file")
-        assert (told.code, "is not a store: it is a file; name a store's folder" in told.err) == (1, True)
 
 
 def test_damage_to_samples_with_long_or_odd_ids_is_named_by_them(tmp_path: Path) -> None:
@@ -130,75 +118,52 @@ def test_damage_to_samples_with_long_or_odd_ids_is_named_by_them(tmp_path: Path)
     assert "Traceback" not in plain.err
 
 
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named_by_writers_and_none_of_readers_concern(error: int, tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", samples_of({BUCKET: 9}))
-    script = f"""
-from pathlib import Path
-from tests.constrained import refuse_locks
-from tests.every_reader import everything
-from tests.kit import open_writer
-from bucketline.errors import StoreError
-from bucketline.store import Store
-from bucketline.store.write.publish import lock_store
-refuse_locks({error})
-store = Path({str(store.path)!r})
-print(len(everything(Store.open(store))))
-for take in (lambda: lock_store(store), lambda: open_writer(store, "new")):
-    try:
-        take()
-    except StoreError as error:
-        print(error)
-"""
-    ran = spawn([sys.executable, "-c", script]).done()
-    read, *refused = ran.out.splitlines()
-    assert int(read) == len(everything(store))
-    assert len(refused) == 2
-    for line in refused:
-        assert "this file system has no advisory locks" in line
-        assert "put the store on one that has" in line
-    assert not list((store.path / "pending").glob("new.lmdb"))
-
-
-def test_a_store_that_may_not_be_written_is_read_verified_and_clear_to_who_writes(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", samples_of({BUCKET: 9}))
-    script = f"""
+SCRIPT = """
 import json, sys
 from pathlib import Path
+from tests import constrained
 from tests.commands import call
-from tests.constrained import obey_permissions
 from tests.every_reader import everything
 from tests.kit import open_writer
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.write.publish import lock_store
-obey_permissions()
-store = Path({str(store.path)!r})
-said = []
+constrained.{limit}
+store, said = Path(sys.argv[1]), []
 for take in (lambda: lock_store(store), lambda: open_writer(store, "new")):
     try:
         take()
     except StoreError as error:
         said.append(str(error))
-print(json.dumps([len(everything(Store.open(store))), call("store", "verify", store).code, said]))
+print(json.dumps({{"read": len(everything(Store.open(store))), "verified": call("store", "verify", store).code, "said": said}}))
 """
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (f"refuse_locks({errno.ENOLCK})", r"this file system has no advisory locks.*put the store on one that has"),
+        (f"refuse_locks({errno.EOPNOTSUPP})", r"this file system has no advisory locks.*put the store on one that has"),
+        ("obey_permissions()", "cannot be written: Permission denied"),
+    ],
+)
+def test_what_may_not_be_written_or_locked_is_read_verified_and_clear_to_who_writes(
+    limit: str, words: str, store: Store
+) -> None:
     before = {path: path.stat().st_mode for path in [store.path, *store.path.rglob("*")]}
     for path, mode in before.items():
-        path.chmod(mode & ~0o222)
+        path.chmod(mode & ~0o222 if limit.startswith("obey") else stat.S_IMODE(mode))
     try:
-        ran = spawn([sys.executable, "-c", script])
+        ran = spawn([sys.executable, "-c", SCRIPT.format(limit=limit), store.path]).done()
     finally:
         for path, mode in before.items():
             path.chmod(stat.S_IMODE(mode))
-    assert ran.code == 0, ran.err
-    read, verified, said = json.loads(ran.out)
-    assert (read, verified) == (len(everything(store)), 0)
-    assert len(said) == 2
-    assert all("cannot be written: Permission denied" in line for line in said)
+    assert (ran.json["read"], ran.json["verified"]) == (len(everything(store)), 0)
+    assert [bool(re.search(words, line)) for line in ran.json["said"]] == [True, True], ran.out
+    assert not list((store.path / "pending").glob("new.lmdb"))
 
 
-def test_reading_goes_on_while_a_writer_holds_its_locks_and_sees_no_half_state(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", samples_of({BUCKET: 9}))
+def test_reading_goes_on_while_a_writer_holds_its_locks_and_sees_no_half_state(store: Store) -> None:
     expected = everything(store)
     with lock_store(store.path):
         writer = open_writer(store.path, "next")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.errors import CorruptError, LockedError, ModelError, UsageError
+from bucketline.errors import CorruptError, LockedError, ModelError
 from bucketline.files.locks import FileLock
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
@@ -21,11 +20,10 @@ from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image
-from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
-from bucketline.store.write.publish import adopt, publish
+from bucketline.store.write.publish import adopt
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.commands import BIN, call, spawn
@@ -39,9 +37,8 @@ from tests.kit import (
     make_store,
     open_writer,
     samples_of,
-    write_shard,
 )
-from tests.models import SMALL, colour_image, encoded, png, write_model
+from tests.models import SMALL, encoded, png, write_model
 
 BUCKET = "train/64x64"
 
@@ -217,50 +214,6 @@ def test_a_very_long_image_is_not_enlarged_beyond_its_bucket() -> None:
     assert found.placement.resized == (512, 480_000)
 
 
-def test_a_profile_is_applied_to_an_image_with_transparency_as_to_one_without() -> None:
-    from tests.unit.ingest.images.test_decode import pixels
-
-    grid_image = Image.fromarray(colour_image(64, 64))
-    with_alpha = grid_image.copy()
-    with_alpha.putalpha(255)
-    profile = _swapped_profile()
-    plain = pixels(encoded(grid_image, "PNG", icc_profile=profile)).astype(int)
-    assert np.abs(plain - colour_image(64, 64)).max() > 8  # the profile does something
-    assert np.abs(pixels(encoded(with_alpha, "PNG", icc_profile=profile)).astype(int) - plain).max() <= 1
-
-
-def _swapped_profile() -> bytes:
-    """Make a profile that differs from sRGB: its red and blue primaries change places."""
-    from PIL import ImageCms
-
-    data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
-    tags = {bytes(data[at : at + 4]): at for at in range(132, 132 + 12 * int.from_bytes(data[128:132]), 12)}
-    red, blue = tags[b"rXYZ"], tags[b"bXYZ"]
-    data[red + 4 : red + 12], data[blue + 4 : blue + 12] = data[blue + 4 : blue + 12], data[red + 4 : red + 12]
-    return bytes(data)
-
-
-def test_a_pipe_and_half_a_character_are_rejects_and_do_not_stop_the_run(source: Path, tmp_path: Path, model: Path) -> None:
-    os.mkfifo(source / "pipe.png")
-    (source / "half.png").write_bytes(png(30, 30))
-    (source / "line.png").write_bytes(png(30, 30, seed=2))
-    rows = [{"file_name": "half.png", "text": "\ud83d"}, {"file_name": "line.png", "text": "one\u2028caption"}]
-    table = [json.dumps(rows[0]), json.dumps(rows[1], ensure_ascii=False)]
-    (source / "metadata.jsonl").write_text("\n".join(table), encoding="utf-8")
-    ran = call("ingest", *pack(source, tmp_path / "s", model)).done()
-    assert ran.json["rejected_by_reason"] == {"unreadable caption": 1, "unreadable file": 1}
-    assert Store.open(tmp_path / "s").sample("line.png")[1].captions == ("one\u2028caption",)
-
-
-def test_images_that_left_the_source_are_counted_and_named(source: Path, tmp_path: Path, model: Path) -> None:
-    assert call("ingest", *pack(source, tmp_path / "s", model)).json["not_in_source"] == 0
-    gone = next(source.rglob("*.png"))
-    name = gone.relative_to(source).as_posix()
-    gone.unlink()
-    again = call("ingest", *pack(source, tmp_path / "s", model)).json
-    assert (again["found"], again["not_in_source"], again["not_in_source_ids"]) == (13, 1, [name])
-
-
 def test_a_process_that_ends_with_an_iterator_alive_ends_cleanly(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", samples_of({BUCKET: 64}))
     script = f"""
@@ -272,23 +225,6 @@ print(next(batches).bucket)
     for _ in range(3):
         done = spawn([sys.executable, "-c", script])
         assert (done.code, done.out.strip(), done.err) == (0, BUCKET, "")
-
-
-def test_a_device_that_a_batch_cannot_go_to_is_refused(store: Store) -> None:
-    import torch
-
-    with pytest.raises(UsageError, match=r"device is .*meta.*, expected cpu, cuda"):
-        Loader(store, LoaderConfig(batch_size=1), device=torch.device("meta"))
-
-
-def test_what_a_newer_shard_holds_replaces_what_every_older_one_holds(tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
-    for number, name in enumerate(("a", "b", "c")):
-        write_shard(tmp_path, name, [make_sample("same.png", BUCKET, version=number), make_sample(f"{name}.png", BUCKET)])
-    publish(tmp_path, manifest, ["a", "b", "c"], ())
-    store = Store.open(tmp_path)
-    assert sorted(store.bucket(BUCKET).sample_ids(np.arange(4))) == ["a.png", "b.png", "c.png", "same.png"]
-    assert store.sample("same.png")[0].name == "c"
 
 
 def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

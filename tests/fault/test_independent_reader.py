@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import msgpack
@@ -18,7 +19,6 @@ from bucketline.store import RowColumn
 from tests.commands import call
 from tests.independent_reader import metadata_of, open_block, read_entries, read_store
 from tests.kit import (
-    ANY,
     FRAMES,
     GROUPS,
     HEIGHT,
@@ -95,13 +95,26 @@ def test_superseded_rows_are_left_out_by_the_lists_of_dropped_rows(tmp_path: Pat
     compare(tmp_path, list(newest.values()))
 
 
-def test_extents_say_where_in_the_file_every_block_lies(tmp_path: Path) -> None:
-    make_store(tmp_path, samples_of({"train/64x64": 40, "train/96x64": 9}))
-    data = (tmp_path / "shards" / "g0.lmdb").read_bytes()
-    sidecar = (tmp_path / "shards" / "g0.extents").read_bytes()
-    groups, table = json.loads(metadata_of(sidecar)["groups"]), open_block(sidecar)
-    assert set(groups) == {"text", "train/64x64", "train/96x64"}
-    with lmdb.open(str(tmp_path / "shards" / "g0.lmdb"), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sample]]:
+    """A store of one shard, and its samples."""
+    path = tmp_path_factory.mktemp("one") / "s"
+    samples = samples_of({"train/64x64": 40, "train/96x64": 9, "val/64x64": 3})
+    make_store(path, samples)
+    return path, samples
+
+
+def opened(path: Path, kind: str) -> tuple[bytes, dict[str, Any], Any]:
+    """Return a shard's data, and a sidecar's groups and table."""
+    sidecar = (path / "shards" / f"g0.{kind}").read_bytes()
+    return (path / "shards" / "g0.lmdb").read_bytes(), json.loads(metadata_of(sidecar)["groups"]), open_block(sidecar)
+
+
+def test_extents_say_where_in_the_file_every_block_lies(shard: tuple[Path, list[Sample]]) -> None:
+    path, _ = shard
+    data, groups, table = opened(path, "extents")
+    assert set(groups) == {"text", "train/64x64", "train/96x64", "val/64x64"}
+    with lmdb.open(str(path / "shards" / "g0.lmdb"), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
         for name, group in groups.items():
             row = 0
             for block in range(group["blocks"]):
@@ -113,20 +126,18 @@ def test_extents_say_where_in_the_file_every_block_lies(tmp_path: Path) -> None:
             assert row == group["rows"]
 
 
-def test_a_rows_address_is_arithmetic(tmp_path: Path) -> None:
+def test_a_rows_address_is_arithmetic(shard: tuple[Path, list[Sample]]) -> None:
     """`header_bytes + K p + k x row_bytes`, with only the manifest and the extents."""
-    samples = [sample for sample in samples_of({"train/64x64": 30}) if sample.bucket == "train/64x64"]
-    make_store(tmp_path, samples)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (bucket,) = manifest["buckets"]
+    path, samples = shard
+    manifest = json.loads((path / "manifest.json").read_text())
+    bucket = next(entry for entry in manifest["buckets"] if entry["name"] == "train/64x64")
     items = {"F16": 2, "I32": 4, "U8": 1, "U64": 8}
     order = sorted(bucket["columns"], key=lambda name: (-items[bucket["columns"][name]["dtype"]], name))
     size = {name: items[c["dtype"]] * int(np.prod(c["shape"])) for name, c in bucket["columns"].items()}
     before = sum(size[name] for name in order[: order.index("latent")])
-    sidecar = (tmp_path / "shards" / "g0.extents").read_bytes()
-    table, group = open_block(sidecar), json.loads(metadata_of(sidecar)["groups"])["train/64x64"]
-    data = (tmp_path / "shards" / "g0.lmdb").read_bytes()
-    for n, sample in enumerate(samples):
+    data, groups, table = opened(path, "extents")
+    group = groups["train/64x64"]
+    for n, sample in enumerate(sample for sample in samples if sample.bucket == "train/64x64"):
         own = table["first_row"][group["first_block"] : group["first_block"] + group["blocks"]]
         at = int(np.searchsorted(own, n, side="right")) - 1 + group["first_block"]
         count, k = int(table["rows"][at]), n - int(table["first_row"][at])
@@ -135,23 +146,20 @@ def test_a_rows_address_is_arithmetic(tmp_path: Path) -> None:
     assert spec_of("train/64x64").header_bytes == bucket["header_bytes"]
 
 
-def test_the_index_finds_every_sample_by_its_digest(tmp_path: Path) -> None:
-    samples = samples_of({"train/64x64": 30, "val/64x64": 3})
-    make_store(tmp_path, samples)
-    sidecar = (tmp_path / "shards" / "g0.index").read_bytes()
-    table, groups = open_block(sidecar), json.loads(metadata_of(sidecar)["groups"])
+def test_the_index_finds_every_sample_by_its_digest(shard: tuple[Path, list[Sample]]) -> None:
+    path, samples = shard
+    data, groups, table = opened(path, "index")
+    names = list(groups)
     digests = [bytes(row) for row in table["digest"]]
     assert digests == sorted(digests)
-    data = (tmp_path / "shards" / "g0.lmdb").read_bytes()
     for sample in samples:
         at = digests.index(hashlib.blake2b(sample.id.encode(), digest_size=16).digest())
         begin, length = int(table["record_offset"][at]), int(table["record_bytes"][at])
-        record = msgpack.unpackb(data[begin : begin + length])
+        record, own = msgpack.unpackb(data[begin : begin + length]), sample.record
         assert (record["id"], record["row"]) == (sample.id, int(table["row"][at]))
-        assert groups[int(table["bucket"][at])] == sample.bucket
-        assert int(table["source_bytes"][at]) == sample.record.source_bytes
-        assert int(table["source_mtime_ns"][at]) == sample.record.source_mtime_ns
-        assert bytes(table["content"][at]) == sample.record.content
+        found = [names[int(table["bucket"][at])], int(table["source_bytes"][at]), int(table["source_mtime_ns"][at])]
+        assert found == [sample.bucket, own.source_bytes, own.source_mtime_ns]
+        assert bytes(table["content"][at]) == own.content
 
 
 def test_the_manifests_digest_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
@@ -216,15 +224,6 @@ def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert metadata_of(sidecar)["line_bytes"] == "8388608"
     assert open_block(sidecar)["line_checksum"].tolist() == [xxhash.xxh3_64_intdigest(line) for line in lines]
-
-
-def test_the_digest_of_a_manifest_of_version_3_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
-    import xxhash
-
-    ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 3}))
-    document = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
-    assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
 
 
 def test_ragged_groups_are_read_by_name(tmp_path: Path) -> None:

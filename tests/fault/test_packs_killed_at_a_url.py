@@ -34,7 +34,7 @@ def test_a_killed_pack_goes_on_without_sending_or_encoding_again(
     place, notes = s3.folder("photos.store"), tmp_path / "committed"
     asked = ["pack", tmp_path / "photos", place.url, "--model", model, *SMALL, "--batch-size", 3, "--work", tmp_path / "work"]
     runs = [f"-,1,0:{moment}:kill" for moment in MOMENTS]
-    command = [sys.executable, "-m", "tests.fault.ranks_at_moments", *runs, "--", *asked, *more]
+    command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked, *more]
     done = spawn(command, PYTHONPATH=str(ROOT), NOTES=str(notes)).done()
     codes = {moment: run["codes"] for moment, run in zip(MOMENTS, json.loads(done.out), strict=True)}
     assert codes.pop("never:1") == [0], done

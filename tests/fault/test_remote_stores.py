@@ -11,8 +11,7 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.bench.fixtures.server_process import ServerProcess, control
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
-from bucketline.store.remote.urls import RemoteOptions
-from tests.fault.served import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, reaching, served
+from tests.fault.servers import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, served
 
 
 @pytest.fixture(scope="module")
@@ -23,33 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Served:
     return served(folder, IMAGES)
-
-
-@pytest.fixture(scope="module")
-def large(folder: Path) -> Served:
-    return served(folder, LARGE)
-
-
-@pytest.mark.parametrize("outage", [Fault.STALL_HEADER, Fault.STALL_BODY, Fault.UNAVAILABLE, Fault.REDIRECT_LOOP])
-def test_a_store_that_stalls_is_an_error_within_the_deadline_and_iterating_again_resumes(
-    outage: Fault, small: Served, folder: Path, tmp_path: Path
-) -> None:
-    config = in_lines(batch_size=4, seed=5)
-    expected = small.digests(config)
-    deadline_s = 3.0
-    with RangeServer(folder / "served") as server:
-        url = f"{server.url}/{small.name}"
-        options = RemoteOptions(cache=tmp_path / "cache", deadline_s=deadline_s)
-        with Loader(url, reaching(config, options)) as loader:
-            server.outage = outage
-            step, error, seconds = until_error(loader, expected)
-            assert seconds < deadline_s + SLACK_S
-            assert url in str(error)
-            server.outage = None
-            for batch in loader:
-                check_batch(batch, step, expected)
-                step += 1
-    assert step == len(expected)
 
 
 def until_error(loader: Loader, expected: list[str]) -> tuple[int, BucketlineError, float]:
@@ -64,25 +36,46 @@ def until_error(loader: Loader, expected: list[str]) -> tuple[int, BucketlineErr
     pytest.fail(f"{step} batches came from a store that stalls")
 
 
+@pytest.mark.parametrize("outage", [Fault.STALL_HEADER, Fault.STALL_BODY, Fault.UNAVAILABLE, Fault.REDIRECT_LOOP])
+def test_a_store_that_stalls_is_an_error_within_the_deadline_and_iterating_again_resumes(
+    outage: Fault, small: Served, folder: Path, tmp_path: Path
+) -> None:
+    deadline_s = 3.0
+    config = in_lines(batch_size=4, seed=5, cache=str(tmp_path / "cache"), deadline=deadline_s)
+    expected = small.digests(config)
+    with RangeServer(folder / "served") as server:
+        url = f"{server.url}/{small.name}"
+        with Loader(url, config) as loader:
+            server.outage = outage
+            step, error, seconds = until_error(loader, expected)
+            assert seconds < deadline_s + SLACK_S
+            assert url in str(error)
+            server.outage = None
+            for batch in loader:
+                check_batch(batch, step, expected)
+                step += 1
+    assert step == len(expected)
+
+
 def test_an_error_in_the_middle_names_the_line(small: Served, folder: Path, tmp_path: Path) -> None:
     """The sidecars are there, and only the shards' files stall."""
-    config = in_lines(batch_size=4, seed=6)
+    config = in_lines(batch_size=4, seed=6, cache=str(tmp_path / "cache"), deadline=2.0)
+    expected = small.digests(config)
     schedule = Schedule([Fault.STALL_BODY] * 1000, concerns=lambda path: path.endswith(".lmdb"))
     with RangeServer(folder / "served", schedule=schedule) as server:
         url = f"{server.url}/{small.name}"
-        with Loader(url, reaching(config, RemoteOptions(cache=tmp_path / "cache", deadline_s=2.0))) as loader:
-            _, error, _ = until_error(loader, small.digests(config))
+        with Loader(url, config) as loader:
+            _, error, _ = until_error(loader, expected)
     assert f"{url}/shards/" in str(error)
     assert ".lmdb, line 0 (bytes 0 to" in str(error)
 
 
-def test_a_slow_line_is_not_a_store_that_stalls(large: Served, folder: Path, tmp_path: Path) -> None:
+def test_a_slow_line_is_not_a_store_that_stalls(folder: Path, tmp_path: Path) -> None:
     """More is requested at a time than the line sends within a request's time limit."""
-    config = in_lines(batch_size=16, seed=7)
+    config, large = in_lines(batch_size=16, seed=7, cache=str(tmp_path / "cache"), deadline=8.0), served(folder, LARGE)
     with ServerProcess(folder / "served") as server:
         control(server.url, "bytes_per_s=25e6")
-        options = RemoteOptions(cache=tmp_path / "cache", deadline_s=8.0)
-        done = one_pass(f"{server.url}/{large.name}", large.digests(config), config, options)
+        done = one_pass(f"{server.url}/{large.name}", large.digests(config), config)
         sent = server.reset()
     assert not done.errors
     assert sent.num_bytes < 1.2 * sum(path.stat().st_size for path in (large.local / "shards").glob("*.lmdb"))

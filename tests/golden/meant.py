@@ -121,7 +121,8 @@ def _recorded(program: str, rest: Sequence[str], options: list[Any]) -> Iterator
 
         def recorded(config: TrainConfig) -> None:
             checked(config)
-            options.append(config)
+            if not options:  # a run's have absolute paths
+                options.append(config)
 
         with _set(TrainConfig, "__post_init__", recorded):
             yield

@@ -21,13 +21,12 @@ from bucketline.loader.commands.plan import PlanCommand
 from bucketline.loader.commands.planned_options import SplitRows, WorldSize
 from bucketline.loader.mixture import StoreArgument
 from bucketline.option_value import ByteSize, Duration, OptionValue, value_fields
-from bucketline.store.commands.change.compact import Compact
+from bucketline.store.commands.change import Compact
 from bucketline.store.commands.export import Export
 from bucketline.train.config import TrainConfig
 from bucketline.train.values import (
     Betas,
     Ema,
-    HubTarget,
     LossWeight,
     LrSchedule,
     MemoryLimit,
@@ -49,15 +48,12 @@ TYPED: dict[type[OptionValue], tuple[str, ...]] = {
         "linear@7",
         "wsd:500:0.1@900",
         "wsd",
-        "polynomial:2:0.1@9",
-        "piecewise-constant:1:5,0.1",
     ),
     Betas: ("0.9,0.999", "0.9,0.99,1e-6", "0.9, 0.999"),
     Ema: ("off", "0.9999", "0.9999:cpu:10", "0.9:10", "0.5:device"),
     MemoryLimit: ("off", "24GiB", "24gib", "24G", "24GB", "1.5 TiB", "80000000000"),
     SaveTimes: ("1000", "30m", "1000,30m", "30m,1000", "1000, 1.5h", "0.1s"),
     Sharding: ("ddp", "fsdp", "fsdp:machine", "fsdp:8"),
-    HubTarget: ("user/name", "name", "user/name:exports"),
     BatchSize: ("8", "4MP", "4MP/8", "16ktok", "4096tok/2", "1.5mp", "786432px"),
     WorldSize: ("8", "64@8"),
     SplitRows: ("train", "val:partial", "val:carry"),
@@ -198,8 +194,7 @@ REFUSED: dict[type[OptionValue], str] = {
     TimestepRange: "0.2|0.2:|:0.9|0.2:0.9:1|0.9:0.2|-0.1:1|nan:1|0:inf",
     Timesteps: "uniform:1|logit-normal:|logit-normal:0|logit-normal:0,1,2|logit-normal:0,0|mode:2|mode:nan|mode:0:0",
     LossWeight: "min-snr|min-snr:|min-snr:0|min-snr:5:5|cosmap:5|min-snr:inf",
-    LrSchedule: "cosine:|cosine:0.1:0.1|cosine@|cosine@5@6|cosine@5:0.1|wsd:0|wsd:5:0.1:0.1|cosine:2|constant:0.1|"
-    "polynomial|polynomial:0|piecewise-constant:1|piecewise-constant:1:9,0|piecewise-constant:1:9,2:3,1",
+    LrSchedule: "cosine:|cosine:0.1:0.1|cosine@|cosine@5@6|cosine@5:0.1|wsd:0|wsd:5:0.1:0.1|cosine:2|constant:0.1|polynomial:2",
     Betas: "0.9|0.9,|0.9,0.999,1e-8,1|1,0.9|0.9,-0.1|0.9,0.999,0",
     Ema: "off:cpu|0.9:cpu:cpu|0.9:10:10|0.9:10:cpu|0.9:|2|-0.1|nan|0.9:cpu:0|0.9:1.5",
     MemoryLimit: "|0|24|-1GiB|24 GiB GiB|24GiB8|24Gb/s|1,5GiB|nan|off:1|1.5|1.5B",
@@ -208,7 +203,6 @@ REFUSED: dict[type[OptionValue], str] = {
     Sharding: "fsdp:8:8|fsdp:|fsdp:1|fsdp:0|fsdp:-8|fsdp:2.5|ddp:8|hsdp|fsdp:machine:8",
     RayEngine: "|ray:|ray: a|rays|spark|auto",
     WantedWorkers: "|2:|:8|8:2|2:8:9|4@|4@gpu|@1gpu,1gpu|@1gpu,1cpu,1gpu|@-1gpu|0",
-    HubTarget: "a/b/c|a/b:|a/b:exports:exports|a b|:exports",
     WorldSize: "0|8@|@8|8@3|64@8@2|1.5",
     SplitRows: "|val:|val:all|val:drop:drop",
     HeldOut: "|2|-0.1|nan|0.1:|0.1:id:id|0.1:shelf",

@@ -38,7 +38,6 @@ from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.model_card import pipeline_card
 from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
 from bucketline.train.outputs.single_file import in_original_layout
-from bucketline.train.run_file import from_its_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -132,7 +131,7 @@ def _write_pipeline(weights: Path, output: Path, like: Path | None, dtype: str, 
         )
     if fuse and not has_adapters:
         raise UsageError(f"--fuse is for adapters, and {weights} has all weights of the model; leave it out")
-    saved = from_its_start(checkpoint.read_state(weights.parent).config, weights.parent)
+    saved = checkpoint.read_state(weights.parent).config
     given, asked = Path(str(saved["model"])), saved.get("model_config")
     own, file = locate(given, None if asked is None else str(asked))
     if file is not None and like is None:
@@ -179,7 +178,7 @@ def _write_file(weights: Path, output: Path, like: Path | None, dtype: str) -> N
             f"{weights} has only adapters, which are one file already, in lora_ema/ (and lora/); name a folder to write "
             "them with another --dtype"
         )
-    saved = from_its_start(checkpoint.read_state(weights.parent).config, weights.parent)
+    saved = checkpoint.read_state(weights.parent).config
     named = like or Path(str(saved["model"]))
     template = single_file(named)
     if template is None:

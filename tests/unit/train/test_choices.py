@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
-from bucketline.train import log
 from bucketline.train.compile import recomputed
 from bucketline.train.config import Objective
 from bucketline.train.log import read_metrics
@@ -55,7 +52,7 @@ def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -
     first = config(folder, max_steps=4, log_every=1, warmup_steps=1, lr_schedule="linear")
     train(first, ALONE)
     longer = dataclasses.replace(first, max_steps=6, resume=True)
-    with pytest.raises(UsageError, match=r"rate is 0 from step 4 on: .* linear@6, or a floor above 0, as in linear:0.1@4"):
+    with pytest.raises(UsageError, match=r"rate is 0 from step 4 on: .* linear@6, or a floor above 0"):
         train(longer, ALONE)
     train(dataclasses.replace(longer, lr_schedule=LrSchedule.parse("linear:0.5", "it")), ALONE)
     rates = [float(str(line["lr"])) for line in read_metrics(folder / "run") if "lr" in line]
@@ -92,16 +89,6 @@ def test_the_installed_torch_knows_what_it_is_told() -> None:
     library = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
     for setting in environment["PYTORCH_ALLOC_CONF"].split(","):
         assert setting.partition(":")[0].encode() in library
-
-
-def test_the_status_of_a_run_that_goes_on_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    log.write_status(tmp_path, log.RunStatus.RUNNING, 3)
-    assert not synced
-    assert json.loads((tmp_path / "status.json").read_bytes())["step"] == 3
-    log.write_status(tmp_path, log.RunStatus.DONE, 4)
-    assert synced
 
 
 def test_recomputing_saves_no_generators_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,7 +354,7 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     opened, due = [Store.open(folder / "tiny.store", generation) for generation in (1, 2, 3)], iter([1, 2, 2, 2, 2, 2])
     monkeypatch.setattr(data, "open_stores", lambda *_: open_shares(opened[0]))
     monkeypatch.setattr(loader_module, "newest_generations", lambda *_: open_shares(opened[next(due)]))
-    run = train(dataclasses.replace(asked, max_steps=20, follow=1), ALONE)
+    run = train(dataclasses.replace(asked, max_steps=20, follow=True), ALONE)
     assert run.steps_done == 20
     (first, validated), later = found[0], found[1:]
     assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.errors import UsageError
 from bucketline.loader.recorded_run import read_run
 from bucketline.store.change.drop import drop
-from bucketline.train import data as data_module
 from bucketline.train import run as run_module
-from bucketline.train.config import parse
 from bucketline.train.log import read_metrics
 from bucketline.train.run import train
 from bucketline.train.step import train_step
-from tests.unit.train.tiny_run import (
-    ALONE,
-    add_to_store,
-    as_arguments,
-    config,
-    losses,
-    make_training_store,
-    samples,
-    write_unet,
-    write_vae,
-)
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +49,7 @@ def test_a_followed_run_that_is_stopped_and_resumed_has_the_losses_of_one_that_i
     copied = shutil.copytree(folder, folder.with_name("copied"))
     found = []
     for place, stops in ((folder, [16]), (copied, [7, 13, 16])):
-        asked = replace(config(place, max_steps=16, log_every=1, validate_every=5, save_every="100"), follow=1)
+        asked = replace(config(place, max_steps=16, log_every=1, validate_every=5, save_every="100"), follow=True)
         with monkeypatch.context() as patch:
             grows_while_it_is_trained_on(place / "tiny.store", patch)
             for n, steps in enumerate(stops):
@@ -76,36 +62,6 @@ def test_a_followed_run_that_is_stopped_and_resumed_has_the_losses_of_one_that_i
     assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
 
 
-def test_training_waits_for_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_vae(write_unet(tmp_path / "model"))
-    monkeypatch.setattr(data_module, "FOLLOW_EVERY_S", 0.02)
-    writer = threading.Timer(0.5, lambda: make_training_store(tmp_path / "tiny.store"))
-    writer.start()
-    asked = config(tmp_path, max_steps=2, follow=20)
-    train(asked, ALONE)
-    writer.join()
-    assert schedule(asked) == [(0, (1,))]
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (["--follow"], 1),
-        (["--follow", "--verify"], 1),
-        (["--no-verify", "--follow"], 1),
-        (["--follow=20", "--verify"], 20),
-        ([], None),
-    ],
-)
-def test_rows_to_wait_for_may_be_given(given: list[str], found: object, folder: Path) -> None:
-    assert parse([*as_arguments(config(folder)), *given], "train").follow == found
-
-
-def test_fewer_than_one_row_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--follow is 0, expected 1 or more"):
-        config(folder, follow=0)
-
-
 def test_a_window_of_steps_goes_on_without_a_bucket_that_was_dropped_meanwhile(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +71,7 @@ def test_a_window_of_steps_goes_on_without_a_bucket_that_was_dropped_meanwhile(
         return train_step(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_module, "train_step", step)
-    asked = config(folder, max_steps=5, log_every=100, follow=1)
+    asked = config(folder, max_steps=5, log_every=100, follow=True)
     train(asked, ALONE)
     assert schedule(asked) == [(0, (1,)), (4, (2,))]
     train(replace(asked, max_steps=6, resume=True), ALONE)

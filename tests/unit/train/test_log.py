@@ -1,19 +1,32 @@
-"""Windows of steps, against a plain reckoning of them, and cutting the file back."""
+"""Windows of steps, against a plain reckoning of them; cutting the file back; progress, and what trackers get."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import groupby
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketline.train.log import NotFiniteError, StepWork, WindowRecorder, WindowState, cut_back, read_metrics
+from bucketline.train.log import (
+    NotFiniteError,
+    ProgressLine,
+    RunLog,
+    RunStatus,
+    StepWork,
+    WindowRecorder,
+    WindowState,
+    cut_back,
+    read_metrics,
+    write_status,
+)
 from bucketline.train.step import StepOutcome
 from tests.unit.train.tiny_run import config
 
@@ -117,18 +130,20 @@ def test_lines_are_those_of_a_plain_reckoning_each_one_window_late(
         assert found == expected
 
 
-def test_the_ranks_whose_loss_is_not_finite_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_are_named_of_the_ranks_whose_loss_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     windows = WindowRecorder(
-        log_every=1,
+        log_every=2,
         work=StepWork(num_devices=2, samples=SAMPLES, peak_flops=None),
-        gather=lambda own: torch.cat([own, own / 0]),
+        gather=lambda own: torch.cat([own, own.nan_to_num(0.5)]),
         samples_of=lambda step, ranks: f"sample {step} of {list(ranks)}",
     )
-    windows.add(6, outcome_of(Step("train/64x64", 1.0, INF)), took=(0.0, 1.0), wait_s=0)
+    for step, loss in ((6, 1.0), (7, NAN)):
+        windows.add(step, outcome_of(Step("train/64x64", loss, INF)), took=(0.0, 1.0), wait_s=0)
     line = windows.flush()
     assert line is not None
-    assert (line["loss"], "mfu" in line, bool(windows.skipped)) == (None, False, True)
-    assert "of sample 6 of [1], expected finite numbers; the step was skipped" in caplog.text
+    assert (line["loss"], "mfu" in line, len(windows.skipped)) == (None, False, 2)
+    assert "of sample 6 of [0, 1], expected finite numbers; the step was skipped" in caplog.text
+    assert "of sample 7 of [0], expected finite numbers; the step was skipped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -152,3 +167,61 @@ def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(
     validated = cut_back(asked, done, None if window is None else WindowState(first_step=window))
     assert validated == [-one for one in kept if one <= 0]
     assert read_metrics(tmp_path) == [line(one) for one in kept]
+
+
+@pytest.mark.parametrize(
+    ("changes", "talks", "shown"),
+    [
+        ({}, True, "step 10 of 10  loss 0.5123  12.3 samples/s  data wait 1.2%  0:00:00 left\n"),
+        ({"mfu": 0.42}, True, "step 10 of 10  loss 0.5123  12.3 samples/s  data wait 1.2%  MFU 42.0%  0:00:00 left\n"),
+        ({}, False, ""),
+    ],
+)
+def test_a_windows_line_says_loss_rate_data_wait_and_the_time_left_also_in_a_log_with_colour_forced(
+    changes: dict[str, Json],
+    talks: bool,  # noqa: FBT001 - a parameter
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    progress = ProgressLine(talks=talks)
+    progress.begin(0, 10)
+    progress.window({"step": 9, "loss": 0.51234, "samples_per_s": 12.34, "data_wait_fraction": 0.012, **changes})
+    progress.close()
+    assert capsys.readouterr().err == shown
+
+
+def test_a_tracker_gets_windows_and_validations_at_the_steps_done_with_nested_numbers_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, dict[str, Any]]] = []
+    configs: list[dict[str, Any]] = []
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator, "log", lambda values, step: sent.append((step, values)))
+    monkeypatch.setattr(accelerator, "init_trackers", lambda _, config: configs.append(config))
+    asked = config(tmp_path, output_dir=tmp_path, seed=3, clip_norm=None)
+    log = RunLog(asked, accelerator, ProgressLine(talks=False))
+    log.write({"step": 9, "loss": 0.5, "buckets": {"train/64x64": 10}, "samples_per_s": 2.0, "data_wait_fraction": 0.0}, 10)
+    log.write({"step": 10, "val_loss": 0.4, "val_zero_loss": 1.0, "val_loss_per_timestep": {"250": 0.3}}, 10)
+    log.close()
+    assert {"seed": 3, "clip_norm": "None", "store": str([str(path) for path in asked.store])}.items() <= configs[0].items()
+    (first, window), (second, validation) = sent
+    assert (first, second) == (10, 10)
+    assert {"loss": 0.5, "buckets/train/64x64": 10}.items() <= window.items()
+    assert "step" not in window
+    assert validation == {"val_loss": 0.4, "val_zero_loss": 1.0, "val_loss_per_timestep/250": 0.3}
+
+
+def test_the_status_of_a_run_that_continues_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    write_status(tmp_path, RunStatus.RUNNING, 3)
+    assert not synced
+    assert json.loads((tmp_path / "status.json").read_bytes())["step"] == 3
+    write_status(tmp_path, RunStatus.FAILED, 4, "the first")
+    assert synced
+    write_status(tmp_path, RunStatus.FAILED, 4, "the next")
+    assert json.loads((tmp_path / "status.json").read_bytes())["reason"] == "the first"
+    write_status(tmp_path, RunStatus.RUNNING, 2, begins=True)
+    assert json.loads((tmp_path / "status.json").read_bytes()) == {"state": "running", "step": 2, "reason": None}

@@ -1,4 +1,4 @@
-"""Whole runs, in this process: one run that is looked at from all sides, and runs that end and go on like it."""
+"""Whole runs, in this process: one run that is looked at from all sides, and runs that end and are continued like it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
@@ -19,13 +18,12 @@ import torch
 import transformers
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
-from torch.distributed import DistError
 
-from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
+from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
-from bucketline.train import log
+from bucketline.train import checkpoint, log
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
 from bucketline.train.checkpoint import read_state
@@ -34,9 +32,6 @@ from bucketline.train.images import drawing
 from bucketline.train.log import read_metrics
 from bucketline.train.main import main
 from bucketline.train.models import weights
-from bucketline.train.parallel import TrainRanks
-from bucketline.train.report import loss_curve
-from bucketline.train.report.loss_curve import draw_loss_curve
 from bucketline.train.run import TrainSummary, rare_collection, train
 from tests.kit import flip_bit, tree
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
@@ -60,7 +55,7 @@ def status(output: Path) -> dict[str, object]:
 
 
 def checkpoints(asked: TrainConfig) -> list[str]:
-    return sorted(path.name.removeprefix("step-000000") for path in (asked.output_dir / "checkpoints").iterdir())
+    return sorted(path.name.removeprefix("step-000000") for path in (asked.output_dir / "checkpoints").glob("*"))
 
 
 class Whole(NamedTuple):
@@ -70,7 +65,6 @@ class Whole(NamedTuple):
     asked: TrainConfig
     summary: TrainSummary
     err: str
-    curves: list[int]  # lines of each curve
     vaes: list[weakref.ref[Any]]
 
 
@@ -78,13 +72,8 @@ class Whole(NamedTuple):
 def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = shutil.copytree(ready, tmp_path_factory.mktemp("whole"), dirs_exist_ok=True)
     add_to_store(folder / "tiny.store", samples({"train/96x64": 1}))  # too few for a batch
-    curves: list[int] = []
     vaes: list[weakref.ref[Any]] = []
     load_vae = drawing.drawing_vae
-
-    def draw(lines: list[dict[str, Any]], path: Path) -> None:
-        curves.append(len(lines))
-        draw_loss_curve(lines, path)
 
     def load(*args: Any) -> Any:
         vae = load_vae(*args)
@@ -99,16 +88,13 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         pytest.MonkeyPatch.context() as patched,
         contextlib.redirect_stderr(said),
     ):
-        patched.setattr(loss_curve, "draw_loss_curve", draw)
-        patched.setattr(log, "CURVE_EVERY_S", 0.0)
-        patched.setattr(log, "CURVE_SHARE", 1e9)
         patched.setattr(drawing, "drawing_vae", load)
         patched.setattr(transformers.PreTrainedModel, "__init__", refuse)
         patched.setattr(gc, "unfreeze", lambda: None)
         asked = asked_of(folder, "whole", num_images=2, images_every=4)
         summary = train(asked, ALONE)
     gc.collect()
-    return Whole(folder, asked, summary, (folder / "err").read_text(), curves, vaes)
+    return Whole(folder, asked, summary, (folder / "err").read_text(), vaes)
 
 
 def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(whole: Whole) -> None:
@@ -124,8 +110,6 @@ def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(
     assert checkpoints(whole.asked) == ["06", "08"]
     assert whole.summary.checkpoint == output / "checkpoints" / "step-00000008"
     assert whole.err.count("warning: train/96x64 (1 image) fills a batch of ") == 1
-    assert whole.curves == sorted(whole.curves)
-    assert len(whole.curves) > 3
     assert not [*output.glob("*.tmp")]
     assert [path.name for path in whole.summary.images] == ["loss.png", "images.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in whole.summary.images)
@@ -173,7 +157,8 @@ def damaged(asked: TrainConfig, _: pytest.MonkeyPatch) -> None:
     train(replace(asked, max_steps=4), ALONE)
     flip_bit(asked.output_dir / "checkpoints" / "step-00000004" / UNET, 80_000)
     train(replace(asked, max_steps=5, resume=True, save_every=None), ALONE)
-    assert checkpoints(asked) == ["02", "04.damaged", "05"]
+    (aside,) = (name for name in checkpoints(asked) if "damaged" in name)
+    assert checkpoints(asked) == ["02", aside, "05"]
 
 
 def crashed(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
@@ -279,154 +264,157 @@ def test_a_run_that_ends_and_goes_on_equals_the_whole_one_to_the_last_bit(
     assert status(asked.output_dir)["state"] == "done"
 
 
-# ---------------------------------------------------------------- one short run, and what is asked of it then
+# ---------------------------------------------------------------- how a run ends, and what it says then
 
 
-@pytest.fixture(scope="module")
-def of_two_steps(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two stores, and a run of two steps on both, and one on the first."""
-    folder = shutil.copytree(ready, tmp_path_factory.mktemp("two"), dirs_exist_ok=True)
-    make_training_store(folder / "other.store", {"train/128x128": 5, "val/128x128": 2})
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loss_curve, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
-        patched.setattr(gc, "unfreeze", lambda: None)
-        train(config(folder, max_steps=2, output_dir=folder / "one"), ALONE)
-        train(config(folder, max_steps=2, output_dir=folder / "both", store=stores_of(folder)), ALONE)
-    return folder
+class Clock:
+    """A clock on which every optimizer step takes eleven minutes."""
 
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        for module in (log, checkpoint):
+            patched.setattr(module, "time", self)
+        patched.setattr(run_module, "train_step", self.train_step)
 
-def stores_of(folder: Path, *repeats: int) -> tuple[Path, ...]:
-    times = repeats or (1, 3)
-    return tuple(Path(f"{folder / name}.store:{n}") for name, n in zip(("tiny", "other"), times, strict=False))
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def train_step(self, *args: object) -> object:
+        self.now_s += 660.0
+        return step_module.train_step(*args)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("run", "changes", "error", "message"),
+    ("given", "made"),
     [
-        ("one", {"resume": False}, UsageError, "already has a run"),
-        ("none", {}, UsageError, r"there is no run in .*none; give the --output-dir of one, or leave out --resume"),
-        ("one", {"max_steps": 1}, UsageError, r"--max-steps is 1.* already at step 2"),
-        (
-            "one",
-            {"batch": BatchSize(batch_size=3)},
-            UsageError,
-            r"--batch 3 --accumulation 2 on 1 rank is 6 .* with --batch 2 ",
-        ),
-        ("one", {"optimizer": "muon"}, UsageError, "--optimizer is muon"),
-        ("one", {"store": (1,)}, StateError, "name the --store of the run"),
-        (
-            "both",
-            {"store": (0, 1), "repeats": (1, 1)},
-            StateError,
-            "3 times a pass; .* 1 times a pass; name the --store of the run",
-        ),
-        ("both", {"store": (1, 0)}, StateError, "name the --store of the run"),
-        ("both", {"store": (0,)}, StateError, "was trained on 2 stores .* 1 are given"),
-        ("one", {"learning_rate": 1e30, "log_every": 5, "max_steps": 20}, TrainError, r"step 3 .*bucket train/\d+x128.* nan"),
-        (
-            "new",
-            {"learning_rate": 1e39, "clip_norm": None, "max_steps": 1, "resume": False},
-            TrainError,
-            "after step 0 the weights' norm is",
-        ),
+        ({}, [3, 6, 7]),
+        pytest.param({"save_every": "2,30m"}, [2, 4, 6, 7], marks=pytest.mark.slow),
+        pytest.param({"save_every": "5,40m"}, [4, 5, 7], marks=pytest.mark.slow),
+        pytest.param({"save_every": None}, [7], marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_go_on_is_refused_and_leaves_the_checkpoints(
-    of_two_steps: Path, tmp_path: Path, run: str, changes: dict[str, Any], error: type[BucketlineError], message: str
+def test_a_checkpoint_is_made_thirty_minutes_after_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], made: list[int]
 ) -> None:
-    if (of_two_steps / run).exists():
-        shutil.copytree(of_two_steps / run, tmp_path / run)
-    before, changes = tree(tmp_path), dict(changes)
-    stores = stores_of(of_two_steps, *changes.pop("repeats", ()))
-    given = tuple(stores[n] for n in changes.pop("store", (0, 1) if run == "both" else (0,)))
-    asked = config(of_two_steps, output_dir=tmp_path / run, store=given, **{"max_steps": 4, "resume": True, **changes})
-    with pytest.raises(error, match=message):
+    Clock(monkeypatch)
+    asked = config(folder, keep=9, **given)
+    train(asked, ALONE)
+    assert [int(name) for name in checkpoints(asked)] == made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 1e30, "log_every": 5, "max_steps": 20}, r"step \d .*bucket train/\d+x128.* nan"),
+        ({"learning_rate": 1e39, "clip_norm": None, "max_steps": 3}, r"after step \d the weights' norm is"),
+    ],
+)
+def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    asked = config(folder, **changes)
+    with pytest.raises(TrainError, match=f"{message}.*; there is no checkpoint yet: .*, with a lower --learning-rate") as ended:
         train(asked, ALONE)
-    if error is TrainError:
-        assert status(asked.output_dir)["state"] == "failed"
-        assert {name for name in tree(tmp_path) if "checkpoints" in name} == {name for name in before if "checkpoints" in name}
-    else:
-        assert tree(tmp_path) == before
+    assert "--resume" not in str(ended.value)
+    assert (status(asked.output_dir)["state"], checkpoints(asked)) == ("failed", [])
+    first = config(folder, output_dir=folder / "first", max_steps=2)
+    train(first, ALONE)
+    with pytest.raises(TrainError, match=f"{message}.*: continue with --resume, with a lower --learning-rate"):
+        train(replace(asked, output_dir=first.output_dir, resume=True), ALONE)
+    assert checkpoints(first) == ["02"]
 
 
-def test_several_stores_are_a_data_set_or_named_each_and_recorded_with_generation_and_repeats(
-    of_two_steps: Path, tmp_path: Path
+def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, asked = config(folder, output_dir=folder / "plain", max_steps=2), config(folder, max_steps=2)
+    train(plain, ALONE)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "train_step", fail)
+        with pytest.raises(MemoryError):
+            train(config(folder, max_steps=2, seed=3), ALONE)
+    assert (asked.output_dir / "metrics.jsonl").read_bytes()
+    assert status(asked.output_dir) == {"state": "failed", "step": 0, "reason": "MemoryError()"}
+    train(asked, ALONE)
+    assert losses(asked.output_dir) == losses(plain.output_dir)
+
+
+def test_a_run_holds_its_folder_while_it_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, held = config(folder, max_steps=1), []
+
+    def step(*args: object) -> object:
+        with pytest.raises(LockedError, match=f'"pid": {os.getpid()}'):
+            log.lock_folder(asked.output_dir)
+        held.append(args)
+        return step_module.train_step(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step)
+    train(asked, ALONE)
+    assert held
+
+
+def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = shutil.copytree(of_two_steps, tmp_path / "f")
-    both = folder / "both"
-    shares = [Store.open(folder / f"{name}.store").manifest for name in ("tiny", "other")]
-    wanted = [(one.store_id, one.generation, repeats) for one, repeats in zip(shares, (1, 3), strict=True)]
-    found = read_state(both / "checkpoints" / "step-00000002").stores
-    assert [(one.store_id, one.generation, one.repeats) for one in found] == wanted
-    written = json.loads((both / "config.json").read_text(encoding="utf-8"))
-    assert [(one["store_id"], one["generation"], one["repeats"]) for one in written["stores"]] == wanted
+    def refuse(*_: object, **__: object) -> object:
+        raise NoLocksError("this file system has no advisory locks")
+
+    monkeypatch.setattr(log, "FileLock", refuse)
+    train(config(folder, max_steps=1), ALONE)
+    assert "this file system has no advisory locks; nothing keeps another run from writing" in caplog.text
+
+
+# ---------------------------------------------------------------- other stores
+
+
+def test_several_stores_are_a_data_set_or_named_each_and_recorded_with_generation_and_repeats(folder: Path) -> None:
+    make_training_store(folder / "other.store", {"train/128x128": 5, "val/128x128": 2})
+    stores = tuple(Path(f"{folder}/{name}.store:{repeats}") for name, repeats in (("tiny", 1), ("other", 3)))
+    both = config(folder, output_dir=folder / "both", store=stores, max_steps=2)
+    manifests = [Store.open(folder / f"{name}.store").manifest for name in ("tiny", "other")]
+    wanted = [(one.store_id, one.generation, repeats) for one, repeats in zip(manifests, (1, 3), strict=True)]
+    state: Any = read_state(train(both, ALONE).checkpoint)
+    written = json.loads((both.output_dir / "config.json").read_text(encoding="utf-8"))
+    for found in (state.loader["stores"], written["stores"]):
+        assert [(one["store_id"], one["generation"], one["repeats"]) for one in found] == wanted
     (folder / "data").mkdir()
     for name in ("tiny.store", "other.store"):
         (folder / name).rename(folder / "data" / name)
+    write_mixture(folder / "data", (MixedStore(name="tiny.store", repeats=1), MixedStore(name="other.store", repeats=3)))
     asked = config(folder, store=(folder / "data",), max_steps=2)
-    for repeats in (3, 2):
-        write_mixture(
-            folder / "data", (MixedStore(name="tiny.store", repeats=1), MixedStore(name="other.store", repeats=repeats))
-        )
-        if repeats == 3:
-            train(asked, ALONE)
-            assert losses(asked.output_dir) == losses(both)
-    with pytest.raises(StateError, match=r"3 times a pass; .* 2 times a pass; .* or continue with --new-plan"):
-        train(replace(asked, max_steps=3, resume=True), ALONE)
+    train(asked, ALONE)
+    assert losses(asked.output_dir) == losses(both.output_dir)
 
 
-def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
-    of_two_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_resume_may_divide_a_global_batch_otherwise_and_a_new_plan_takes_the_newest_generation(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(of_two_steps, tmp_path / "f")
-    asked = config(folder, output_dir=folder / "one", max_steps=4, resume=True)
-    add_to_store(folder / "tiny.store", samples({"train/128x128": 20}, "later/"))
-    with pytest.raises(UsageError, match="--new-plan requires --resume"):
-        replace(asked, new_plan=True, resume=False)
-    summary = train(replace(asked, new_plan=True, batch=BatchSize(batch_size=3), accumulation=1), ALONE)
-    assert " was planned on " in capsys.readouterr().err
-    state = read_state(summary.checkpoint)
-    assert ([one.generation for one in state.stores], state.loader["step"]) == ([2], 4)
-    moments = load_file(summary.checkpoint / MOMENTS)
-    assert {int(tensor) for name, tensor in moments.items() if name.endswith(".step")} == {4}
-
-
-def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(of_two_steps: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(of_two_steps, tmp_path / "f")
-    one = config(folder, output_dir=folder / "one", max_steps=4, resume=True)
+    one = config(folder, max_steps=2)
+    train(one, ALONE)
+    one = replace(one, max_steps=4, resume=True)
     other = replace(one, output_dir=folder / "other", batch=BatchSize(batch_size=4), accumulation=1)
-    shutil.copytree(folder / "one", folder / "other")
+    shutil.copytree(one.output_dir, other.output_dir)
     for asked in (one, other):
         train(asked, ALONE)
     for first, second in zip(*(read_metrics(asked.output_dir) for asked in (one, other)), strict=True):
         for name in {"loss", "val_loss"} & {*first}:
             assert first[name] == pytest.approx(second[name], rel=1e-5)
-
-
-# ---------------------------------------------------------------- by itself
-
-
-@pytest.mark.parametrize("former", [b'{"state": "done"}', b'{"state": "failed"}', b""])
-def test_a_refused_resume_puts_the_former_status_back_and_a_crash_is_recorded(tmp_path: Path, former: bytes) -> None:
-    asked, path = config(tmp_path, resume=True), tmp_path / "run" / "status.json"
-    path.parent.mkdir()
-    start = cast("Any", SimpleNamespace(checkpoint=Path("step-00000002"), steps_done=2))
-    ranks = TrainRanks(rank=0, world_size=2)
-    for error in (UsageError("no"), KeyboardInterrupt(), DistError("the other rank has gone"), MemoryError()):
-        path.unlink(missing_ok=True)
-        if former:
-            path.write_bytes(former)
-        with contextlib.closing(log.RunLock(asked.output_dir)) as lock:
-            taken = run_module.take_folder(asked, lock, start)
-        assert status(path.parent)["state"] == "running"
-        raised = pytest.raises((type(error), TrainError))
-        run = cast("Any", SimpleNamespace(config=asked, ranks=ranks, start=start, is_built=False, steps_done=2))
-        with raised, run_module.failures_recorded(run, taken):
-            raise error
-        if isinstance(error, MemoryError):
-            assert status(path.parent) == {"state": "failed", "step": 2, "reason": "MemoryError: "}
-        else:
-            assert (path.read_bytes() if path.exists() else b"") == former
+    add_to_store(folder / "tiny.store", samples({"train/128x128": 20}, "later/"))
+    assert str(train(one, ALONE)).startswith("already at step 4: nothing to train"), "on the generation of its plan"
+    new = replace(one, new_plan=True, batch=BatchSize(batch_size=3), accumulation=1, max_steps=5)
+    with pytest.raises(UsageError, match="--new-plan requires --resume"):
+        replace(new, resume=False)
+    summary = train(new, ALONE)
+    assert "--new-plan: training continues from step 4 in a new order" in capsys.readouterr().err
+    state: Any = read_state(summary.checkpoint)
+    assert ([one["generation"] for one in state.loader["stores"]], state.loader["step"]) == ([2], 5)
+    moments = load_file(summary.checkpoint / MOMENTS)
+    assert {int(tensor) for name, tensor in moments.items() if name.endswith(".step")} == {5}
 
 
 def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_bf16_trains_without_held_out_samples(

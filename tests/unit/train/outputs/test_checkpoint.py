@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -19,12 +20,12 @@ from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.run_marker import CHECKPOINTS, METRICS
-from bucketline.loader.mixture import StoreId
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import checkpoint
-from bucketline.train import save as save_module
 from bucketline.train.checkpoint import (
+    Output,
     RunState,
+    Saver,
     copied,
     damage,
     folder_of_step,
@@ -36,7 +37,6 @@ from bucketline.train.checkpoint import (
 )
 from bucketline.train.ema import Average
 from bucketline.train.models.weights import WholeModel
-from bucketline.train.save import Output, Saver
 from bucketline.train.step import Training
 from tests.commands import spawn
 from tests.kit import flip_bit, tree
@@ -83,9 +83,6 @@ def state(steps_done: int) -> RunState:
     return RunState(
         version=checkpoint.VERSION,
         steps_done=steps_done,
-        world_size=1,
-        stores=(StoreId(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
-        plan_digest="p",
         loader={"step": steps_done},
         window=None,
         config={"seed": 0},
@@ -152,16 +149,23 @@ def test_moments_are_laid_out_as_their_parameters_and_the_next_step_is_the_same(
         torch.testing.assert_close(loaded.model.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_the_newest_few_complete_ones_stay(tmp_path: Path) -> None:
+def test_the_newest_few_stay_and_what_a_resume_has_skipped_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained = parts()
-    for steps_done in (1, 2, 3):
+    for steps_done in (1, 2, 3, 9):
         save(tmp_path, trained, state(steps_done), keep=2)
-    assert names(tmp_path) == ["step-00000002", "step-00000003"]
-    (tmp_path / CHECKPOINTS / "step-00000003" / MOMENTS).write_bytes(b"cut")
+    assert names(tmp_path) == ["step-00000003", "step-00000009"]
+    with caplog.at_level(logging.WARNING):
+        set_aside(tmp_path / CHECKPOINTS / "step-00000003")
+    (tmp_path / CHECKPOINTS / "step-00000007.partial").mkdir()  # of a killed process
     save(tmp_path, trained, state(4), keep=2)
-    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    *kept, aside = names(tmp_path)
+    assert kept == ["step-00000003", "step-00000004"]
+    assert re.fullmatch(r"step-00000009\.damaged-\w{4}", aside)
+    assert f"step-00000009 is now {aside} and does not count as kept; remove it" in caplog.text
     save(tmp_path, trained, state(5), keep=2)
-    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+    assert names(tmp_path) == ["step-00000004", "step-00000005", aside]
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "gone", "no digests", "being written"])
@@ -189,21 +193,6 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_that_names_it(
     (torn / "digests.json").unlink()
     with pytest.raises(TrainError, match="no complete checkpoint"):
         last_whole(tmp_path)
-
-
-def test_what_a_resume_has_skipped_is_set_aside_and_what_a_killed_process_left_is_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trained = parts()
-    resumed = save(tmp_path, trained, state(4), keep=2)
-    for _ in range(2):
-        save(tmp_path, trained, state(9), keep=2)
-        with caplog.at_level(logging.WARNING):
-            set_aside(resumed)
-    resumed.with_name("step-00000007.partial").mkdir()
-    save(tmp_path, trained, state(12), keep=2)
-    assert names(tmp_path) == ["step-00000004", "step-00000009.damaged", "step-00000009.damaged1", "step-00000012"]
-    assert "step-00000009 is now step-00000009.damaged1 and does not count as kept; remove it" in caplog.text
 
 
 @pytest.mark.slow
@@ -247,7 +236,7 @@ def test_a_file_that_is_something_else_is_refused_and_nothing_in_it_runs(
     (folder / name).write_bytes(data)
     size, digest = file_digest(folder / name)
     document = json.loads((folder / "digests.json").read_bytes())
-    document["files"][name] = {"num_bytes": size, "digest": digest}
+    document[name] = [size, digest]
     (folder / "digests.json").write_text(json.dumps(document), encoding="utf-8")
     assert damage(folder) is None
     with pytest.raises(StateError, match=message):
@@ -258,24 +247,6 @@ def test_a_file_that_is_something_else_is_refused_and_nothing_in_it_runs(
 
 
 # ---------------------------------------------------------------------------------------------- while training continues
-
-
-class Gate:
-    """A stop for a thread, until it is opened."""
-
-    def __init__(self) -> None:
-        self.is_reached, self._is_open = threading.Event(), threading.Event()
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def holding(self, function: Any) -> Any:
-        def held(*arguments: Any, **options: Any) -> Any:
-            self.is_reached.set()
-            assert self._is_open.wait(WAIT_S)
-            return function(*arguments, **options)
-
-        return held
 
 
 @pytest.fixture
@@ -296,7 +267,7 @@ def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
     )
     training.config.output_dir.mkdir()
     (training.config.output_dir / METRICS).touch()
-    made = Saver(training, ALONE, WEIGHTS, None)
+    made = Saver(training, ALONE, WEIGHTS, None, lambda *_: None)
     yield made
     made.close()
 
@@ -304,10 +275,16 @@ def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
 def test_steps_continue_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(
     saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate()
-    monkeypatch.setattr(save_module, "write", gate.holding(checkpoint.write))
+    write, is_reached, may_continue = checkpoint.write, threading.Event(), threading.Event()
+
+    def held(*given: Any, **options: Any) -> None:
+        is_reached.set()
+        assert may_continue.wait(WAIT_S)
+        write(*given, **options)
+
+    monkeypatch.setattr(checkpoint, "write", held)
     saver.save({Output.CHECKPOINT: "# a card"}, state(1))
-    assert gate.is_reached.wait(WAIT_S)
+    assert is_reached.wait(WAIT_S)
     for _ in range(3):
         trained.step()
         saver.poll()
@@ -317,7 +294,7 @@ def test_steps_continue_while_a_checkpoint_is_written_and_the_next_save_waits_fo
     saving.start()
     saving.join(0.05)
     assert saving.is_alive()
-    gate.open()
+    may_continue.set()
     saving.join(WAIT_S)
     assert first.exists(), "one at a time, in order"
     saver.finish()
