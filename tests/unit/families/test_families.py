@@ -28,8 +28,7 @@ from bucketline.loader import Batch
 from bucketline.loader.latent_scale import LatentScale, RecordedScale
 from bucketline.train.config import Precision, TrainConfig
 from bucketline.train.ema import Average
-from bucketline.train.images.pipeline import draw_latents
-from bucketline.train.images.prompts import DrawingBatch
+from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.load import load
 from bucketline.train.lora import ADAPTER, Layers, add_adapters, layers_by_word
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
