@@ -326,17 +326,17 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
     assert checkpoints(first) == ["02"]
 
 
-@pytest.mark.parametrize("at", ["build_training", "train_step"])
+@pytest.mark.parametrize("at", ["memory.build_training", "run.train_step"])
 def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
     asked = config(folder, max_steps=2)
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, at, fail)
+        patched.setattr(f"bucketline.train.{at}", fail)
         with pytest.raises(MemoryError):
             train(replace(asked, seed=3), ALONE)
-    assert (asked.output_dir / "metrics.jsonl").exists() is (at == "train_step")
+    assert (asked.output_dir / "metrics.jsonl").exists() is (at == "run.train_step")
     assert status(asked.output_dir) == {"state": "failed", "step": 0, "reason": "MemoryError()"}
     (asked.output_dir / "prompts").mkdir(exist_ok=True)
     train(asked, ALONE)
