@@ -32,7 +32,6 @@ from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_w
 from bucketline.ingest.pipeline.model.encoders import Encoders
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceWorker
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store.sync.parts import AttemptStore, take_attempt
 from bucketline.store.sync.working import sender_to
 from bucketline.store.write.attempts import begin_attempts, remove_attempts
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.parallel.signals import Interrupts
-    from bucketline.ingest.sources.source import Listing, Source
     from bucketline.store.sync.parts import PartStore
     from bucketline.store.transfer.sender import ShardSender
     from bucketline.typed_json import Json
@@ -417,7 +415,8 @@ class RayRun:
     def pack(self, held: ExitStack) -> PackResult:
         """Pack the source; the store stays locked until `held` is closed. Raises what `ingest.pack.pack` does."""
         config, target = self._config, self._target
-        run = self._run = PackRun.listed(config, target, held, self._num_slices, self._workers.most)
+        most = self._workers.most
+        run = self._run = PackRun.listed(config, target, held, lambda listing: num_slices(len(listing.items), most), most)
         model = open_model(config.model, config.model_config)
         own = self._for_workers()
         pool = RayWorkers(own, self._workers, self._interrupts.check)
@@ -430,12 +429,6 @@ class RayRun:
             pool.close()
         remove_attempts(config.store)
         return finish(run)
-
-    def _num_slices(self, source: Source, listing: Listing) -> int:
-        count = num_slices(len(listing.items), self._workers.most)
-        if isinstance(source, TarSource) and source.is_read_in_turn(listing.items):
-            return min(count, self._workers.most)  # each slice reads the tars from their beginnings
-        return count
 
     def _for_workers(self) -> PackConfig:
         """Return the configuration as a worker needs it, without the command's own class."""

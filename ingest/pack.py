@@ -124,7 +124,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     with ExitStack() as held:
 
         def listed() -> list[list[bytes]]:
-            runs.append(PackRun.listed(config, target, held, lambda *_: ranks.world_size, ranks.world_size))
+            runs.append(PackRun.listed(config, target, held, lambda _: ranks.world_size, ranks.world_size))
             return [own.parts for own in runs[0].slices]
 
         own = ItemParts(ranks.deal(listed))
@@ -182,7 +182,7 @@ def run_slice(
     *,
     is_last: bool = True,
 ) -> T | None:
-    """Make the slice of this rank, of a pack or an import, and return what `end` makes of all slices on rank 0.
+    """Make the slice of this rank, and return what `end` makes of all slices on rank 0.
 
     `work` makes it; it is given what is to be called between images, which may raise.
     """

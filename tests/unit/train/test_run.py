@@ -23,7 +23,7 @@ from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
-from bucketline.train import checkpoint, images, log
+from bucketline.train import checkpoint, images, log, memory
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
 from bucketline.train import weight_layout as weights
@@ -38,6 +38,7 @@ from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config,
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 STEPS = 8
@@ -326,17 +327,19 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
     assert checkpoints(first) == ["02"]
 
 
-@pytest.mark.parametrize("at", ["memory.build_training", "run.train_step"])
-def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+@pytest.mark.parametrize(("module", "at"), [(memory, "build_training"), (run_module, "train_step")])
+def test_the_folder_of_a_run_that_made_no_step_is_taken_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, at: str
+) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
     asked = config(folder, max_steps=2)
     with monkeypatch.context() as patched:
-        patched.setattr(f"bucketline.train.{at}", fail)
+        patched.setattr(module, at, fail)
         with pytest.raises(MemoryError):
             train(replace(asked, seed=3), ALONE)
-    assert (asked.output_dir / "metrics.jsonl").exists() is (at == "run.train_step")
+    assert (asked.output_dir / "metrics.jsonl").exists() is (at == "train_step")
     assert status(asked.output_dir) == {"state": "failed", "step": 0, "reason": "MemoryError()"}
     (asked.output_dir / "prompts").mkdir(exist_ok=True)
     train(asked, ALONE)
