@@ -53,7 +53,7 @@ def test_a_second_pack_needs_no_model_and_says_which_one_it_takes(again: Path) -
     assert "1 packed + 4 unchanged" in ran.out
     told = pack(again / "photos", again / "t", "--model", again / "sd").done()
     assert "model: " not in told.out
-    compare(again / "s", again / "t")
+    assert compare(again / "s", again / "t").faults == []
     assert pack(again / "photos", again / "s", "--json").json["unchanged"] == 5
 
 
@@ -83,7 +83,7 @@ def test_an_interrupted_first_pack_is_continued_without_it(again: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, *map(str, args)], check=False, capture_output=True).returncode == 9
     pack(again / "photos", again / "new.store").done()
     pack(again / "photos", again / "whole", "--model", again / "sd").done()
-    compare(again / "new.store", again / "whole")
+    assert compare(again / "new.store", again / "whole").faults == []
 
 
 def test_a_model_that_is_gone_is_refused_and_told_again_it_is_noted(again: Path) -> None:
