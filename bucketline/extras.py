@@ -19,7 +19,6 @@ EXTRAS = {
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
     "report": ("jinja2", "PIL"),
-    "export": ("webdataset", "PIL"),
     "tensorboard": ("tensorboard",),
     "quantised": ("torchao",),
     "ray": ("ray",),
@@ -37,8 +36,7 @@ def extra_named(command: str) -> Iterator[None]:
         having = [extra for extra, libraries in EXTRAS.items() if library in libraries]
         if not having:
             raise
-        own = "export" if command == "store" else command
-        extra = own if own in having else min(having, key=lambda one: len(EXTRAS[one]))
+        extra = command if command in having else min(having, key=lambda one: len(EXTRAS[one]))
         raise MissingExtraError(
             f"{command} needs {library}, which is not installed. Install the extra {extra}: pip install 'bucketline[{extra}]'"
         ) from error

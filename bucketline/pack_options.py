@@ -1,6 +1,6 @@
 """The rules that a store was packed by, as one JSON object by option of `ingest pack`, read from what its manifest records.
 
-`store info` shows them, `store info --rules` as a data set file, and `ingest pack` compares them with those of a run.
+`store info` shows them, and `ingest pack` compares them with those of a run.
 """
 
 from __future__ import annotations

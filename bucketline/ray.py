@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.sync.parts import SentShard
-    from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.row_form import Arrays
 
 __all__ = ["StoreSink", "batch_of", "sample"]
 

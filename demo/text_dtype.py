@@ -23,8 +23,7 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.store import Store
-from bucketline.store.format.text_codec import QUANTISED, dequantise, quantise
-from bucketline.store.format.text_error import measured_error
+from bucketline.store.format.text_codec import QUANTISED, dequantise, measured_error, quantise
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}

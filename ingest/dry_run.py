@@ -27,8 +27,7 @@ from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.schema import Schema, bucket_name, text_entry
-from bucketline.store.write.publish import new_manifest
-from bucketline.store.write.target import stored_manifest
+from bucketline.store.write.publish import new_manifest, stored_manifest
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig

@@ -20,7 +20,7 @@ from bucketline.ingest.pipeline.model.encoder_facts import facts_without_weights
 from bucketline.ingest.pipeline.model.encoders import Encoders
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceRun, SliceWorker
 from bucketline.ingest.progress import caption_progress, packing_progress
-from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.commands.place import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.sync.working import sender_to
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.store.transfer.sender import ShardSender
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.epoch_steps import Epoch, EpochSteps
     from bucketline.loader.state import LoaderState
     from bucketline.store.format.columns import LatentKind
-    from bucketline.store.remote.cache.held_line import FetchStats
+    from bucketline.store.remote.cache.fetch_threads import FetchStats
 
 CLOSED = "close() was called"  # which ends an iterator without an error
 

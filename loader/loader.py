@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.format.columns import LatentKind
     from bucketline.store.read.store import OpenShards
-    from bucketline.store.remote.cache.held_line import FetchStats
+    from bucketline.store.remote.cache.fetch_threads import FetchStats
 
 
 class Loader(EpochLoader):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.store.remote.cache.held_line import FetchStats
+    from bucketline.store.remote.cache.fetch_threads import FetchStats
 
 SUMMED = ("batches", "samples", "bytes", "waits", "waited_s", "errors")  # over clients
 

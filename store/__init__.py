@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from bucketline.store.read.preadv import FileGather
     from bucketline.store.read.store import Bucket, OpenShards, Store
     from bucketline.store.write.part_writer import PartWriter
-    from bucketline.store.write.ragged_form import RaggedGroup
-    from bucketline.store.write.row_form import Axis, LatentColumn, RowColumn, new_record
+    from bucketline.store.write.row_form import Axis, LatentColumn, RaggedGroup, RowColumn, new_record
     from bucketline.store.write.store_writer import StoreWriter
 
 __all__ = [
@@ -54,7 +53,7 @@ _PLACES = {
     "Manifest": "format.manifest",
     "OpenShards": "read.store",
     "PartWriter": "write.part_writer",
-    "RaggedGroup": "write.ragged_form",
+    "RaggedGroup": "write.row_form",
     "RowColumn": "write.row_form",
     "SampleRecord": "format.sample_record",
     "Store": "read.store",

@@ -168,11 +168,9 @@ class LocalFolder:
         return f"LocalFolder({str(self.path)!r})"
 
     def place(self, name: str) -> str:
-        """Return a file's path."""
         return str(self.path / name) if name else str(self.path)
 
     def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
-        """Return a whole file; a CorruptError if it is longer than `most_bytes`."""
         with self._explaining("read", name), open(open_regular(self._own(name)), "rb") as file:  # noqa: PTH123 - opens a descriptor
             data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
@@ -180,7 +178,6 @@ class LocalFolder:
         return data
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` up to, not including, `end`; see `Folder`."""
         with self._explaining("read", name), open(open_regular(self._own(name)), "rb") as file:  # noqa: PTH123 - opens a descriptor
             file.seek(begin)
             data = file.read(end - begin)
@@ -189,7 +186,6 @@ class LocalFolder:
         return data
 
     def look_up(self, name: str) -> ListedFile | None:
-        """Return what a file is; None if it is not there."""
         try:
             with self._explaining("look up", name):
                 status = self._own(name).stat()
@@ -198,7 +194,6 @@ class LocalFolder:
         return ListedFile(name, status.st_size, status.st_mtime)
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Return the lengths of some files in bytes; None of those that are not there: one stat a file."""
         return [None if (found := self.look_up(name)) is None else found.num_bytes for name in names]
 
     def names(self, prefix: str = "") -> Iterator[ListedFile]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from bucketline.store.format.crop_share import box_in_source, kept_share
+from bucketline.store.format.sample_record import box_in_source, kept_share
 
 if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid, Size

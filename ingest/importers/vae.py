@@ -22,7 +22,7 @@ from bucketline.ingest.encoders.vae import VaeEncoder, load_vae, vae_provenance
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling, damaged
 from bucketline.store.format.columns import LatentKind
-from bucketline.store.report.published_vaes import PUBLISHED
+from bucketline.store.report.latent_rgb import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.packing.run import PackRun
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.text_error import TextError
+    from bucketline.store.format.text_codec import TextError
 
 _MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 

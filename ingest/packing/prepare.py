@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Listing, Source
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.store import Store
-from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.commands.place import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.urls import working_cache
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.publish import LocalTarget
 
 if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
 
 
 class Placed(Protocol):

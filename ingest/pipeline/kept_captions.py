@@ -24,7 +24,7 @@ from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import as_arrays
 from bucketline.store.read.verified_sample import checked_row
 from bucketline.store.write.attempts import KEPT_CAPTIONS
-from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.change_base import newest_manifest
 from bucketline.store.write.publish import changing
 from bucketline.store.write.row_form import RowColumn
 from bucketline.store.write.store_writer import StoreWriter

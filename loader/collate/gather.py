@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.store import Column
-    from bucketline.store.read.located import Located, LocatedEntries
     from bucketline.store.read.store import OpenShards
+    from bucketline.store.shard.row_locator import Located, LocatedEntries
 
 _SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
 MAX_CHUNK_ITEMS = 16384  # of one copy; see `_chunk_items`

@@ -22,8 +22,8 @@ from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_l
 from bucketline.loader.collate.gather import PlainRead
 from bucketline.store.format.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
-from bucketline.store.read.located import LocatedEntries, joined
 from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.shard.row_locator import LocatedEntries, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.columns import Conditioning, RequestedColumn
     from bucketline.loader.collate.gather import Gather, GatherIndex
     from bucketline.store import Bucket
-    from bucketline.store.read.located import Located
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.batch_lines import HeldLines
+    from bucketline.store.shard.row_locator import Located
 
 SMALL_COLUMNS = (ORIGINAL_SIZE, CROP, ID)
 

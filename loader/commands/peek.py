@@ -44,7 +44,7 @@ class Peek(PlannedOptions):
     def run(self) -> int:
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.pages.page import refuse_page
-        from bucketline.store.report.latents import vae_of
+        from bucketline.store.report.facts import vae_of
 
         refuse_page(self.output)
         shares, config, world_size, number = self.planned(self.step)

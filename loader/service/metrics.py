@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from bucketline.errors import UsageError
 from bucketline.loader.service.address import address_of
-from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S
+from bucketline.store.remote.cache.fetch_threads import LATENCY_BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

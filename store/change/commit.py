@@ -1,4 +1,7 @@
-"""Commit changes of a store where it is: on a disk under its lock, in object storage by the commit that comes first."""
+"""Commit changes of a store where it is: on a disk under its lock, in object storage by the commit that comes first.
+
+`restore` is the commit of an earlier generation's manifest.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,29 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.folder import DeniedError, LocalFolder
+from bucketline.store.folder import DeniedError, LocalFolder, MissingObjectError
 from bucketline.store.format.manifest import finished
+from bucketline.store.read.lost_files import NAMED_SHARDS, files_of, lost_shards
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
     find_newest,
+    listed_generations,
     newest_generation,
+    read_generation,
     refuse_without_put_if_absent,
 )
+from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.retries import pause_after
+from bucketline.store.transfer.files import Downloader, Uploader, shard_of
 from bucketline.store.transfer.sender import forget_sent, noted, sent_shards
-from bucketline.store.transfer.upload import Uploader, shard_of
-from bucketline.store.write.change_base import ChangeBase
-from bucketline.store.write.newest import existing_manifest
+from bucketline.store.write.change_base import ChangeBase, existing_manifest
 from bucketline.store.write.publish import changing, next_generation, prepare_store, publish_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.format.manifest import Manifest, ShardEntry
 
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
@@ -76,6 +81,27 @@ def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder) -> Chan
     """Return a base with a drawn number: another writer may be preparing a generation of the same number."""
     number = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
     return ChangeBase(place, newest, number, work.made, work.cache)
+
+
+@contextmanager
+def on_this_disk(base: ChangeBase, shards: Iterable[ShardEntry], *, damaged: bool = False) -> Iterator[Path]:
+    """Yield a folder on this disk with all files of some shards: the store's own, or a temporary one.
+
+    If they are `damaged`, it has what there is of them.
+    """
+    if not isinstance(base.folder, ObjectFolder):
+        yield base.made
+        return
+    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+        path, downloader = Path(folder), Downloader(base.folder, takes_any_digest=damaged)
+        (path / "shards").mkdir()
+        files = [file for entry in shards for file in files_of(path, entry)]
+        if not damaged:
+            downloader.get(files)
+        for own in files if damaged else ():
+            with suppress(MissingObjectError, CorruptError):
+                downloader.get_one(*own)
+        yield path
 
 
 def commit_change(
@@ -178,3 +204,52 @@ def _next(place: ObjectFolder, before: Manifest, after: Manifest) -> Manifest:
         return dataclasses.replace(after, generation=before.generation + 1, retired=retired)
     except ValueError as error:
         raise CorruptError(f"{place.place('shards')}: {error}; rerun the command") from error
+
+
+def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = False) -> tuple[Manifest, Manifest]:
+    """Publish the rows of an earlier generation as a new, newest one. With `dry_run`, only check.
+
+    Return the generation that was the newest, and the one that has these rows: the same if it has them already.
+
+    What an interrupted run left on a disk is published as a generation first: the rows stay reachable there, and the next pack
+    does not add them to what was restored. Shards that only later generations list become retired, so that no run adopts them
+    again.
+    """
+
+    def restored(base: ChangeBase) -> Manifest:
+        newest, earlier = base.manifest, _whole(base, generation)
+        return newest if (newest.shards, newest.buckets) == (earlier.shards, earlier.buckets) else earlier
+
+    with newest_base(place) as base:  # before anything is adopted
+        before, earlier = base.manifest, restored(base)
+    return (before, earlier) if dry_run else commit_change(place, restored)
+
+
+def earlier_generations(place: Path | ObjectFolder) -> list[tuple[Manifest, float]]:
+    """Return the generations whose manifests can be read, the newest first, each with its time of publication (Unix)."""
+    found = []
+    with newest_base(place) as base:
+        for number, file in listed_generations(base.folder).items():
+            with suppress(StoreError):
+                found.append((read_generation(base.folder, number, base.manifest), file.modified_s))
+    return found[::-1]
+
+
+def _whole(base: ChangeBase, generation: int) -> Manifest:
+    """Return the manifest of an earlier generation, whose files are all there."""
+    folder, newest, place = base.folder, base.manifest, base.folder.place("")
+    there = sorted({*listed_generations(folder), newest.generation})
+    if generation not in there:
+        raise StoreError(
+            f"{place} has no generation {generation}: it was removed by `store compact --gc`, or never made; nothing was "
+            f"changed; there are {', '.join(map(str, there))}"
+        )
+    earlier = read_generation(folder, generation, newest)
+    if lost := lost_shards(folder, earlier.shards):
+        more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
+        raise StoreError(
+            f"generation {generation} of {place} cannot be restored: files of {counted(len(lost), 'shard')} are gone, "
+            f"collected or lost: {'; '.join(map(str, lost[:NAMED_SHARDS]))}{more}; nothing was changed; restore these files, "
+            "or choose another generation"
+        )
+    return earlier

@@ -5,32 +5,28 @@ Live rows keep their order: row n of a bucket is the same sample before and afte
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.store.change.commit import commit_change, newest_base
+from bucketline.store.change.commit import commit_change, newest_base, on_this_disk
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
 from bucketline.store.folder import as_folder
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import listed_generations
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.transfer.download import Downloader
 from bucketline.store.write.describe import describe_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
     from typing import TypeAlias
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.write.change_base import ChangeBase
 
     _New: TypeAlias = list[tuple[ShardEntry, ...]]  # shards of each run
@@ -175,19 +171,6 @@ def _file_bytes(shard: ShardEntry) -> int:
     return sum(file.num_bytes for _, file in files_of(Path(), shard))
 
 
-@contextmanager
-def _on_this_disk(base: ChangeBase, entries: Iterable[ShardEntry]) -> Iterator[Store]:
-    """Yield the generation with all files of some shards on this disk."""
-    if isinstance(base.folder, ObjectFolder):
-        with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-            path = Path(folder)
-            (path / "shards").mkdir()
-            Downloader(base.folder).get(file for entry in entries for file in files_of(path, entry))
-            yield Store(path, base.manifest)
-    else:
-        yield base.store
-
-
 def _copied(base: ChangeBase, runs: list[ShardRun], shard_bytes: int, on_bytes: Callable[[int, int], None]) -> _CopiedRuns:
     """Copy the runs' rows to new shards. On a disk, call it under the store's lock."""
     manifest = base.manifest
@@ -205,7 +188,10 @@ def _copied(base: ChangeBase, runs: list[ShardRun], shard_bytes: int, on_bytes: 
         done[0] += num_bytes
         on_bytes(done[0], to_copy)
 
-    with _on_this_disk(base, old) as store, RowCopier(store, manifest.generation + 1, copied, base.made) as copier:
+    with (
+        on_this_disk(base, old) as path,
+        RowCopier(Store(path, manifest), manifest.generation + 1, copied, base.made) as copier,
+    ):
         names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
         new = [tuple(describe_shard(base.made, name, manifest).entry for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):

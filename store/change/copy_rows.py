@@ -26,8 +26,7 @@ from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.verified_sample import caption_entries, compare_with_record, row_entries
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.write.column_shard import ids_by_row, write_column_shard
-from bucketline.store.write.describe import describe_shard
+from bucketline.store.write.describe import describe_shard, ids_by_row, write_column_shard
 from bucketline.store.write.seal import SEALING
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -57,28 +56,6 @@ class LeftOut:
 
     rows: int = 0
     ids: list[str] = field(default_factory=list)  # of those whose records can be read
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """A block of rows as it was read, or why it cannot be."""
-
-    spec: BlockSpec
-    first_row: int
-    columns: Columns | StoreError
-    bad: frozenset[int] = frozenset()  # rows whose bytes do not match their checksum, numbered within the block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CheckedRow:
-    """A row that checks, and the writer that it goes to."""
-
-    writer: ShardWriter
-    values: Columns
-    record: SampleRecord
-    captions: list[bytes]  # digests
-    new: dict[bytes, dict[str, Entry]]  # the captions that the writer does not have yet: their entries, by group
-    entries: dict[str, Entry | None]
 
 
 class RowCopier:
@@ -168,46 +145,41 @@ class RowCopier:
         first = 0
         while first < len(rows):
             ranges = self._tried(shard.block_ranges, group, rows[first : first + 1])
+            columns: Columns | StoreError
             if isinstance(ranges, StoreError):
-                end, block = first + 1, _Block(spec=spec, first_row=int(rows[first]), columns=ranges)
+                end, first_row, columns = first + 1, int(rows[first]), ranges
             else:
                 first_row = int(rows[first] - ranges.row_in_block[0])
                 end = int(np.searchsorted(rows, first_row + ranges.rows[0]))
                 columns = self._tried(read_block, shard, spec, first_row, ranges)
-                bad = frozenset[int]() if isinstance(columns, StoreError) else frozenset(bad_rows(spec, columns))
-                block = _Block(spec=spec, first_row=first_row, columns=columns, bad=bad)
-            self._rows(ordinal, block, shard.index_entries(positions[first:end]))
+            self._rows(ordinal, spec, first_row, columns, shard.index_entries(positions[first:end]))
             self._on_bytes((end - first) * spec.row_bytes)
             first = end
 
-    def _rows(self, ordinal: int, block: _Block, entries: list[IndexEntry]) -> None:
-        """Copy rows of a block, given by their entries in the index."""
-        for entry, found in zip(entries, self._records(self._store.shards[ordinal], entries), strict=True):
+    def _rows(
+        self, ordinal: int, spec: BlockSpec, first_row: int, columns: Columns | StoreError, entries: list[IndexEntry]
+    ) -> None:
+        """Copy rows of a block, given by their entries in the index; `columns` may be why the block cannot be read."""
+        bad = frozenset[int]() if isinstance(columns, StoreError) else frozenset(bad_rows(spec, columns))
+        for entry, record in zip(entries, self._records(self._store.shards[ordinal], entries), strict=True):
             self._seal_if_full(ordinal)
-            checked = self._tried(self._checked, ordinal, block, entry, found)
-            if isinstance(checked, StoreError):
-                self._leave_out(1, *([] if isinstance(found, StoreError) else [found.id]))
-                continue
-            values, record = checked.values, checked.record
-            for digest, own in checked.new.items():
-                is_counted = digest in self._counted or checked.writer.has_caption(digest)
-                checked.writer.add_caption(own)
-                if not is_counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
-                    self._counted.add(digest)
-                    self._filled += sum(one.num_bytes for one in own.values())
-            latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
-            checked.writer.add(
-                spec=block.spec, latents=latents, record=record, captions=checked.captions, entries=checked.entries
-            )
-            self._taken.setdefault(entry.bucket, array("q")).extend((ordinal, entry.row))
-            self._filled += block.spec.row_bytes + len(encode_record(record))
-            self._filled += sum(self._new_bytes(group, one) for group, one in checked.entries.items())
+            k = entry.row - first_row
+            if isinstance(self._tried(self._row, ordinal, spec, columns, record, entry, k, k in bad), StoreError):
+                self._leave_out(1, *([] if isinstance(record, StoreError) else [record.id]))
 
-    def _checked(self, ordinal: int, block: _Block, entry: IndexEntry, found: SampleRecord | StoreError) -> _CheckedRow:
-        """Return a row after checking all of it."""
-        shard, k = self._store.shards[ordinal], entry.row - block.first_row
-        columns, record, digests = _given(block.columns), _given(found), self._digests
-        if k in block.bad:
+    def _row(
+        self,
+        ordinal: int,
+        spec: BlockSpec,
+        columns: Columns | StoreError,
+        record: SampleRecord | StoreError,
+        entry: IndexEntry,
+        k: int,
+        is_bad: bool,  # noqa: FBT001 - for `_tried`
+    ) -> None:
+        """Copy row k of a block after checking all of it; nothing of it is written if it does not check."""
+        shard, columns, record, digests = self._store.shards[ordinal], _given(columns), _given(record), self._digests
+        if is_bad:
             raise CorruptError(
                 f"{shard.describe_row(entry.bucket, entry.row)}: its bytes do not match their checksum; "
                 "`store drop` it, and rerun the command"
@@ -219,20 +191,25 @@ class RowCopier:
         compare_with_record(record, values, item)
         if strange := [row for row in record.caption_rows if not 0 <= row < len(digests)]:
             raise CorruptError(f"sample {record.id!r} in shard {shard.name} has no caption {strange[0]}")
-        captions = {digests[row].tobytes(): row for row in record.caption_rows}
+        captions = [digests[row].tobytes() for row in record.caption_rows]
         new = {
             digest: self._caption(ordinal, row, digest)
-            for digest, row in captions.items()
+            for digest, row in zip(captions, record.caption_rows, strict=True)
             if self._writer is None or not self._writer.has_caption(digest)
         }
-        return _CheckedRow(
-            values=values,
-            record=record,
-            captions=[digests[row].tobytes() for row in record.caption_rows],
-            new=new,
-            entries=row_entries(self._store, ordinal, values),
-            writer=self._room(ordinal),  # last: it is never empty
-        )
+        entries = row_entries(self._store, ordinal, values)
+        writer = self._room(ordinal)  # last: it is never empty
+        for digest, own in new.items():
+            is_counted = digest in self._counted or writer.has_caption(digest)
+            writer.add_caption(own)
+            if not is_counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
+                self._counted.add(digest)
+                self._filled += sum(one.num_bytes for one in own.values())
+        latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
+        writer.add(spec=spec, latents=latents, record=record, captions=captions, entries=entries)
+        self._taken.setdefault(entry.bucket, array("q")).extend((ordinal, entry.row))
+        self._filled += spec.row_bytes + len(encode_record(record))
+        self._filled += sum(self._new_bytes(group, one) for group, one in entries.items())
 
     def _caption(self, ordinal: int, row: int, digest: bytes) -> dict[str, Entry]:
         """Return a caption's entries by group. One that cannot be read is read once."""

@@ -18,8 +18,7 @@ from bucketline.errors import LockedError, StoreError
 from bucketline.files.locks import FileLock
 from bucketline.store.folder import as_folder, folder_time
 from bucketline.store.format.layout import COPY_PREFIX
-from bucketline.store.format.manifest import MANIFEST, dump_manifest
-from bucketline.store.format.manifest_entries import SHARD_ID, SHARD_NAME
+from bucketline.store.format.manifest import MANIFEST, SHARD_ID, SHARD_NAME, dump_manifest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import (
     complete_first,
@@ -29,9 +28,9 @@ from bucketline.store.remote.generations import (
     newest_generation,
     read_generation,
 )
+from bucketline.store.transfer.files import FRESH_S
 from bucketline.store.transfer.sender import pending_shards
-from bucketline.store.transfer.upload import FRESH_S
-from bucketline.store.write.column_shard import ADDING_LOCK
+from bucketline.store.write.describe import ADDING_LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -20,7 +20,7 @@ from bucketline.files.copy_bytes import copy_some
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import sealed, write_manifest
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.shard.sidecar import open_listed
@@ -30,8 +30,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
     from bucketline.store.format.schema import AddedColumn, BucketEntry
     from bucketline.typed_json import Json
 

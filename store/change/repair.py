@@ -6,8 +6,7 @@ What cannot be read any more is dropped: a row, the rows that use a damaged capt
 from __future__ import annotations
 
 import errno
-import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,20 +14,18 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.store.change.commit import commit_change
+from bucketline.store.change.commit import commit_change, on_this_disk
 from bucketline.store.change.compact import OVERHEAD, live_bytes
 from bucketline.store.change.copy_rows import LeftOut, RowCopier, tried
-from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.columns import EntriesOf
 from bucketline.store.format.hashing import bytes_digest, caption_digest, file_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest_entries import FileEntry, ShardEntry
+from bucketline.store.format.manifest import FileEntry, ShardEntry
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.lost_files import files_of, files_of_column
 from bucketline.store.read.store import Store
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.transfer.download import Downloader
 from bucketline.store.verify.shard import ColumnCheck, ShardCheck
 from bucketline.store.verify.verify import verify_folder
 from bucketline.store.write.describe import describe_shard
@@ -36,10 +33,9 @@ from bucketline.store.write.publish import remove_interrupted_copies
 from bucketline.store.write.seal import rebuilt_sidecars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry
+    from bucketline.store.format.manifest import DroppedEntry, Manifest
     from bucketline.store.format.text_block import Entry, RaggedSpec
     from bucketline.store.write.change_base import ChangeBase
 
@@ -118,7 +114,7 @@ def repair(
             remove_interrupted_copies(place, base.manifest)
         faults = verify_folder(base.folder, on_bytes, threads, base.manifest, shards_only=True).corrupt
         damaged, shards = {fault.shard for fault in faults}, list[ShardEntry]()
-        with _on_this_disk(base, [entry for entry in base.manifest.shards if entry.name in damaged]) as path:
+        with on_this_disk(base, [one for one in base.manifest.shards if one.name in damaged], damaged=True) as path:
             for ordinal, entry in enumerate(base.manifest.shards):
                 own: tuple[ShardEntry, ...] = (entry,)
                 if entry.name in damaged:
@@ -130,22 +126,6 @@ def repair(
     _, after = commit_change(place, repaired, adopting=False)
     dropped = sum(shard.dropped for shard in found)
     return Repaired(generation=after.generation, samples=after.samples, dropped=dropped, shards=tuple(found))
-
-
-@contextmanager
-def _on_this_disk(base: ChangeBase, damaged: Iterable[ShardEntry]) -> Iterator[Path]:
-    """Yield the folder of the store, or one that has what there is of some shards' files."""
-    if not isinstance(base.folder, ObjectFolder):
-        yield base.made
-        return
-    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        path, downloader = Path(folder), Downloader(base.folder, takes_any_digest=True)
-        (path / "shards").mkdir()
-        for entry in damaged:
-            for file, expected in files_of(path, entry):
-                with suppress(MissingObjectError, CorruptError):
-                    downloader.get_one(file, expected)
-        yield path
 
 
 def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEntry, ...], RepairedShard]:

@@ -13,7 +13,6 @@ from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
-    from bucketline.store.export.export import ExportSize
     from bucketline.store.export.exporter import Exporter, ExportRequest
 
 
@@ -44,27 +43,32 @@ class Export(ReadingArguments):
     columns: Annotated[str | None, Arg(metavar="ROLES")] = None
     """Columns that kohya and mds get next to the latents, such as mask,control/depth, or none. Default: all; one that the
     format cannot hold is refused by name."""
-    images: Annotated[Path | None, Arg(metavar="FOLDER")] = None
-    """Folder of the images, to read sizes that the store does not know, for kohya, whose scripts look for caches by size."""
     dry_run: bool = False
-    """Print the number of samples, and about how many bytes they take, without writing them."""
+    """Check the samples, and print their number, without writing them."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.progress import bar_of_samples
-        from bucketline.store.export.export import export, open_export, plan_export
+        from bucketline.store.commands.place import bar_of_samples
+        from bucketline.store.export.exporter import check_samples, export, open_export
         from bucketline.store.read.iter_samples import buckets_of
 
         request, store = self._request(), self.open_store(self.store)
         exporter = open_export(store, request)
         rows = sum(store.bucket(name).num_rows for name in buckets_of(store, request.selection))
         with bar_of_samples("check", rows) as on_sample:
-            size = plan_export(exporter, on_sample)
+            check_samples(exporter, on_sample)
+        files = num_bytes = None
         if not self.dry_run:
-            with bar_of_samples("export", size.num_samples) as on_sample:
-                size = export(exporter, size, on_sample)
-        self._print(size)
+            with bar_of_samples("export", rows) as on_sample:
+                files, num_bytes = export(exporter, on_sample)
+        if self.json:
+            report = {"output": str(self.output), "format": self.format, "samples": rows}
+            print_json({**report, "files": files, "bytes": num_bytes, "dry_run": self.dry_run})
+        elif files is None or num_bytes is None:
+            print(f"{shown(self.output)}: would have {counted(rows, 'sample')}")
+        else:
+            print(f"{shown(self.output)}: {counted(rows, 'sample')}, {counted(files, 'file')}, takes {human_bytes(num_bytes)}")
         return 0
 
     def _request(self) -> ExportRequest:
@@ -78,15 +82,12 @@ class Export(ReadingArguments):
         columns: tuple[str, ...] | None = None
         if self.columns is not None:
             columns = () if self.columns.strip() == NO_COLUMNS else tuple(role.strip() for role in self.columns.split(","))
-        if self.images is not None and not self.images.is_dir():
-            raise UsageError(f"--images {self.images} is not a folder; name the folder of the images")
         return ExportRequest(
             output=self.output,
             format=self.format,
             selection=Selection(split=self.split, bucket=self.bucket),
             shard_bytes=self.shard_size and self.shard_size.num_bytes,
             columns=columns,
-            images=self.images,
         )
 
     def _refuse_options(self, exporter: type[Exporter]) -> None:
@@ -94,26 +95,6 @@ class Export(ReadingArguments):
         for option, value, why in (
             ("shard_bytes", self.shard_size, f"--shard-size only applies to tars and shards, {writes} writes none"),
             ("columns", self.columns, f"--columns {self.columns!r:.80}: {writes} writes all columns"),
-            ("images", self.images, f"--images {self.images}: {writes} does not need the images"),
         ):
             if value is not None and option not in exporter.options:
                 raise UsageError(f"{why}; leave it out")
-
-    def _print(self, size: ExportSize) -> None:
-        if self.json:
-            print_json(
-                {
-                    "output": str(self.output),
-                    "format": self.format,
-                    "samples": size.num_samples,
-                    "files": size.num_files,
-                    "bytes": size.num_bytes,
-                    "dry_run": self.dry_run,
-                }
-            )
-            return
-        samples = counted(size.num_samples, "sample")
-        if size.num_files is None:
-            print(f"{shown(self.output)}: {samples}, would take up to about {human_bytes(size.num_bytes)}")
-        else:
-            print(f"{shown(self.output)}: {samples}, {counted(size.num_files, 'file')}, takes {human_bytes(size.num_bytes)}")

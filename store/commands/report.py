@@ -51,11 +51,11 @@ class Report(ReadingArguments):
 
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.pages.page import page_report
-        from bucketline.store.report.report import Decoder, ReportOptions, write_report
+        from bucketline.store.report.report import ReportOptions, write_report
 
         decoder = None
         if self.model is not None:
-            decoder = Decoder(model=self.model, model_config=self.model_config, device=self.device)
+            decoder = {"model": self.model, "model_config": self.model_config, "device": self.device}
         options = ReportOptions(
             samples=self.samples,
             latents=self.latents,

@@ -1,14 +1,17 @@
-"""Sample records: a sample's metadata outside its columns, as msgpack keyed by the digest of its id."""
+"""Sample records: a sample's metadata outside its columns, as msgpack keyed by the digest of its id; the share a crop keeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum, text_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_RECORD_BYTES = 1 << 26
 MAX_MTIME_NS = (1 << 63) - 1  # the limit of the index's I64: 11 April 2262
@@ -102,3 +105,40 @@ def _check_types(record: SampleRecord) -> None:
 def captions_checksum(captions: tuple[str, ...]) -> int:
     """Return the checksum of a sample's captions; the index stores it so that changed captions are detected."""
     return checksum(*(len(text).to_bytes(8, "little") + text for text in map(text_bytes, captions)))
+
+
+def kept_share(height_px: int, width_px: int, source_height_px: int, source_width_px: int) -> tuple[int, int]:
+    """Return the share of an image that is kept if it is resized to cover a size and cropped to it, as a fraction.
+
+    >>> kept_share(64, 64, 90, 120)
+    (5760, 7680)
+    """
+    across, down = width_px * source_height_px, height_px * source_width_px
+    return (across, down) if across <= down else (down, across)
+
+
+def box_in_source(crop: Sequence[int], resized: Sequence[int], source: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return a crop (top, left, height, width) of a resized image in its source, rounded outwards to whole pixels."""
+    top, bottom = _outwards(crop[0], crop[2], source[0], resized[0])
+    left, right = _outwards(crop[1], crop[3], source[1], resized[1])
+    return top, left, bottom - top, right - left
+
+
+def cropped_away(record: SampleRecord) -> float | None:
+    """Return the share of the source image that a sample's crop removed, 0 to 1; None if it is unknown.
+
+    It is that of the crop before rounding, unless another program recorded a box in the source that is not that of its crop.
+    """
+    source, resized, box = record.original_size, record.resized, record.crop_in_source
+    if box == UNKNOWN_BOX or min(*source, *resized) <= 0:
+        return None
+    _, _, height, width = record.crop
+    kept, whole = box[2] * box[3], source[0] * source[1]
+    if box == box_in_source(record.crop, resized, source):
+        is_covering = height == resized[0] or width == resized[1]
+        kept, whole = kept_share(height, width, *source) if is_covering else (height * width, resized[0] * resized[1])
+    return max(0.0, 1.0 - kept / whole)
+
+
+def _outwards(begin: int, length: int, source: int, resized: int) -> tuple[int, int]:
+    return begin * source // resized, min(source, -(-(begin + length) * source // resized))

@@ -19,8 +19,7 @@ from bucketline.store.format.block import CHECKSUM, MAX_ROWS, Column, as_row
 from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_SCALE, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
-from bucketline.store.format.text_codec import DELIVERED, dequantise, quantise, quantised_columns
-from bucketline.store.format.text_error import measured_error
+from bucketline.store.format.text_codec import DELIVERED, dequantise, measured_error, quantise, quantised_columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.option_types import unlike
 from bucketline.progress import progress_bar
-from bucketline.store.commands.progress import bar_of_bytes
+from bucketline.store.commands.place import bar_of_bytes
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.parallel.part_worker import Task
 from bucketline.store.parallel.worker_pool import StartMethod, WorkerPool, encode_here

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.schema import ColumnEntry
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
@@ -39,7 +37,10 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
         "pack_options": by_field(pack_options(made)),
-        "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
+        "text": {
+            name: {"dtype": c.dtype, "shape": list(c.shape)}
+            for name, c in sorted({**manifest.text.tokens, **manifest.text.fixed}.items())
+        },
         "text_error": encode(manifest.text_error),
         "ragged": {
             name: {
@@ -49,7 +50,10 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
             }
             for name, group in manifest.ragged.items()
         },
-        "added": {name: {"role": column.role, "rows": _rows_with(manifest, name)} for name, column in manifest.added.items()},
+        "added": {
+            name: {"role": column.role, "rows": sum(one.live_samples for one in manifest.shards if name in one.added)}
+            for name, column in manifest.added.items()
+        },
         "buckets": [
             {
                 "name": bucket.name,
@@ -64,15 +68,6 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
             for bucket in store.buckets()
         ],
     }
-
-
-def _rows_with(manifest: Manifest, column: str) -> int:
-    """Return how many live rows have an added column."""
-    return sum(shard.live_samples for shard in manifest.shards if column in shard.added)
-
-
-def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:
-    return {**manifest.text.tokens, **manifest.text.fixed}
 
 
 def _stored_bytes(store: Store) -> int:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
 
 NAMED_SHARDS = 3  # lost shards that an error lists by name
 

@@ -7,7 +7,6 @@ memory map when hot.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,13 +16,12 @@ from bucketline.store.format.block import CHECKSUM, ID, row_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec, Column
-    from bucketline.store.read.located import Located
     from bucketline.store.shard.reader import SealedShard
+    from bucketline.store.shard.row_locator import Located
 
 
 class ReadableShards(Protocol):
@@ -43,23 +41,10 @@ class ReadableShards(Protocol):
 
 
 class FileGather:
-    """Gathers rows and captions of one open store. `threads` read several shards in parallel: for cold or remote media."""
+    """Gathers rows and captions of one open store."""
 
-    def __init__(self, store: ReadableShards, threads: int = 1) -> None:
-        """Start the threads if there is more than one."""
+    def __init__(self, store: ReadableShards) -> None:
         self._store = store
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bucketline-read") if threads > 1 else None
-
-    def close(self) -> None:
-        """Stop the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def __enter__(self) -> FileGather:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def rows(self, located: Located, column: Column, out: NDArray[Any]) -> None:
         """Read one column of B rows into `out`, `[B, …]`, C-contiguous.
@@ -98,11 +83,8 @@ class FileGather:
             own[0].append(offset)
             own[1].append(out)
 
-        def read(ordinal: int) -> None:
-            self._store.files[ordinal].read_into(*by_shard[ordinal])
-
-        for _ in self._pool.map(read, by_shard) if self._pool else map(read, by_shard):
-            pass  # re-raises an exception from a thread
+        for ordinal, own in by_shard.items():
+            self._store.files[ordinal].read_into(*own)
 
 
 def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDArray[Any]], column: str | None = None) -> None:
@@ -126,11 +108,11 @@ def check_added(store: ReadableShards, located: Located, column: str, values: ND
     own = located.added[column]
     assert own.spec is not None
     found: dict[str, NDArray[Any]] = {column: values}
-    with FileGather(store) as gather:
-        for other in own.spec.columns:
-            if other.name != column:
-                found[other.name] = np.empty((len(own.row), *other.shape), dtype=other.numpy_dtype)
-                gather.rows(own, other, found[other.name])
+    gather = FileGather(store)
+    for other in own.spec.columns:
+        if other.name != column:
+            found[other.name] = np.empty((len(own.row), *other.shape), dtype=other.numpy_dtype)
+            gather.rows(own, other, found[other.name])
     check_rows(store, located, found, column)
     wrong = (found[ID].reshape(len(own.row), -1).view("u1") != ids.reshape(len(own.row), -1).view("u1")).any(axis=1)
     if wrong.any():

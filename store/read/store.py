@@ -32,11 +32,10 @@ from bucketline.store.format.text_block import (
     caption_checksum,
     delivered,
 )
-from bucketline.store.read.located import Located, LocatedEntries
 from bucketline.store.read.preadv import FileGather, check_added, check_rows
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.shard.row_locator import BlockTable
+from bucketline.store.shard.row_locator import BlockTable, Located, LocatedEntries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.schema import BucketEntry, RaggedEntry
     from bucketline.store.remote.cache.remote_source import RemoteSource
@@ -215,18 +214,18 @@ class Bucket:
         rows = rows.astype(np.int64, copy=False)
         wanted, is_added = self.column(column), column in self._added
         values = np.empty((len(rows), *wanted.shape), dtype=wanted.numpy_dtype) if out is None else out
-        with FileGather(self._store) as gather:
-            located = self.locate(rows, [column] if is_added else ())
-            gather.rows(located.added[column] if is_added else located, wanted, values)
-            if verify:
-                own = {} if is_added else {column: values}
-                others = (c for c in self.spec.columns if c.name not in own)
-                for other in others:
-                    own[other.name] = np.empty((len(rows), *other.shape), dtype=other.numpy_dtype)
-                    gather.rows(located, other, own[other.name])
-                check_rows(self._store, located, own)
-                if is_added:
-                    check_added(self._store, located, column, values, own[ID])
+        gather = FileGather(self._store)
+        located = self.locate(rows, [column] if is_added else ())
+        gather.rows(located.added[column] if is_added else located, wanted, values)
+        if verify:
+            own = {} if is_added else {column: values}
+            others = (c for c in self.spec.columns if c.name not in own)
+            for other in others:
+                own[other.name] = np.empty((len(rows), *other.shape), dtype=other.numpy_dtype)
+                gather.rows(located, other, own[other.name])
+            check_rows(self._store, located, own)
+            if is_added:
+                check_added(self._store, located, column, values, own[ID])
         return values
 
     def read_ragged(self, row: int, name: str, caption: int = 0) -> dict[str, NDArray[Any]] | None:
@@ -593,7 +592,6 @@ class Store(OpenShards):
         return self.source is None
 
     def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
-        """Return the store at another generation, by default at its newest; see `open`."""
         return Store.open(self.place, generation, plain_reads=self.plain_reads, remote=remote)
 
     def fetch_indexes(self) -> None:

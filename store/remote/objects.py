@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import re
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
-from bucketline.errors import BucketlineError, CorruptError, StoreError
+from bucketline.errors import BucketlineError, CorruptError, StoreError, UsageError
 from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
 from bucketline.store.folder import (
@@ -28,29 +30,107 @@ from bucketline.store.folder import (
     NoRangesError,
     refuse_name,
 )
-from bucketline.store.remote.clients import connect, refuse_forked
 from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from obstore import GetResult, ObjectMeta
-    from obstore.store import ObjectStore
+    from obstore.store import MemoryStore, ObjectStore
 
-    from bucketline.store.remote.plain_http import PlainHttp
-    from bucketline.store.remote.web_server import WebAnswer, WebServer
+    from bucketline.store.remote.urls import Address
+
+WRITE_TIMEOUT_S = 600.0  # of one part, on a slow line that others share
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = ForkSafeLock()
+_users: list[int] = []  # the process that first made a client, or in whose memory it was
+
+
+def connect(address: Address, secret_url: str, options: RemoteOptions, *, is_writing: bool) -> ObjectStore:
+    """Return a client for a store's folder. Nothing is requested.
+
+    `secret_url`: of a web server, with the user and password that it expects. `is_writing` allows a request more time.
+    """
+    from obstore import store as kinds
+    from obstore.exceptions import BaseError
+
+    if address.kind == "memory":
+        return memory_store(f"{address.host}/{address.path}")
+    try:
+        if address.kind == "file":
+            if not is_writing and not os.path.isdir(address.path):  # noqa: PTH112 - a Path would drop what is not UTF-8
+                raise FileNotFoundError(address.path)
+            return kinds.LocalStore(address.path, mkdir=is_writing)
+        common = {"client_options": _client_options(address, options, is_writing=is_writing), "retry_config": _retry(options)}
+        if address.kind == "http":
+            if user := urlsplit(secret_url).netloc.rpartition("@")[0]:
+                common["client_options"]["default_headers"] = {
+                    "authorization": f"Basic {b64encode(unquote(user).encode()).decode()}"
+                }
+            return kinds.HTTPStore(address.url, **common)
+        config: Any = options.client_options()
+        if options.endpoint is not None:
+            config["base_url" if address.kind == "gcs" else "endpoint"] = options.endpoint
+        kind: Any = {"s3": kinds.S3Store, "gcs": kinds.GCSStore, "azure": kinds.AzureStore}[address.kind]
+        store: ObjectStore = kind(address.host, prefix=address.path or None, config=config, **common)
+    except (BaseError, ValueError, TypeError) as error:
+        why = str(error).partition("\n\nDebug source")[0]
+        raise UsageError(f"cannot use {address.url}: {why:.300}") from None
+    return store
+
+
+def refuse_forked(url: str) -> None:
+    """Note that this process is going to use a client."""
+    if not _users:
+        _users.append(os.getpid())
+    if _users[0] != os.getpid():
+        raise StoreError(
+            f"cannot reach {url}: process {os.getpid()} was forked from {_users[0]}, which had reached object storage before; "
+            "start it by spawn or forkserver, or let it read through the loader's service"
+        )
+
+
+def memory_store(name: str) -> MemoryStore:
+    """Return this process's store of a name in memory."""
+    from obstore.store import MemoryStore
+
+    with _memory_lock:
+        return _memory.setdefault(name, MemoryStore())
+
+
+def _client_options(address: Address, options: RemoteOptions, *, is_writing: bool) -> Any:  # noqa: ANN401 - a TypedDict
+    wait_s = options.deadline_s / 2  # the request that begins just before retrying ends may take as long again
+    place = address.url if address.kind == "http" else options.endpoint
+    return {
+        # A slow link takes its time, as long as something comes; whoever reads lines keeps in flight what it brings in time.
+        "timeout": timedelta(seconds=max(WRITE_TIMEOUT_S, wait_s) if is_writing else options.deadline_s),
+        "read_timeout": timedelta(seconds=max(WRITE_TIMEOUT_S, wait_s) if is_writing else wait_s / 2),
+        "connect_timeout": timedelta(seconds=min(5.0, wait_s)),
+        # Without an endpoint it is that of the URL's kind, by https, unless the environment names another.
+        "allow_http": not (place or "").startswith("https://"),
+    }
+
+
+def _retry(options: RemoteOptions) -> Any:  # noqa: ANN401 - a TypedDict
+    wait_s = options.deadline_s / 2
+    backoff = {
+        "init_backoff": timedelta(seconds=min(0.1, wait_s / 4)),
+        "max_backoff": timedelta(seconds=min(5.0, wait_s / 4)),
+        "base": 2,
+    }
+    return {"max_retries": 10, "retry_timeout": timedelta(seconds=wait_s), "backoff": backoff}
+
 
 __all__ = ["ObjectFolder", "RemoteOptions", "is_url"]
 
 PART_BYTES = 8 << 20
 MAX_PARTS = 9_000  # S3 allows 10,000
 PARTS_IN_FLIGHT = 4
-SIGNED_FOR = timedelta(hours=1)
 MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
 _CHUNK_BYTES = 4 << 20  # of an answer, between two looks at how much has come; by 1 MiB a line takes 1.6 times the time
 _LOOK_UPS = 16  # at a time, of objects that cannot be listed
 MAX_MESSAGE = 300  # characters of what the client says
-_DENIED = ("PermissionDeniedError", "UnauthenticatedError", "WebDeniedError")
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
 _NO_RANGES = re.compile(r"Range request not supported|non-partial response when range requested", re.IGNORECASE)
 _BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
@@ -67,12 +147,6 @@ _CREDENTIALS: dict[Kind, str] = {
 
 def _entry(meta: ObjectMeta) -> ListedFile:
     return ListedFile(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
-
-
-def _close(found: GetResult | WebAnswer) -> None:
-    """Free the connection of a web server's answer; the client of object storage frees its own."""
-    if (close := getattr(found, "close", None)) is not None:
-        close()
 
 
 def _joined(chunks: Iterable[bytes | memoryview]) -> bytes:
@@ -95,7 +169,6 @@ class ObjectFolder:
     options: RemoteOptions
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
-        """See `open`."""
         self._address = parse_url(url)
         self._secret_url = url.rstrip("/")
         self.url = self._address.url
@@ -103,17 +176,6 @@ class ObjectFolder:
         self.identity = identity_of(self._address, self.options)
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
-        deadline_s = self.options.deadline_s
-        self._web_server: WebServer | None = None
-        self._plain_http: PlainHttp | None = None
-        if self.kind == "http":  # the HTTP client is imported by whoever needs it: stores on a disk do not
-            from bucketline.store.remote.web_server import WebServer
-
-            self._web_server = WebServer(self._secret_url, deadline_s=deadline_s)
-        elif self.is_far:
-            from bucketline.store.remote.plain_http import PlainHttp
-
-            self._plain_http = PlainHttp(deadline_s=deadline_s)
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -145,11 +207,9 @@ class ObjectFolder:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether nothing can be written there, whatever the credentials."""
         return self.kind == "http"
 
     def place(self, name: str) -> str:
-        """Return an object's URL without user and password."""
         return f"{self.url}/{name}" if name else self.url
 
     def read(self, name: str, most_bytes: int = MAX_READ_BYTES) -> bytes:
@@ -168,41 +228,25 @@ class ObjectFolder:
     def _range(self, name: str, begin: int, end: int) -> Iterator[bytes | memoryview]:
         return self._bounded(name, self._get(name, (begin, end)), end - begin, is_part=True)
 
-    def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult | WebAnswer:
+    def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult:
         """Request an object, or a range of it."""
         import obstore
 
-        client = self._client()
-        if self._web_server is not None:
-            return self._web_server.get(name, span)
-        return obstore.get(client, name, options=None if span is None else {"range": span})
+        return obstore.get(self._client(), name, options=None if span is None else {"range": span})
 
-    def _bounded(
-        self, name: str, found: GetResult | WebAnswer, most_bytes: int, *, is_part: bool = False
-    ) -> Iterator[bytes | memoryview]:
+    def _bounded(self, name: str, found: GetResult, most_bytes: int, *, is_part: bool = False) -> Iterator[bytes | memoryview]:
         """Yield the bytes of an answer, whatever its header says of their number, and no more than `most_bytes`."""
         stated, count = found.meta["size"], 0
-        try:
-            if not is_part and stated > most_bytes:
-                raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
-            for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
-                count += len(chunk)
-                if count > most_bytes:
-                    raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
-                yield chunk
-        finally:
-            _close(found)
+        if not is_part and stated > most_bytes:
+            raise CorruptError(f"{self.place(name)} has {stated} bytes, at most {most_bytes} are accepted")
+        for chunk in found.stream(min_chunk_size=min(_CHUNK_BYTES, max(1, most_bytes))):
+            count += len(chunk)
+            if count > most_bytes:
+                raise CorruptError(f"{self.place(name)}: more than the {most_bytes} bytes came that were requested")
+            yield chunk
 
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
-
-        Over plain HTTP this takes half of the processor's time.
-        """
-        plain = self._plain_http
-        found = plain.pieces(self._request_of, name, begin, end) if plain is not None else None
-        if found is not None:
-            yield from found
-            return
+        """Yield the bytes of a range, as `read_range` returns them, in pieces, each valid until the next is requested."""
         with self._explaining("read", name):
             for chunk in self._range(name, begin, end):
                 yield memoryview(chunk).cast("B")
@@ -212,11 +256,7 @@ class ObjectFolder:
         with self._explaining("read", name):
             found = self._get(name)
             entry = _entry(found.meta)
-            try:
-                check(entry)
-            except BaseException:
-                _close(found)
-                raise
+            check(entry)
             return _joined(self._bounded(name, found, entry.num_bytes)), entry
 
     def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ListedFile]:
@@ -233,13 +273,11 @@ class ObjectFolder:
                 file.write(memoryview(part))
 
     def look_up(self, name: str) -> ListedFile | None:
-        """Return what an object is; None if it is not there."""
         import obstore
 
         try:
             with self._explaining("look up", name):
-                client = self._client()
-                return _entry(obstore.head(client, name) if self._web_server is None else self._web_server.head(name))
+                return _entry(obstore.head(self._client(), name))
         except MissingObjectError:
             return None
 
@@ -334,7 +372,6 @@ class ObjectFolder:
         raise ExistsError(f"{self.place(name)} exists and has other content; rerun the command")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects in the order given; one that is not there is not an error."""
         import obstore
 
         for name in names:
@@ -373,16 +410,6 @@ class ObjectFolder:
                     self._clients[is_writing] = client
         return client
 
-    def _request_of(self, name: str) -> tuple[str, dict[str, str]] | None:
-        """Return an object's URL and headers for a request of our own, signed if the store needs that; None if it cannot be."""
-        client = self._client()
-        import obstore
-
-        try:
-            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[call-overload]
-        except Exception:  # noqa: BLE001 - such as an identity that may read but not sign
-            return None
-
     @contextmanager
     def _explaining(self, verb: str, name: str) -> Iterator[None]:
         """Turn the client's errors into ours. Its own messages quote requests and answers at length."""
@@ -404,7 +431,7 @@ class ObjectFolder:
                     f"cannot {verb} {self.place(name)}: the client cannot make the request ({self._brief(error)}); check that "
                     f"keys, tokens and token files are one line ({_CREDENTIALS[self.kind]})"
                 ) from None
-            if not kind.__module__.startswith(("obstore", "bucketline.store.remote.web_server")):  # of an iterable's own
+            if not kind.__module__.startswith("obstore"):  # of an iterable's own
                 raise
             if _NO_RANGES.search(str(error)):
                 raise NoRangesError(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import ShardEntry
     from bucketline.store.shard.row_locator import ShardSource
 
 

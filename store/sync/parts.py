@@ -97,7 +97,6 @@ class PartStore:
         self._lock.release()
 
     def begin(self, run: str) -> tuple[Path, ShardSender]:
-        """Return a folder for the shards of an attempt, laid out as a store, and what sends them. No other run has the name."""
         folder = self.path / run
         prepare_store(folder)
         return folder, ShardSender(self._objects, folder, self._manifest, run)

@@ -18,15 +18,13 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import MANIFEST, dump_manifest, generation_path
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.transfer.download import Downloader, is_there
-from bucketline.store.transfer.upload import LISTS, MAX_LIST_BYTES
+from bucketline.store.transfer.files import LISTS, MAX_LIST_BYTES, Downloader, is_there
 from bucketline.store.write.publish import changing, prepare_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 NOTE = ".pulling"  # the id of the store that an unfinished pull is of
@@ -72,7 +70,8 @@ def pull(
         refuse_existing(out, "path")
         with staged_folder(out, resumable=True) as partial:
             _begin(partial, manifest)
-            _whole(folder, partial, manifest, downloader, on_total)
+            _get(folder, partial, manifest, downloader, on_total)
+            _remove_others(partial, manifest)
             (partial / NOTE).unlink()
     return Pulled(
         generation=manifest.generation,
@@ -98,27 +97,16 @@ def _begin(partial: Path, manifest: Manifest) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _missing_bytes(store: Path, shards: tuple[ShardEntry, ...]) -> int:
-    files = (file for entry in shards for file in files_of(store, entry))
-    return sum(expected.num_bytes for path, expected in files if not is_there(path, expected))
-
-
-def _get_shards(
-    store: Path, shards: tuple[ShardEntry, ...], downloader: Downloader, on_total: Callable[[int], None], url: str
-) -> None:
-    num_bytes = _missing_bytes(store, shards)
-    refuse_too_little_disk(store, num_bytes, f"pulling {url}")
-    on_total(num_bytes)
-    files = [list(files_of(store, entry)) for entry in shards]
-    downloader.get(file for own in files for file in own[1:])
-    downloader.get(own[0] for own in files)  # a writer never adopts a shard without its sidecars
-
-
-def _whole(
+def _get(
     folder: ObjectFolder, store: Path, manifest: Manifest, downloader: Downloader, on_total: Callable[[int], None]
 ) -> None:
-    _get_shards(store, manifest.shards, downloader, on_total, folder.url)
-    _remove_others(store, manifest)
+    """Get what the store on the disk lacks of a generation, then its manifest."""
+    files = [list(files_of(store, entry)) for entry in manifest.shards]
+    num_bytes = sum(expected.num_bytes for own in files for path, expected in own if not is_there(path, expected))
+    refuse_too_little_disk(store, num_bytes, f"pulling {folder.url}")
+    on_total(num_bytes)
+    downloader.get(file for own in files for file in own[1:])
+    downloader.get(own[0] for own in files)  # a writer never adopts a shard without its sidecars
     get_lists(folder, store)
     data = dump_manifest(manifest)
     write_or_explain(generation_path(store, manifest.generation), data)
@@ -172,9 +160,5 @@ def _update(
                 f"{store} has another shard {other[0]} than {folder.url}, where the name was used again; "
                 "pull into a path where there is nothing"
             )
-        _get_shards(store, manifest.shards, downloader, on_total, folder.url)
-        get_lists(folder, store)
-        data = dump_manifest(manifest)
-        write_or_explain(generation_path(store, manifest.generation), data)
-        write_or_explain(store / MANIFEST, data)
+        _get(folder, store, manifest, downloader, on_total)
     return manifest

@@ -12,9 +12,9 @@ from bucketline.store.folder import LocalFolder
 from bucketline.store.format.manifest import dump_manifest, finished, generations, read_manifest
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.remote.generations import commit, complete_first, find_newest, refuse_without_put_if_absent
+from bucketline.store.transfer.files import Uploader, send_lists
 from bucketline.store.transfer.sender import noted
-from bucketline.store.transfer.upload import Uploader, send_lists
-from bucketline.store.write.newest import existing_manifest
+from bucketline.store.write.change_base import existing_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.transfer.upload import Sent
 
 _ROUNDS = 3  # of sending what is gone when it should be committed
 
@@ -34,7 +33,8 @@ class Pushed:
     generation: int  # newest in the bucket
     samples: int
     is_committed: bool  # False if the bucket had it
-    sent: Sent
+    files: int  # that were sent
+    num_bytes: int  # of these
 
 
 def push(
@@ -64,19 +64,23 @@ def push(
         uploader = Uploader(folder, jobs=jobs, on_bytes=on_bytes)
         uploader.look(remote)
         on_total(uploader.missing_bytes(store, manifest.shards))
-        sent = uploader.send(store, manifest.shards)
+        files, num_bytes = uploader.send(store, manifest.shards)
         send_lists(folder, store)
-        _make_sure(store, manifest, uploader, remote)
+        _make_sure(store, folder, manifest, uploader, remote)
         first = manifest.generation if remote is None else remote.generation + 1
         for number in range(first, manifest.generation + 1):  # without a gap, or readers would not find the last
             if not commit(folder, number, dump_manifest(_as_number(manifest, number)), is_first=remote is None):
                 raise StoreError(_moved_on(store, folder, find_newest(folder, lists=True)))
     return Pushed(
-        generation=manifest.generation, samples=manifest.samples, is_committed=first <= manifest.generation, sent=sent
+        generation=manifest.generation,
+        samples=manifest.samples,
+        is_committed=first <= manifest.generation,
+        files=files,
+        num_bytes=num_bytes,
     )
 
 
-def _make_sure(store: Path, manifest: Manifest, uploader: Uploader, remote: Manifest | None) -> None:
+def _make_sure(store: Path, folder: ObjectFolder, manifest: Manifest, uploader: Uploader, remote: Manifest | None) -> None:
     """Look whether everything is there, and send again what has been removed."""
     lacking: list[str] = []
     for _ in range(_ROUNDS):
@@ -86,7 +90,7 @@ def _make_sure(store: Path, manifest: Manifest, uploader: Uploader, remote: Mani
             return
         uploader.send(store, manifest.shards)
     raise StoreError(
-        f"{uploader.place(lacking[0])} was sent, and is not there ({counted(len(lacking), 'object')}): something removes "
+        f"{folder.place(lacking[0])} was sent, and is not there ({counted(len(lacking), 'object')}): something removes "
         "objects that no generation lists yet, such as a rule of the bucket; nothing was committed: change that and push again"
     )
 

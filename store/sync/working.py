@@ -10,14 +10,21 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import explaining
 from bucketline.store.change.commit import WorkFolder, commit_change
 from bucketline.store.change.merge import fingerprint_of
-from bucketline.store.format.manifest import MANIFEST, check_fingerprint, generation_path, generations, write_manifest
-from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
+from bucketline.store.format.manifest import (
+    COLUMN_SHARD_NAME,
+    MANIFEST,
+    check_fingerprint,
+    generation_path,
+    generations,
+    write_manifest,
+)
 from bucketline.store.read.lost_files import files_of, lost_shards
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import is_url, refuse_misspelt, working_cache, working_folder
 from bucketline.store.sync.pull import get_lists
+from bucketline.store.transfer.files import Uploader, send_lists, shard_of
 from bucketline.store.transfer.sender import (
     ShardSender,
     forget_sent,
@@ -25,10 +32,8 @@ from bucketline.store.transfer.sender import (
     send_shard,
     sent_shards,
 )
-from bucketline.store.transfer.upload import Uploader, send_lists, shard_of
-from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, with_shards
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.change_base import newest_manifest
+from bucketline.store.write.publish import LocalTarget, adopt, lock_store, new_manifest, prepare_store, with_shards
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.schema import Schema
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.write.change_base import ChangeBase
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json
 
     BarOfBytes: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -100,7 +105,6 @@ class WorkingStore:
         remove_pending(self.folder, known)
 
     def newest(self) -> Manifest | None:
-        """Return the newest generation as of `held`, or of the last one that was published here; see `StoreTarget`."""
         if self._newest is None:
             self._newest = find_newest(self.folder, lists=True)
         return self._newest or newest_manifest(self.path)
@@ -123,7 +127,6 @@ class WorkingStore:
         yield self.publish(manifest, left)
 
     def open(self, manifest: Manifest) -> Store:
-        """Return a generation of the store; what is read of it comes through the cache."""
         return Store.at(self.folder, manifest, self.work.cache)
 
     def sender(self, manifest: Manifest, run: str, *, is_first: bool) -> ShardSender:
@@ -154,11 +157,9 @@ class WorkingStore:
         return self._newest
 
     def send_lists(self) -> None:
-        """Send what the packer notes next to a store."""
         send_lists(self.folder, self.path)
 
     def disk_bytes(self, manifest: Manifest) -> int:
-        """Return the bytes of the shards' files."""
         return sum(file.num_bytes for entry in manifest.shards for _, file in files_of(self.path, entry))
 
 

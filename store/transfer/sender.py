@@ -21,8 +21,8 @@ from bucketline.files.sparse_file import make_sparse
 from bucketline.joinable_thread import JoinableThread
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest_entries import SHARD_NAME
-from bucketline.store.transfer.upload import FRESH_S, Uploader
+from bucketline.store.format.manifest import SHARD_NAME
+from bucketline.store.transfer.files import FRESH_S, Uploader
 from bucketline.store.write.describe import SENT, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.folder import ListedFile
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import Manifest, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 PENDING = "pending"

@@ -7,13 +7,15 @@ through LMDB, which follows pointers in the file.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import lmdb
 import numpy as np
 import xxhash
 
+from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import open_regular
 from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
@@ -24,11 +26,9 @@ from bucketline.store.format.text_codec import is_storable
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
-from bucketline.store.verify.faults import BlockPlace, CaptionUsers, Fault, Faults, mismatch
-from bucketline.store.write.column_shard import COLUMN_FIELDS, ids_by_row
-from bucketline.store.write.describe import entry_of_extents
+from bucketline.store.write.describe import COLUMN_FIELDS, entry_of_extents, ids_by_row
 from bucketline.store.write.shard_contents import ShardContents, read_contents
-from bucketline.typed_json import differences, encode
+from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,9 +36,117 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.format.text_block import TextBlock
     from bucketline.store.read.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. Fields are None if it is not in a bucket, a block or a row."""
+
+    shard: str | None = None
+    bucket: str | None = None
+    block: int | None = None
+    row: int | None = None
+    sample: str | None = None
+    error: str
+    samples: tuple[str, ...] = ()  # for captions and text blocks: ids of the samples that use them, if known
+
+
+def mismatch(name: object, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry, says: str) -> str | None:
+    """Return how a file differs from its entry, None if it does not; `digest` is None if its length already differs."""
+    if digest is None:
+        return f"{name} has {num_bytes} bytes, {says} says {expected.num_bytes}"
+    return None if digest == expected.digest else f"{name} has the digest {digest}, {says} says {expected.digest}"
+
+
+class Faults:
+    """The faults of one shard: first of complete files, then by bucket, block and row."""
+
+    def __init__(self, shard: str | None) -> None:
+        """Start empty."""
+        self._shard = shard
+        self._of_files: list[Fault] = []
+        self._inside: list[Fault] = []
+
+    @property
+    def found(self) -> tuple[Fault, ...]:
+        return (*self._of_files, *sorted(self._inside, key=_place))
+
+    @property
+    def has_any_inside(self) -> bool:
+        """True if there is a fault inside a file."""
+        return bool(self._inside)
+
+    def of_file(self, error: str) -> None:
+        """Add a fault of a complete file."""
+        self._of_files.append(Fault(shard=self._shard, error=error))
+
+    def add(
+        self,
+        error: str,
+        group: str | None = None,
+        block: int | None = None,
+        row: int | None = None,
+        sample: str | None = None,
+        samples: tuple[str, ...] = (),
+    ) -> None:
+        """Add a fault inside a file."""
+        fault = Fault(shard=self._shard, bucket=group, block=block, row=row, sample=sample, error=error, samples=samples)
+        self._inside.append(fault)
+
+    @contextmanager
+    def guard(self, group: str | None = None, block: int | None = None) -> Iterator[None]:
+        """Convert errors in this block to a fault."""
+        try:
+            yield
+        except (StoreError, lmdb.Error, OSError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
+            self.add(str(error) or type(error).__name__, group, block)
+
+
+def _place(fault: Fault) -> tuple[str, int, int]:
+    return fault.bucket or "", -1 if fault.block is None else fault.block, -1 if fault.row is None else fault.row
+
+
+class BlockPlace(NamedTuple):
+    """One block's entry in the extents."""
+
+    group: str
+    block: int
+    offset: int
+    length: int
+    first_row: int
+    rows: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Damage:
+    """A damaged caption, or another group's entry; `number` is that in the shard, None of a block that cannot be read.
+
+    The blocks of captions and entries precede those of rows, so that the rows that use one are found after it.
+    """
+
+    error: str
+    place: BlockPlace
+    number: int | None
+    rows: int = 0  # that use it
+    samples: list[str] = field(default_factory=list)  # ids of these rows, if known
+
+    def used_by(self, numbers: Mapping[str, NDArray[np.int32]]) -> list[int]:
+        """Return the rows of a block that use it, given the captions or entries of its rows, `[K, V]` by group."""
+        own = numbers[self.place.group]
+        first, count = (self.place.first_row, self.place.rows) if self.number is None else (self.number, 1)
+        rows: list[int] = np.flatnonzero(((own >= first) & (own < first + count)).any(axis=1)).tolist()
+        return rows
+
+    def fault(self, faults: Faults) -> None:
+        """Add it to the faults, with the number of the samples that use it."""
+        verb, group = "uses" if self.rows == 1 else "use", self.place.group
+        what = "it" if self.number is not None else "its captions" if group == TEXT_GROUP else "its entries"
+        error = f"{self.error}; {counted(self.rows, 'sample')} {verb} {what}"
+        faults.add(error, group, self.place.block, self.number, samples=tuple(self.samples))
+
 
 MAX_BLOCK_BYTES = 64 << 20  # maximum that verify holds in memory; a block is about 1 MiB, or one row
 SEGMENT_BYTES = 1 << 20  # read size outside of blocks
@@ -62,7 +170,7 @@ class ShardCheck:
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
         self._read_bytes = self._told_bytes = 0
-        self._users = CaptionUsers()
+        self._damage: list[_Damage] = []  # of captions and entries
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -82,7 +190,8 @@ class ShardCheck:
             self._tell(entry.lmdb.num_bytes)  # also if the file ends early
             if lines is not None:
                 self._describe(damaged, lines)
-        self._users.report(self._faults)
+        for damage in self._damage:
+            damage.fault(self._faults)
 
     def _tell(self, read_bytes: int) -> None:
         self._on_bytes(read_bytes - self._told_bytes)
@@ -120,7 +229,7 @@ class ShardCheck:
         finally:
             os.close(fd)
         whole = digest if file_bytes == expected.num_bytes else None
-        is_named = self._faults.has_any_inside or self._users.has_any  # more exactly than by lines
+        is_named = self._faults.has_any_inside or self._damage  # more exactly than by lines
         if file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
             with self._faults.guard():
                 self._compare_lines(lines)
@@ -164,8 +273,7 @@ class ShardCheck:
         unread = Faults(None)
         with unread.guard():
             self._entry_block(place, data, item)
-        for fault in unread.found:
-            self._users.add(fault.error, place, None)
+        self._damage += [_Damage(error=fault.error, place=place, number=None) for fault in unread.found]
 
     def _entry_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
         block = read_text_block(self._store.groups[place.group], data, item)
@@ -173,8 +281,7 @@ class ShardCheck:
         found = dict.fromkeys(block.bad(), _BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY)
         if block.spec.is_quantised:
             found = {**dict.fromkeys(strange_captions(block), _STRANGE_CAPTION), **found}
-        for n in sorted(found):
-            self._users.add(found[n], place, place.first_row + n)
+        self._damage += [_Damage(error=found[n], place=place, number=place.first_row + n) for n in sorted(found)]
 
     def _row_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
         spec = self._specs[place.group]
@@ -211,14 +318,15 @@ class ShardCheck:
 
     def _note_users(self, place: BlockPlace, numbers: Mapping[str, NDArray[np.int32]], bad: list[int]) -> None:
         """Record the live rows that use a damaged caption or entry."""
-        users = set(self._users.rows(numbers)) - set(bad)
-        if not users:
+        if not self._damage:
             return
+        skipped = set(bad)
         with suppress(StoreError):  # a damaged list of dropped rows is reported elsewhere
-            users -= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
-        rows = sorted(users)
-        names = self._names(place, rows)
-        self._users.note({group: own[rows] for group, own in numbers.items()}, [names.get(place.first_row + k) for k in rows])
+            skipped |= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
+        for damage in self._damage:
+            rows = [k for k in damage.used_by(numbers) if k not in skipped]
+            damage.rows += len(rows)
+            damage.samples += self._names(place, rows).values()
 
     def _is_expected(self, place: BlockPlace, first_row: int, rows: int) -> None:
         if (first_row, rows) != (place.first_row, place.rows):
@@ -268,8 +376,8 @@ class ShardCheck:
         dropped = {name: group.dropped for name, group in entry.groups.items()}
         groups = {name: group._replace(dropped=dropped.get(name, 0)) for name, group in again.groups.items()}
         again = replace(again, groups=groups, record_bytes=record_bytes, dropped=entry.dropped, added=entry.added)
-        for field, own, listed_value in differences(encode(again), encode(entry), ""):
-            self._faults.add(f"{field} is {own}, the manifest says {listed_value}")
+        if difference := first_difference(encode(again), encode(entry), ""):
+            self._faults.add("{} is {}, the manifest says {}".format(*difference))
 
 
 class ColumnCheck(ShardCheck):

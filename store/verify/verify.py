@@ -1,7 +1,4 @@
-"""Read a complete store once in several threads and report every fault.
-
-`store.verify.shard` checks one shard, `store.verify.strays` the rest of the folder.
-"""
+"""Read a complete store once in several threads and report every fault: its shards, and the rest of its folder."""
 
 from __future__ import annotations
 
@@ -9,31 +6,172 @@ import os
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from bucketline.errors import CorruptError, StoppedError
+import xxhash
+
+from bucketline.errors import CorruptError, StoppedError, StoreError
 from bucketline.store.folder import MissingObjectError
-from bucketline.store.format.manifest import sealed
+from bucketline.store.format.manifest import (
+    COLUMN_SHARD_NAME,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    dump_manifest,
+    parse_manifest,
+    sealed,
+)
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.generations import generation_name, listed_generations, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.transfer.download import Downloader
-from bucketline.store.verify.faults import Fault
-from bucketline.store.verify.shard import ColumnCheck, ShardCheck
-from bucketline.store.verify.strays import FolderCheck, Stray
+from bucketline.store.remote.retries import asked_again
+from bucketline.store.transfer.files import Downloader
+from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
+from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
+from bucketline.store.write.describe import MAKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
 
-__all__ = ["Fault", "Stray", "Verified", "verify", "verify_folder"]
+_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json")  # see FORMAT.md
+_PART_BYTES = 8 << 20  # of a file that is read in parts
+_NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
+_OF_RUNS = tuple(f"pending/{name}" for name in (ATTEMPTS_FOLDER, RANKS_FOLDER, KEPT_CAPTIONS))
+_DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stray:
+    """A file that belongs to no generation, or one that an older generation lacks. Not a fault."""
+
+    path: str  # relative to the store's folder
+    what: str
+
+
+class FolderCheck:
+    """Checks everything in a store's folder, on a disk or in object storage, except the newest generation's shards."""
+
+    def __init__(self, folder: Folder, newest: Manifest, on_bytes: Callable[[int], None]) -> None:
+        """Read nothing yet; `on_bytes` is called with 0 between files, so that it can end the check by raising."""
+        self._folder, self._newest, self._on_bytes = folder, newest, on_bytes
+        self._faults = Faults(None)
+        self._strays: list[Stray] = []
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return self._faults.found
+
+    @property
+    def strays(self) -> tuple[Stray, ...]:
+        return tuple(sorted(self._strays, key=lambda stray: stray.path))
+
+    def run(self) -> None:
+        """Check the manifests' bytes, then files listed only by older generations, then look for strays.
+
+        On a web server, whose folders cannot be listed, only the newest generation's files are known.
+        """
+        self._own_documents()
+        known = set(_files_of(self._newest))
+        for manifest in [] if self._folder.is_read_only else self._older():
+            own = {name: expected for name, expected in _files_of(manifest).items() if name not in known}
+            known |= own.keys()
+            for (name, expected), num_bytes in zip(own.items(), self._folder.sizes(list(own)), strict=True):
+                self._compare(name, num_bytes, expected, manifest.generation)
+        if not self._folder.is_read_only:
+            self._look_for_strays(known)
+
+    def _own_documents(self) -> None:
+        """Check that both manifest files of the newest generation have exactly the bytes that a writer writes."""
+        own = generation_name(self._newest.generation)
+        for name in (MANIFEST, own):
+            with self._reporting(f"; copy {MANIFEST} to {self._folder.place(own)}"):
+                self._document(name, self._newest.generation)
+
+    def _older(self) -> Iterator[Manifest]:
+        for number in listed_generations(self._folder):
+            if number != self._newest.generation:
+                self._on_bytes(0)
+                with self._reporting("; a run that was planned on that generation cannot resume"):
+                    yield self._document(generation_name(number), number)
+
+    def _document(self, name: str, generation: int) -> Manifest:
+        """Return a manifest that is one of this store's, and has exactly the bytes that a writer writes."""
+
+        def read() -> Manifest:
+            data, place = self._folder.read(name, MAX_MANIFEST_BYTES), self._folder.place(name)
+            found = parse_manifest(data, place)
+            if found.store_id != self._newest.store_id or (name != MANIFEST and found.generation != generation):
+                raise CorruptError(f"{place} is generation {found.generation} of store {found.store_id}; move it away")
+            if data != dump_manifest(found):
+                raise CorruptError(f"{place} differs in its bytes from what was written, though its content is the same")
+            return found  # of `manifest.json`, another one may have been published meanwhile
+
+        return asked_again(read, self._folder.deadline_s, most_wrong=2)
+
+    def _compare(self, name: str, num_bytes: int | None, expected: FileEntry | DroppedEntry, generation: int) -> None:
+        """Compare a file, of this many bytes, with what an older generation says of it."""
+        self._on_bytes(0)
+        if num_bytes is None:
+            self._strays.append(Stray(path=name, what=f"missing; only generation {generation} and older ones list it"))
+            return
+
+        def compare() -> None:
+            digest = self._digest(name, num_bytes) if num_bytes == expected.num_bytes else None
+            if fault := mismatch(name, num_bytes, digest, expected, f"generation {generation}"):
+                raise CorruptError(fault)
+
+        with self._reporting(""):
+            asked_again(compare, self._folder.deadline_s, most_wrong=2)
+
+    def _digest(self, name: str, num_bytes: int) -> str:
+        state = xxhash.xxh3_128()
+        for begin in range(0, num_bytes, _PART_BYTES):
+            self._on_bytes(0)
+            state.update(self._folder.read_range(name, begin, min(begin + _PART_BYTES, num_bytes)))
+        return state.hexdigest()
+
+    def _look_for_strays(self, known: set[str]) -> None:
+        for file in self._folder.names():
+            is_known = file.name in known or file.name.split("/")[-2:-1] == [_DECODING]
+            if not is_known and (what := _what_is(file.name)) is not None:
+                self._strays.append(Stray(path=file.name, what=what))
+
+    @contextmanager
+    def _reporting(self, advice: str) -> Iterator[None]:
+        """Report what a file cannot be read for, or is not."""
+        try:
+            yield
+        except StoreError as error:
+            self._faults.of_file(f"{error}{advice}")
+
+
+def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
+    """Return the files that a generation lists, by name."""
+    return {path.as_posix(): expected for entry in manifest.shards for path, expected in files_of(Path(), entry)}
+
+
+def _what_is(name: str) -> str | None:
+    """Return a description of a file that no generation lists; None if it belongs there."""
+    folder = name.rpartition("/")[0]
+    path = PurePosixPath(name)
+    is_manifest = folder == "generations" and path.suffix == ".json" and path.stem.isdecimal()
+    if name in (MANIFEST, *_KNOWN) or is_manifest or (folder == "pending" and path.suffix == ".lock"):
+        return None
+    if folder == "pending" and path.suffix in (".lmdb", MAKING, ""):
+        return "is being written or sent, or an interrupted run left it; the next writer takes it over, or removes it"
+    if folder.startswith(_OF_RUNS):
+        return "belongs to a run that is under way, or that was interrupted; the next pack removes it"
+    if folder == "shards" and (COLUMN_SHARD_NAME.fullmatch(path.stem) or path.suffix in (".lmdb", ".extents", ".index")):
+        return f"belongs to a shard, or a column of one, that no generation lists; {_NEXT}"
+    return "not one of the store's files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,50 +1,220 @@
-"""Describe a sealed shard: its entry in a manifest, and its buckets, read from its files.
+"""Describe a sealed shard, and a column that was added to one: manifest entries and buckets, read from their files.
 
-Of a shard whose file is no longer here, since it was sent to object storage, the description is noted next to it.
+The file of an added column has blocks in LMDB like those of a shard, and extents. It is made in `pending/` and moved to
+`shards/` when it is complete, its extents first. What no generation lists is found again by what its extents say of it: the
+column, and the shard whose rows it belongs to. Of a shard whose file is no longer here, since it was sent to object storage,
+the description is noted next to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Protocol
 
+import lmdb
+import msgpack
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.atomic_write import create_held, move_durably, write_durably, write_or_explain
+from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.regular_file import read_regular
-from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
-from bucketline.store.format.hashing import file_digest
-from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.format.manifest_entries import FileEntry, RaggedTotals, ShardEntry, group_entry
+from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column, encode_block
+from bucketline.store.format.hashing import file_digest, line_sums
+from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, pending_path, shard_paths
+from bucketline.store.format.manifest import (
+    COLUMN_SHARD_NAME,
+    ColumnShardEntry,
+    FileEntry,
+    RaggedTotals,
+    ShardEntry,
+    group_entry,
+)
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
-from bucketline.store.format.schema import BucketEntry, bucket_entry
+from bucketline.store.format.schema import BucketEntry, ColumnEntry, bucket_entry, column_entries
 from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
-from bucketline.store.write.column_shard import found_columns
+from bucketline.store.write.seal import SPARE_BYTES, TRANSACTION_BYTES, column_extents
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.block import Row
     from bucketline.store.format.manifest import Manifest
 
-SENT = ".sent"
-_MAX_NOTE_BYTES = 64 << 20
+MAKING = ".column"  # the suffix of what is being made in `pending/`
+COLUMN_FIELDS = ("column", "rows_of", "filled", "forms", "dropped")  # in the metadata of its extents, in this order
+ADDING_LOCK = "column.lock"  # in `pending/`, held by the one process that adds a column
+
+
+class ColumnValues(Protocol):
+    """The values of a column for the rows of one shard."""
+
+    def rows(self, bucket: str) -> Iterator[bytes | None]:
+        """Yield the value of each row of a bucket, in order; None for a row that is not live, or has none."""
+
+    def spec(self, bucket: str) -> BlockSpec:
+        """Return the columns of the bucket's blocks, as they are known after `rows` has yielded a value."""
+
+    def blank(self, bucket: str) -> bytes:
+        """Return what is stored where `rows` yields None."""
+
+    num_missing: int  # live rows for which it has yielded None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _TextTotals:
-    """Caption totals from a shard's extents."""
+class FoundColumn:
+    """The file of an added column in `shards/`, by what its extents say of it."""
 
-    tokens: int
-    max_tokens: int
-    error: TextError | None  # of quantised tokens
+    column: str
+    rows_of: str  # id of the shard whose rows it belongs to
+    filled: int  # live rows that had no value of their own
+    dropped: str | None  # digest of the list of the rows that were dropped then, which have no value; "" without one
+    forms: dict[str, ColumnEntry]  # by bucket
+    entry: ColumnShardEntry
+
+
+def write_column_shard(store: Path, shard: SealedShard, column: str, values: ColumnValues) -> FoundColumn:
+    """Write a column's values of a shard's rows. Return the entry of the new file, which is in `shards/`, and its form."""
+    shard_id = uuid.uuid4()
+    name = f"{shard.name}.{shard_id.hex}"
+    making, paths = store / "pending" / f"{name}{MAKING}", shard_paths(store, name)
+    held: int | None = None
+    try:
+        held = create_held(making)
+        _write_blocks(making, name, shard_id.bytes, shard, column, values)
+        forms = {bucket: column_entries((values.spec(bucket).column(column),))[column] for bucket in _buckets(shard)}
+        about = {"column": column, "rows_of": shard.entry.shard_id, "filled": values.num_missing, "forms": encode(forms)}
+        about["dropped"] = digest_of_dropped(shard.entry)
+        write_durably(paths.extents, column_extents(making, name, about))
+        move_durably(making, paths.lmdb)
+    except (lmdb.Error, OSError) as error:
+        remedy = remedy_for_failed_write(making.parent)
+        raise StoreError(f"{making} cannot be written: {error}; {remedy}") from error
+    finally:
+        making.unlink(missing_ok=True)
+        if held is not None:
+            os.close(held)
+    return describe_column_shard(store, name)
+
+
+def digest_of_dropped(entry: ShardEntry) -> str:
+    """Return the digest of a shard's list of dropped rows; an empty string without one."""
+    return entry.dropped.digest if entry.dropped else ""
+
+
+def _buckets(shard: SealedShard) -> list[str]:
+    """Return the buckets of which a shard has live rows."""
+    return sorted(bucket for bucket, live in shard.entry.live.items() if live)
+
+
+def _write_blocks(path: Path, name: str, shard_id: bytes, shard: SealedShard, column: str, values: ColumnValues) -> None:
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=SPARE_BYTES, sync=False) as env:
+        with env.begin(write=True) as txn:
+            txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name, "shard_id": shard_id}))
+        map_bytes = SPARE_BYTES
+        for bucket in _buckets(shard):
+            blocks = _blocks(column, values, bucket, ids_by_row(shard, bucket))
+            waiting: list[tuple[bytes, bytes]] = []
+            for number, block in enumerate(blocks):
+                waiting.append((block_key(bucket, number), block))
+                if sum(len(own) for _, own in waiting) >= TRANSACTION_BYTES:
+                    map_bytes = _put(env, waiting, map_bytes)
+            map_bytes = _put(env, waiting, map_bytes)
+        env.sync(True)
+
+
+def _put(env: Any, waiting: list[tuple[bytes, bytes]], map_bytes: int) -> int:  # noqa: ANN401 - lmdb has no types
+    """Append blocks in one transaction, and forget them; return the length of the map, which is only address space."""
+    map_bytes += 2 * sum(len(block) for _, block in waiting)
+    env.set_mapsize(map_bytes)
+    with env.begin(write=True) as txn:
+        for key, block in waiting:
+            txn.put(key, block, append=True)
+    waiting.clear()
+    return map_bytes
+
+
+def _blocks(column: str, values: ColumnValues, bucket: str, ids: NDArray[np.uint8]) -> Iterator[bytes]:
+    """Yield the blocks of a bucket; `ids`: digests of the rows' samples, `[rows, 16]`."""
+    rows, first_row = values.rows(bucket), 0
+    waiting: list[bytes | None] = []
+    for value in rows:  # until the first value says what the rows' form is
+        waiting.append(value)
+        if value is not None:
+            break
+    spec, blank = values.spec(bucket), values.blank(bucket)
+    rows = chain(waiting, rows)
+    while own := list(islice(rows, spec.rows_per_block)):
+        block: list[Row] = [
+            {ID: ids[first_row + k].tobytes(), column: blank if value is None else value} for k, value in enumerate(own)
+        ]
+        yield encode_block(spec, block, first_row)
+        first_row += len(block)
+    if first_row != len(ids):
+        raise AssertionError(f"{bucket} has {len(ids)} rows, {first_row} values were given")
+
+
+def ids_by_row(shard: SealedShard, bucket: str) -> NDArray[np.uint8]:
+    """Return the digests of the samples of a bucket's rows, dropped ones included, `[rows, 16]`."""
+    index, samples = shard.index, shard.entry.samples
+    own = index.slice("bucket", 0, samples) == index.metadata["groups"].index(bucket)
+    rows, ids = index.slice("row", 0, samples)[own], np.zeros((shard.entry.groups[bucket].rows, 16), dtype=np.uint8)
+    if len(rows) != len(ids) or int(rows.max(initial=0)) >= len(ids):
+        raise CorruptError(f"{index.path}: its rows of {bucket} are not those of the manifest; run `store verify`")
+    ids[rows] = index.slice("digest", 0, samples)[own]
+    return ids
+
+
+def describe_column_shard(store: Path, name: str) -> FoundColumn:
+    """Return the entry of an added column's file in `shards/`, and what its extents say of it."""
+    paths, files = shard_paths(store, name), []
+    for path in (paths.lmdb, paths.extents):
+        try:
+            num_bytes, digest = file_digest(path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        files.append(FileEntry(num_bytes=num_bytes, digest=digest))
+    extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT, plain_reads=True)
+    about, sums = extents.metadata, line_sums(paths.lmdb).finish()
+    if not extents.has(LINE_CHECKSUM) or extents.slice(LINE_CHECKSUM, 0, len(sums)).tolist() != sums:
+        raise CorruptError(f"{paths.lmdb} does not match the checksums in {paths.extents}")
+    try:
+        groups = {bucket: group_entry(place) for bucket, place in dict(about["groups"]).items()}
+        entry = ColumnShardEntry(shard_id=str(about["shard_id"]), lmdb=files[0], extents=files[1], groups=groups)
+        forms = decode(dict[str, ColumnEntry], about["forms"])
+        column, rows_of, filled = str(about["column"]), str(about["rows_of"]), int(about["filled"])
+        dropped = about.get("dropped")
+        return FoundColumn(column=column, rows_of=rows_of, filled=filled, dropped=dropped, forms=forms, entry=entry)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"{paths.extents} does not describe an added column ({error!r:.200})") from error
+
+
+def column_files(store: Path, shard: str = "*") -> list[str]:
+    """Return the names of the added columns' complete files in `shards/`, of one shard or of all."""
+    return sorted(path.stem for path in (store / "shards").glob(f"{shard}.*.lmdb") if COLUMN_SHARD_NAME.fullmatch(path.stem))
+
+
+def found_columns(store: Path, entry: ShardEntry) -> dict[str, ColumnShardEntry]:
+    """Return the added columns whose files in `shards/` are of a shard's rows, by name."""
+    found = (describe_column_shard(store, name) for name in column_files(store, entry.name))
+    return {one.column: one.entry for one in found if one.rows_of == entry.shard_id}
+
+
+SENT = ".sent"
+_MAX_NOTE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +292,10 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
     spec = manifest.text.spec()
     try:
         groups = {group: group_entry(place) for group, place in dict(extents.metadata["groups"]).items()}
-        text = decode(_TextTotals, {"error": None, **dict(extents.metadata["text"])})
+        text = dict(extents.metadata["text"])
+        if (error := text.pop("error", None)) is not None:
+            decode(TextError, error)
+        totals = decode(RaggedTotals, text)
         return ShardEntry(
             name=name,
             shard_id=str(extents.metadata["shard_id"]),
@@ -133,8 +306,8 @@ def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, mani
             groups=groups,
             samples=sum(group.rows for name, group in groups.items() if is_bucket(name)),
             record_bytes=0,
-            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
-            max_tokens=text.max_tokens,
+            caption_bytes=totals.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
+            max_tokens=totals.max_tokens,
             ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -12,9 +12,9 @@ from bucketline.errors import UsageError
 from bucketline.option_types import expect
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
+from bucketline.store.write.publish import LocalTarget
 from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
-from bucketline.store.write.target import LocalTarget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Entry
     from bucketline.store.read.store import Store
-    from bucketline.store.write.arrays import Arrays
-    from bucketline.store.write.row_form import RowForm
-    from bucketline.store.write.target import StoreTarget
+    from bucketline.store.write.publish import StoreTarget
+    from bucketline.store.write.row_form import Arrays, RowForm
 
 SHARD_BYTES = 2 << 30
 

@@ -8,31 +8,43 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import explaining, is_aside, remove_unless_held, sync_folder
 from bucketline.files.locks import FileLock
-from bucketline.store.folder import LocalFolder
+from bucketline.store.folder import Folder, LocalFolder
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, FORMAT_VERSION, shard_paths
-from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
-from bucketline.store.format.manifest_entries import SHARD_NAME, DroppedEntry, GroupEntry, ShardEntry
+from bucketline.store.format.manifest import (
+    MANIFEST,
+    SHARD_NAME,
+    DroppedEntry,
+    GroupEntry,
+    Manifest,
+    ShardEntry,
+    check_fingerprint,
+    generations,
+    newest_intact,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text_block import is_bucket
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
+from bucketline.store.read.info import disk_bytes
+from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.attempts import remove_attempts
-from bucketline.store.write.change_base import ChangeBase
-from bucketline.store.write.column_shard import MAKING
-from bucketline.store.write.describe import describe_shard
-from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
+from bucketline.store.write.change_base import ChangeBase, existing_manifest, is_published, listed_by_any, newest_manifest
+from bucketline.store.write.describe import MAKING, describe_shard
 from bucketline.store.write.seal import SEALING, may_have_commits, seal_apart
 
 if TYPE_CHECKING:
@@ -338,3 +350,104 @@ def encode_dropped(rows: dict[str, NDArray[np.uint32]], shard_id: str) -> bytes:
         at += len(values)
     joined = np.concatenate([values for _, values in sorted(rows.items())])
     return encode_paged([("rows", "U32", joined)], {"format": DROPPED_FORMAT, "groups": groups, "shard_id": shard_id})
+
+
+class StoreTarget(Protocol):
+    """A store that is written, on a disk or in object storage. Can be pickled."""
+
+    path: Path  # of the folder, laid out as a store, in which shards are made: on a disk the store's own
+
+    @property
+    def folder(self) -> Folder:
+        """The store's folder, where readers find it."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Prepare to write, for this process only. Enter it before `newest`."""
+        ...
+
+    def newest(self) -> Manifest | None:
+        """Return the newest generation; None if there is no store yet."""
+        ...
+
+    def writing(self, schema: Schema) -> AbstractContextManager[Manifest]:
+        """Lock the store, creating it if needed, and yield its newest generation after adopting what a killed writer left."""
+        ...
+
+    def open(self, manifest: Manifest) -> Store:
+        """Return a generation of the store."""
+        ...
+
+    def publish(
+        self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
+    ) -> Manifest:
+        """Publish sealed shards that `manifest`, the newest generation known here, does not list; see `with_shards`."""
+        ...
+
+    def send_lists(self) -> None:
+        """Let what the packer notes next to a store be found where the store is."""
+        ...
+
+    def disk_bytes(self, manifest: Manifest) -> int:
+        """Return the size of the store's files."""
+        ...
+
+
+class LocalTarget:
+    """A store on a disk; see `StoreTarget`."""
+
+    def __init__(self, path: Path) -> None:
+        """Read nothing yet."""
+        self.path = path
+
+    @property
+    def folder(self) -> Folder:
+        return LocalFolder(self.path)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Do nothing: `writing` locks the store."""
+        return nullcontext()
+
+    def newest(self) -> Manifest | None:
+        return newest_manifest(self.path)
+
+    @contextmanager
+    def writing(self, schema: Schema) -> Iterator[Manifest]:
+        store = self.path
+        stored_manifest(store, schema)  # before the folder is touched
+        prepare_store(store)
+        with lock_store(store):
+            manifest = stored_manifest(store, schema)  # read again under the lock
+            if manifest is None or not is_published(store, manifest):  # new, or a crash between two writes
+                manifest = write_manifest(store, manifest or new_manifest(schema))
+            yield publish(store, manifest, adopt(store, manifest), ())
+
+    def open(self, manifest: Manifest) -> Store:
+        return Store(self.path, manifest)
+
+    def publish(
+        self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
+    ) -> Manifest:
+        return publish(self.path, manifest, set(sealed) - {entry.name for entry in manifest.shards}, dropped, rules)
+
+    def send_lists(self) -> None:
+        """Do nothing: they are in the store's folder."""
+
+    def disk_bytes(self, manifest: Manifest) -> int:  # noqa: ARG002 - as of `StoreTarget`
+        return disk_bytes(self.path)
+
+
+def stored_manifest(store: Path, schema: Schema) -> Manifest | None:
+    """Return the newest generation of the store that is to be continued; None if there is no store yet."""
+    if store.exists() and not store.is_dir():
+        raise StoreError(f"{store} is a file; expected a store's folder, or a path where there is nothing")
+    if store.is_dir() and not (store / MANIFEST).exists():
+        strange = sorted(path.name for path in store.iterdir() if path.name not in FOLDERS and path.suffix != ".tmp")
+        if strange and newest_intact(store) is None:
+            raise StoreError(
+                f"{store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
+            )
+    manifest = newest_manifest(store)
+    if manifest is not None:
+        check_fingerprint(manifest, schema)
+    return manifest

@@ -5,14 +5,15 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import UsageError
-from bucketline.option_types import expect
+from bucketline.option_types import expect, unlike
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.columns import (
     FLIPPED_SUFFIX,
@@ -29,17 +30,133 @@ from bucketline.store.format.columns import (
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.schema import AXIS_NAME, bucket_name, bucket_sizes
-from bucketline.store.format.text_block import TEXT_GROUP, make_caption, quantised_caption
-from bucketline.store.write.arrays import checked_arrays
+from bucketline.store.format.schema import AXIS_NAME, GroupRules, RaggedEntry, bucket_name, bucket_sizes, column_entries
+from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, make_caption, quantised_caption
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from bucketline.store.format.schema import Schema
     from bucketline.store.format.text_block import Entry, TextSpec
-    from bucketline.store.write.arrays import Arrays
-    from bucketline.store.write.ragged_form import RaggedGroup
+
+    Arrays = Mapping[str, Any]  # column name → numpy array or torch tensor
+
+# Bits of NaN and infinite values, as (mask, value): a value is one if its bits under the mask are all of `value`.
+_NOT_FINITE = {
+    "F16": (0x7C00, 0x7C00),
+    "BF16": (0x7F80, 0x7F80),
+    "F8_E4M3": (0x7F, 0x7F),
+    "F8_E5M2": (0x7C, 0x7C),
+    "F8_E8M0": (0xFF, 0xFF),
+    "F8_E4M3FNUZ": (0xFF, 0x80),
+    "F8_E5M2FNUZ": (0xFF, 0x80),
+}
+# Names that torch and ml_dtypes have for the dtypes that numpy lacks.
+_BITS = {
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+
+
+def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays, finite: set[str]) -> dict[str, NDArray[Any]]:
+    """Return the values of exactly these columns, (name, dtype) each, as arrays. Shapes are compared where they are stored."""
+    expected = sorted(name for name, _ in columns)
+    if sorted(values) != expected:
+        raise UsageError(f"{item} has the columns {sorted(values)}, expected {expected}; give each of them, and no other")
+    arrays = {}
+    for name, dtype in columns:
+        try:
+            arrays[name] = as_array(values[name], dtype)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UsageError(
+                f"{item}: a column is not an array ({error}); give numpy arrays or tensors, and BF16 as its bits, uint16"
+            ) from error
+        if np.ma.is_masked(values[name]):
+            raise UsageError(f"{item}: column {name!r} has masked values; give what is to be stored, such as its `filled(0)`")
+        if arrays[name].dtype.kind in "OUS":
+            raise unlike(f"{item}: column {name!r}", values[name], "an array of numbers; give a numpy array or a tensor")
+        if name in finite and not is_finite(arrays[name], dtype):
+            raise UsageError(
+                f"{item}: column {name!r} is NaN or infinite, or beyond the range of {dtype}; "
+                "leave the sample out, or store a wider dtype"
+            )
+    return arrays
+
+
+def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything that numpy takes, or a tensor
+    """Return a value as a numpy array; of a dtype that numpy lacks, from torch or ml_dtypes, its bits if it is `dtype`."""
+    bits = DTYPES[dtype]
+    if hasattr(value, "detach"):  # a torch tensor, so that torch is there
+        value = value.detach().cpu().contiguous()
+        if _BITS.get(str(value.dtype).removeprefix("torch.")) == dtype:
+            value = value.view(getattr(sys.modules["torch"], bits.name))
+    array: NDArray[Any] = np.asarray(value)
+    if array.dtype == bits:
+        return array
+    return array.view(bits) if _BITS.get(array.dtype.name) == dtype else array
+
+
+def dtype_of(value: Any) -> str | None:  # noqa: ANN401 - as `as_array`
+    """Return the name of the dtype in which `as_array` takes a value unchanged; None if there is none."""
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    name = _BITS.get(str(dtype).removeprefix("torch."))
+    if name is None and hasattr(value, "detach"):
+        dtype = as_array(value, "U8").dtype
+    own = (own for own, known in DTYPES.items() if known == dtype and own not in _BITS.values())
+    return name or next(own, None)
+
+
+def is_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Return False if a value is NaN or infinite. Short floats are compared as integers, which is several times faster."""
+    bits = DTYPES[dtype]
+    if values.dtype != bits:
+        return True  # not what is stored: refused for its dtype
+    if dtype in _NOT_FINITE:
+        unsigned = np.dtype(f"<u{bits.itemsize}")
+        mask, value = (unsigned.type(number) for number in _NOT_FINITE[dtype])
+        return not bool(((values.view(unsigned) & mask) == value).any())
+    return values.dtype.kind not in "fc" or bool(np.isfinite(values).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedGroup(GroupRules):
+    """A group of arrays whose first dimension differs from entry to entry: another encoder's tokens, audio, points.
+
+    `columns` are its token columns: an entry has an array `[T, *shape]` of each, all of the same T, 0 or more. `fixed` are
+    columns of which an entry has one array `[*shape]`. With `of="captions"` each caption has an entry, which is given with its
+    embedding. With `of="rows"` each row has one; `stored_once` stores those that are equal once per shard, and rows may lack an
+    `optional` one. An entry has no mirror image: a loader that flips refuses the group, unless `mirrored` is "same".
+    """
+
+    columns: Sequence[Column]
+    fixed: Sequence[Column] = ()
+    allow_nonfinite: bool = False  # whether NaN and infinite values are stored, not refused
+
+    def __post_init__(self) -> None:
+        try:
+            self.check(self.spec(""))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def spec(self, name: str) -> RaggedSpec:
+        """Return the columns of the blocks of the group of this name."""
+        return RaggedSpec(tokens=tuple(self.columns), fixed=tuple(self.fixed), group=RAGGED_PREFIX + name)
+
+    def entry(self, name: str) -> RaggedEntry:
+        """Return the group in the manifest's form."""
+        spec = self.spec(name)
+        return RaggedEntry(
+            **{rule.name: getattr(self, rule.name) for rule in fields(GroupRules)} | {"of": EntriesOf(self.of)},
+            header_bytes=spec.header_bytes,
+            tokens=column_entries(spec.tokens),
+            fixed=column_entries(spec.fixed),
+        )
 
 
 SPLITS = ("train", "val")

@@ -27,7 +27,7 @@ from bucketline.store.format.layout import IN_FILE, META_KEY, SAMPLE_PREFIX, SHA
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, is_bucket
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import encode_paged

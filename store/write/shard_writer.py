@@ -32,7 +32,7 @@ from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
 from bucketline.store.format.text_block import TEXT_GROUP, Entry, RaggedSpec, encode_text_block
-from bucketline.store.format.text_error import TextError
+from bucketline.store.format.text_codec import TextError
 from bucketline.store.write.seal import seal
 from bucketline.typed_json import encode
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from bucketline.ingest.images.rejects import Reason
 from bucketline.store import Store
-from bucketline.store.report.collect import collect_facts
+from bucketline.store.report.facts import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
 from tests.models import in_file

@@ -32,7 +32,7 @@ FOR_PACKS = (
     "transformers.models.bert",
     "rich.progress",
 )
-FOR_STORES = ("bucketline.store.cli", "bucketline.store.export.export", "bucketline.loader", "webdataset")
+FOR_STORES = ("bucketline.store.cli", "bucketline.store.export.exporter", "bucketline.loader", "webdataset")
 
 
 def import_for_packs(*more: str) -> None:

@@ -30,8 +30,8 @@ from pathlib import Path
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
-from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.target import LocalTarget
+from bucketline.store.write.change_base import newest_manifest
+from bucketline.store.write.publish import LocalTarget
 from tests.commands import ROOT, spawn
 from tests.fault.apart import HANG_S
 from tests.fault.ground import expect_sound, import_for_packs

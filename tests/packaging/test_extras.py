@@ -86,7 +86,7 @@ def test_the_loader_without_torch_is_an_import_error_that_names_the_extra() -> N
 
 
 def test_the_error_is_both_an_import_error_and_a_usage_error() -> None:
-    with pytest.raises(MissingExtraError, match=r"bucketline\[export\]") as caught, extra_named("store"):
+    with pytest.raises(MissingExtraError, match=r"bucketline\[ingest\]") as caught, extra_named("ingest"):
         raise ModuleNotFoundError("no webdataset", name="webdataset.writer")
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, UsageError)

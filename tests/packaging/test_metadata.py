@@ -26,7 +26,7 @@ IMPORT_NAMES = {
     "pillow-jxl-plugin": "pillow_jxl",
 }
 FOLDERS = {
-    "store": "export",
+    "store": "",
     "ingest": "ingest",
     "loader": "loader",
     "train": "train",

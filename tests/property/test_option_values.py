@@ -21,7 +21,7 @@ from bucketline.loader.commands.plan import PlanCommand
 from bucketline.loader.commands.planned_options import SplitRows, WorldSize
 from bucketline.loader.mixture import StoreArgument
 from bucketline.option_value import ByteSize, Duration, OptionValue, value_fields
-from bucketline.store.commands.change.compact import Compact
+from bucketline.store.commands.change import Compact
 from bucketline.store.commands.export import Export
 from bucketline.train.config import TrainConfig
 from bucketline.train.values import (

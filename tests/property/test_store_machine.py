@@ -34,7 +34,7 @@ from bucketline.store.format.columns import PRESENT_PREFIX as PRESENT_COLUMN
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import generation_path, write_manifest
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.change_base import is_published, newest_manifest
 from bucketline.store.write.publish import adopt, changing, lock_store, publish
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter

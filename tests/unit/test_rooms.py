@@ -59,7 +59,7 @@ def test_no_file_of_the_core_imports_a_room_when_it_is_loaded() -> None:
 def test_an_import_in_a_function_or_for_types_is_none_when_the_file_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "if TYPE_CHECKING:\n    from bucketline.store.report import page\n"
-        "def f():\n    import bucketline.store.export.export\n"
+        "def f():\n    import bucketline.store.export.exporter\n"
         "class C:\n    from bucketline.ingest import on_ray\n"
     )
     assert rooms_loaded_by(tmp_path / "a.py") == {"ingest: ray"}

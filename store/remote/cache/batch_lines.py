@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.remote.cache.held_line import HeldLine
+    from bucketline.store.remote.cache.fetch_threads import HeldLine
     from bucketline.store.remote.cache.line_fetcher import LineFetcher
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.shard.reader import SealedShard

@@ -2,17 +2,20 @@
 
 The list's file is mapped by every process that reads the shard. A line's byte is set after its bytes are written and their
 checksum was compared; a hole reads as zeros, so only lines whose byte is set are read. Whoever fetches a line locks its number
-exclusively, whoever reads one that may be freed shares the lock (`range_locks`).
+exclusively, whoever reads one that may be freed shares the lock (`RangeLocks`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import stat
+import struct
 import threading
+import weakref
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -29,7 +32,84 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.remote.cache.range_locks import RangeLocks
+_FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process id (0 for these locks)
+_OPEN: weakref.WeakSet[RangeLocks] = weakref.WeakSet()
+
+
+class RangeLocks:
+    """The locks of one file that this process holds, each on a number from 0 to 2^62."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, creating it if it is missing; never through a link."""
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _OPEN.add(self)
+
+    @property
+    def is_there(self) -> bool:
+        """True if the file is still at its path; neither it nor the folder that it is in has been removed."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.stat())
+        except OSError:
+            return False
+
+    def duplicate(self) -> RangeLocks:
+        """Return another object for the same locks: those that are held stay so until both are closed."""
+        try:
+            fd = os.dup(self.fd)
+        except OSError as error:
+            raise StoreError(f"{self.path}: the store was closed") from error
+        found = RangeLocks.__new__(RangeLocks)
+        found.path, found.fd = self.path, fd
+        _OPEN.add(found)
+        return found
+
+    def exclusive(self, number: int) -> None:
+        """Acquire a number for this process only; wait until no other holds it."""
+        self._set(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, number)
+
+    def try_exclusive(self, number: int) -> bool:
+        """Acquire a number for this process only; return False if another process holds it. A shared lock becomes exclusive."""
+        return self._set(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, number)
+
+    def try_shared(self, number: int) -> bool:
+        """Acquire a number together with others; return False if one holds it exclusively. An exclusive lock becomes shared."""
+        return self._set(fcntl.F_OFD_SETLK, fcntl.F_RDLCK, number)
+
+    def unlock(self, number: int) -> None:
+        """Release a number."""
+        self._set(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, number)
+
+    def _set(self, command: int, kind: int, number: int) -> bool:
+        try:
+            fcntl.fcntl(self.fd, command, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise StoreError(
+                f"{self.path}: this file system has no byte-range locks ({error.strerror}); put the cache on a local disk"
+            ) from error
+        return True
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        if "fd" in self.__dict__:
+            self.close()
+
+
+def _close_in_child() -> None:
+    """Close what a forked child shares with its parent: it would keep the locks after the parent's end, or release them."""
+    for locks in list(_OPEN):
+        locks.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 ABSENT, PINNED, RING, OLD_PINNED, OLD_RING = range(5)  # a line's byte; OLD: written before the machine started, unchecked
 PRESENT_SUFFIX = ".lines-present"
@@ -260,19 +340,25 @@ def punch(path: Path, begin: int, end: int) -> None:
         os.close(fd)
 
 
-def count_lines(path: Path) -> tuple[int, int]:
-    """Return how many bytes of a shard's lines are pinned, and how many are in the ring, by the file of its list."""
+def read_list(path: Path) -> tuple[NDArray[np.uint8], int] | None:
+    """Return the contents of a shard's list, and the length of the shard's file; None if it is not there, or no list."""
     with suppress(OSError):
         data = np.fromfile(path, dtype=np.uint8)
         if len(data) >= HEADER_BYTES and data[:16].tobytes() == MAGIC:
-            num_bytes = int(data[48:56].view("<u8")[0])
-            num_lines = -(-num_bytes // LINE_BYTES)
-            lines = data[HEADER_BYTES : HEADER_BYTES + num_lines]
-            sizes = np.full(len(lines), LINE_BYTES, dtype=np.int64)
-            sizes[-1:] = num_bytes - (num_lines - 1) * LINE_BYTES
-            pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
-            return int(sizes[pinned].sum()), int(sizes[ring].sum())
-    return 0, 0
+            return data, int(data[48:56].view("<u8")[0])
+    return None
+
+
+def count_lines(path: Path) -> tuple[int, int]:
+    """Return how many bytes of a shard's lines are pinned, and how many are in the ring, by the file of its list."""
+    if (found := read_list(path)) is None:
+        return 0, 0
+    data, num_bytes = found
+    lines = data[HEADER_BYTES : HEADER_BYTES - (-num_bytes // LINE_BYTES)]
+    sizes = np.full(len(lines), LINE_BYTES, dtype=np.int64)
+    sizes[-1:] = num_bytes - (len(lines) - 1) * LINE_BYTES
+    pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
+    return int(sizes[pinned].sum()), int(sizes[ring].sum())
 
 
 def unpin_lines(path: Path, num_bytes: int) -> int:

@@ -14,22 +14,122 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from bucketline.command_line import human_bytes
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.cached_shard import PRESENT_SUFFIX, CacheRemovedError, count_lines, unpin_lines
-from bucketline.store.remote.cache.evictor import Evictor
-from bucketline.store.remote.cache.range_locks import RangeLocks
+from bucketline.store.remote.cache import room
+from bucketline.store.remote.cache.cached_shard import (
+    ABSENT,
+    HEADER_BYTES,
+    OLD_RING,
+    PRESENT_SUFFIX,
+    RING,
+    CacheRemovedError,
+    RangeLocks,
+    count_lines,
+    first_lock,
+    punch,
+    read_list,
+    unpin_lines,
+    uses_at,
+)
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, RingSpace, Room
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
     from pathlib import Path
+
+
+class _Victim(NamedTuple):
+    last_use: int
+    path: Path  # of the shard's list
+    line: int
+    num_bytes: int
+    lock: int
+
+
+class Evictor:
+    """Frees lines by locks of its own, which those that the process itself holds exclude too."""
+
+    def __init__(self, folder: Path, room: Room, locks_name: str) -> None:
+        self._folder, self._room, self._locks_name = folder, room, locks_name
+        self._victims: list[_Victim] = []  # the least recently used one last
+        self._locks: dict[Path, RangeLocks] = {}
+        self._freeing = threading.Lock()
+
+    def free(self, count: int) -> int:
+        """Free up to `count` lines; return how many."""
+        freed, is_new = 0, False
+        with self._freeing:
+            while freed < count:
+                if self._victims:
+                    freed += self._free(self._victims.pop())
+                elif is_new:
+                    break
+                else:
+                    self._victims, is_new = self._search(), True
+        return freed
+
+    def _search(self) -> list[_Victim]:
+        found: list[_Victim] = []
+        for path in self._folder.glob(f"*/*/*{PRESENT_SUFFIX}"):
+            if (known := read_list(path)) is None:
+                continue
+            data, num_bytes = known
+            num_lines = -(-num_bytes // LINE_BYTES)
+            states = data[HEADER_BYTES : HEADER_BYTES + num_lines]
+            uses, locks = data[uses_at(num_lines) :].view("<i8"), first_lock(data[16:32].tobytes())
+            for line in np.flatnonzero((states == RING) | (states == OLD_RING)).tolist():
+                own = min(LINE_BYTES, num_bytes - line * LINE_BYTES)
+                found.append(_Victim(int(uses[line]), path, line, own, locks | line))
+        return sorted(found, reverse=True)
+
+    def _free(self, victim: _Victim) -> bool:
+        """Free a line, unless a process holds it or has used it since the search."""
+        with suppress(OSError):
+            locks = self._locks_of(victim.path.parent.parent)
+            if not locks.try_exclusive(victim.lock):
+                return False
+            try:
+                fd = os.open(victim.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    at = HEADER_BYTES + victim.line
+                    uses = uses_at(-(-_length(fd) // LINE_BYTES)) + 8 * victim.line
+                    is_same = int.from_bytes(os.pread(fd, 8, uses), "little") == victim.last_use
+                    if not is_same or os.pread(fd, 1, at)[0] not in (RING, OLD_RING):
+                        return False
+                    with self._room.locked():
+                        os.pwrite(fd, bytes([ABSENT]), at)  # first: a hole must never be read
+                        self._room.add(room.RING_BYTES, -victim.num_bytes)
+                finally:
+                    os.close(fd)
+                begin = victim.line * LINE_BYTES
+                punch(victim.path.with_suffix(".lmdb"), begin, begin + victim.num_bytes)
+            finally:
+                locks.unlock(victim.lock)
+            return True
+        return False
+
+    def _locks_of(self, store: Path) -> RangeLocks:
+        path = store / self._locks_name
+        locks = self._locks.get(path)
+        if locks is None or not locks.is_there:
+            if not path.exists():
+                raise FileNotFoundError(path)
+            locks = self._locks[path] = RangeLocks(path)
+        return locks
+
+
+def _length(fd: int) -> int:
+    return int.from_bytes(os.pread(fd, 8, 48), "little")
+
 
 MARK = "bucketline-cache.json"
 MARK_FORMAT = "bucketline.cache/1"
@@ -42,6 +142,7 @@ RELEASED_AT_ONCE = 4 * LINE_BYTES  # of the space that is allocated for the ring
 _ROOM, _SPACE, _REMOVED = "room", "ring-space", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
 _FOLDER = re.compile(r"[0-9A-Za-z_]{1,64}")  # of a store
+_OWN_FOLDER = re.compile(rf"[0-9a-f]{{32}}|{_REMOVED}[0-9a-f]{{8}}")
 _LOOK_AGAIN_S = 10.0  # after no store could be removed
 _EVICT_AT_ONCE = 8  # lines
 _BOOKKEEPING = (PRESENT_SUFFIX, ".lmdb", ".tmp")  # not counted as whole files: 9 bytes a line; lines are counted by their lists
@@ -343,10 +444,15 @@ def is_cache(path: Path) -> bool:
         return False
 
 
+def _is_own(path: Path) -> bool:
+    """Return True if a cache has something of this name: a removal may take the mark and leave what is written meanwhile."""
+    return path.name in (_ROOM, _SPACE) or (_OWN_FOLDER.fullmatch(path.name) is not None and path.is_dir())
+
+
 def _mark(path: Path) -> None:
     if not is_cache(path):
         path.mkdir(parents=True, exist_ok=True)
-        left = [found.name for found in path.iterdir() if not found.name.startswith(MARK)]
+        left = [found.name for found in path.iterdir() if not found.name.startswith(MARK) and not _is_own(found)]
         if left and not is_cache(path):  # looked up again: another process may have begun the cache meanwhile, its mark first
             raise StoreError(
                 f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not "

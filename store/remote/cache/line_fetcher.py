@@ -2,7 +2,7 @@
 
 A line is *held* while somebody is going to read it: then it is fetched if it is absent, and not freed once it is there. Pinned
 lines stay as long as the store is open, and are not recorded. Everything here is of one store and one process. Threads fetch
-the lines (`fetch_threads`), each of them by one request (`line_download`).
+the lines (`fetch_threads`), each of them by one request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from bucketline.forks import OwnerProcess
 from bucketline.store.folder import DeniedError
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING, CacheRemovedError
-from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThreads
-from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
-from bucketline.store.remote.cache.line_download import LineDownload
+from bucketline.store.remote.cache.fetch_threads import (
+    LATENCY_BOUNDS_S,
+    LOOK_AGAIN_S,
+    FetchStats,
+    FetchThreads,
+    HeldLine,
+    LineDownload,
+    State,
+)
 from bucketline.store.remote.retries import IN_TIME, is_wrong, pause_after
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.remote.cache.cached_shard import FULL, fallocate
-from bucketline.store.remote.cache.range_locks import RangeLocks
+from bucketline.store.remote.cache.cached_shard import FULL, RangeLocks, fallocate
 from bucketline.store.shard.address_range import map_file
 
 if TYPE_CHECKING:

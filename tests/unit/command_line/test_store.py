@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bucketline.store import Store, read_manifest
+from bucketline.store import Store
 from tests.commands import BIN, call, spawn
 from tests.kit import Held, by_id, tree
-from tests.models import SMALL, in_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,66 +55,6 @@ def test_info_shows_the_options_that_a_pack_of_the_same_store_takes(packed: tupl
     assert {"grid": "16x24,24x16", "crop": "center", "val_fraction": 0.2}.items() <= options.items()
     assert {"latents", "encode_dtype", "max_tokens"} <= options.keys()
     assert 'options: grid = "16x24,24x16", crop = "center", ' in call("store", "info", packed[1]).out
-
-
-RULES: dict[str, tuple[list[object], dict[str, object]]] = {
-    "as it is": ([*SMALL], {}),
-    "with every rule": (
-        [
-            *("--grid", "16x24", "--crop", "random", "--max-crop", "0.9", "--min-size-px", "9", "--val-fraction", "0.3:folder"),
-            *("--dtype", "F32", "--text-dtype", "I8", "--latents", "moments", "--flip", "--text", "plain", "--max-tokens", "9"),
-            *("--encode-dtype", "BF16", "--caption-template", 'an "ohwx" {{1}}', "--caption-template", "a {caption}\\"),
-            *("--caption-template", "{caption}", "--shuffle-tags", "2:1:3"),
-        ],
-        {"max_upscale": 3.5, "background": "black", "jpeg_draft": True, "max_captions": 6},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", RULES)
-def test_the_rules_of_a_store_print_a_file_that_packs_an_equal_one(
-    case: str, source: Path, tmp_path: Path, model: Path
-) -> None:
-    typed, in_the_file = RULES[case]
-    first = in_file(tmp_path / "first.toml", source, **in_the_file) if in_the_file else source
-    call("ingest", "pack", first, tmp_path / "a", "--model", model, *typed).done()
-    printed = call("store", "info", tmp_path / "a", f"--rules={source}").done().out
-    (tmp_path / "again.toml").write_text(printed, encoding="utf-8")
-    call("ingest", "pack", tmp_path / "again.toml", tmp_path / "b", "--model", model).done()
-    assert call("store", "info", tmp_path / "b", f"--rules={source}").out == printed
-    one, two = (read_manifest(tmp_path / name) for name in "ab")
-    for field in ("encoders", "rules", "max_captions", "text", "samples"):
-        assert getattr(one, field) == getattr(two, field), field
-    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
-    (source / "here.toml").write_text(call("store", "info", tmp_path / "a", "--rules").out, encoding="utf-8")
-    ran = call("ingest", "pack", source / "here.toml", tmp_path / "a", "--model", model, "--json").done()
-    assert (ran.json["packed"], ran.json["unchanged"]) == (0, one.samples)
-
-
-def test_the_rules_of_a_folder_of_stores_print_a_source_each(source: Path, tmp_path: Path, model: Path) -> None:
-    file = tmp_path / "first.toml"
-    text = f"""
-        [[source]]
-        path = "{source / "a"}"
-        repeats = 3
-        caption_template = "ohwx"
-        [[source]]
-        path = "{source / "b"}"
-        split = "val"
-        [rules]
-        val_fraction = 0.3
-        min_size_px = 8
-        grid = "16x24,24x16"
-        """
-    file.write_text(text, encoding="utf-8")
-    call("ingest", "pack", file, tmp_path / "one", "--model", model).done()
-    printed = call("store", "info", tmp_path / "one", f"--rules={source}").done().out
-    file.write_text(printed, encoding="utf-8")
-    call("ingest", "pack", file, tmp_path / "two", "--model", model).done()
-    for name in ("a.store", "b.store"):
-        assert rows_of(tmp_path / "one" / name) == rows_of(tmp_path / "two" / name)
-        assert read_manifest(tmp_path / "one" / name).rules == read_manifest(tmp_path / "two" / name).rules
-    assert (tmp_path / "one" / "mixture.json").read_bytes() == (tmp_path / "two" / "mixture.json").read_bytes()
 
 
 def rows_of(place: Path) -> dict[str, Held]:

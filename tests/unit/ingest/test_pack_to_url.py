@@ -22,7 +22,7 @@ from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
 from bucketline.store.sync.pull import pull
-from bucketline.store.transfer import upload
+from bucketline.store.transfer import files
 from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
@@ -147,7 +147,7 @@ def test_an_interrupted_pack_is_continued(
     assert len(uploaded) == 1
     assert place.size("manifest.json") is None
     with monkeypatch.context() as patched:
-        patched.setattr(upload.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
+        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
         again = pack(source, place, model)
     assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 14)
     assert sent(place) == uploaded
@@ -212,7 +212,7 @@ def test_shards_leave_the_disk_while_others_are_made(
     assert {f"shards/{name}.lmdb" for name in json.loads(in_memory.read(note))} == uploaded
 
     with monkeypatch.context() as patched:  # nothing is sent or encoded again
-        patched.setattr(upload.Uploader, "_parts", lambda *_: 1 / 0)
+        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
         patched.setattr(slice_packer, "ShardWriter", lambda *_, **__: 1 / 0)
         again = pack_in_pairs(source, in_memory, model, "--work", work)
     assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 28)
@@ -289,15 +289,15 @@ def test_an_object_that_a_list_does_not_show_yet_counts(
 def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, parts = tmp_path / "work", upload.Uploader._parts
+    work, parts = tmp_path / "work", files.Uploader._parts
 
-    def failing(uploader: upload.Uploader, file: upload._File) -> object:
+    def failing(uploader: files.Uploader, file: files._File) -> object:
         if file.path.suffix == ".lmdb" and len(sent(in_memory)) == 3:
             raise StoreError("the network is gone")
         return parts(uploader, file)
 
     with monkeypatch.context() as patched:
-        patched.setattr(upload.Uploader, "_parts", failing)
+        patched.setattr(files.Uploader, "_parts", failing)
         done = pack_in_pairs(source, in_memory, model, "--work", work)
     assert (done.code, "the network is gone" in done.err) == (1, True)
     assert whole_shards(work) > 0

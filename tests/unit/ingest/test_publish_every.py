@@ -18,7 +18,7 @@ from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.target import LocalTarget, StoreTarget
+from bucketline.store.write.publish import LocalTarget, StoreTarget
 from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import everything

@@ -37,10 +37,7 @@ ROWS = {"train/64x64": 60, "train/96x64": 21}
 LINE_BYTES = 1 << 12  # in these tests, so that a small store has many
 WITH_LINES = (
     "store.format.hashing",
-    *(
-        f"store.remote.cache.{name}"
-        for name in ("cached_shard", "batch_lines", "remote_source", "evictor", "remote_files", "folder")
-    ),
+    *(f"store.remote.cache.{name}" for name in ("cached_shard", "batch_lines", "remote_source", "folder")),
     "loader.plan.cache_needs",
 )
 for _name in (*WITH_LINES, "store.remote.cache.fetch_threads"):  # or what a test imports first would keep its short lines

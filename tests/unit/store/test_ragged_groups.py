@@ -25,7 +25,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.shard.address_range import ZERO_BYTES
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.verify.faults import Fault
+from bucketline.store.verify.shard import Fault
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from tests.commands import call

@@ -12,7 +12,7 @@ from bucketline.store.change import commit as commit_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
-from bucketline.store.transfer import upload
+from bucketline.store.transfer import files
 from bucketline.store.verify.verify import verify_folder
 from tests import object_storage
 from tests.commands import Ran, call
@@ -81,7 +81,7 @@ def test_an_interrupted_import_is_continued_and_sends_nothing_again(
     assert len(uploaded) == 1
     assert newest_generation_or_none(place) is None
     with monkeypatch.context() as patched:
-        patched.setattr(upload.Uploader, "_parts", lambda *_: 1 / 0)
+        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
         again = to_url(source, place, own)
     assert again.code == 0, again.err
     assert (again.json["imported"], again.json["unchanged"], again.json["generation"] > 0) == (0, 6, True)

@@ -17,11 +17,11 @@ from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import create_aside
 from bucketline.files.locks import FileLock
 from bucketline.store import Store, add_column
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
-from bucketline.store.change.restore import restore
 from bucketline.store.export.sample_file import sample_file
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX
@@ -29,7 +29,7 @@ from bucketline.store.format.manifest import parse_manifest, read_manifest
 from bucketline.store.read.info import info
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.column_shard import ADDING_LOCK, column_files
+from bucketline.store.write.describe import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from bucketline.store.write.seal import column_extents
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
@@ -399,7 +399,7 @@ def test_a_call_that_starts_meanwhile_leaves_the_files_that_a_compaction_is_maki
                 add_column(path, "features/later", mask_of)
         return column_extents(making, *arguments)
 
-    monkeypatch.setattr("bucketline.store.write.column_shard.column_extents", extents)
+    monkeypatch.setattr("bucketline.store.write.describe.column_extents", extents)
     compact(path, shard_bytes=1 << 24)
     assert begun[0].startswith(COPY_PREFIX)
     expect_masks(path, len(IDS))

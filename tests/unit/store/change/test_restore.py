@@ -8,9 +8,9 @@ import pytest
 
 from bucketline.errors import LockedError, StoreError
 from bucketline.store import Store, read_manifest
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.change.restore import restore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store
 from tests.commands import call

@@ -40,8 +40,7 @@ def exported(store: Path, out: Path, *options: Any) -> dict[str, Any]:
     assert ran.code == 0, ran.err
     files = [path for path in out.rglob("*") if path.is_file()]
     assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
-    assert planned.json == {**ran.json, "files": None, "bytes": planned.json["bytes"], "dry_run": True}
-    assert ran.json["bytes"] <= planned.json["bytes"]
+    assert planned.json == {**ran.json, "files": None, "bytes": None, "dry_run": True}
     return ran.json
 
 
@@ -86,16 +85,11 @@ def test_two_images_of_one_name_are_not_taken_for_two_sizes(known: Known, tmp_pa
     call("store", "export", store, tmp_path / "out", "--format", "kohya").fails("have one name in kohya's caches")
 
 
-def test_sizes_of_images_that_a_store_does_not_know_are_read_from_the_images(known: Known, tmp_path: Path) -> None:
+def test_a_sample_is_refused_if_the_size_of_its_image_is_unknown(known: Known, tmp_path: Path) -> None:
     source = diffusion_pipe(tmp_path / "cache", known)
     assert run_import("diffusion-pipe", source, tmp_path / "s.store", known, "--text", "none").code == 0
-    refused = call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya")
-    assert refused.code == 1
-    assert "the size of its image is unknown" in refused.err
-    assert "--images FOLDER" in refused.err
+    call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya").fails("size of its image is unknown")
     assert not (tmp_path / "out").exists()
-    exported(tmp_path / "s.store", tmp_path / "out", "--images", known.images)
-    assert len(found_by_size(known.images, tmp_path / "out", "flux")) == 6
 
 
 def test_the_latent_of_a_mirrored_image_is_refused_by_name(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ def export(known: Known, kind: str, output: Path, *options: Any) -> dict[str, An
     ran = call(*asked).done()
     files = [path for path in output.rglob("*") if path.is_file()]
     assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
-    assert planned.json == {**ran.json, "files": None, "bytes": planned.json["bytes"], "dry_run": True}
-    assert ran.json["bytes"] <= planned.json["bytes"]
+    assert planned.json == {**ran.json, "files": None, "bytes": None, "dry_run": True}
     return ran.json
 
 
@@ -143,8 +142,7 @@ def exported(store: Path, kind: str, output: Path, *options: Any) -> Any:
     if ran.code == 0:
         files = [path for path in output.rglob("*") if path.is_file()]
         assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
-        assert planned.json == {**ran.json, "files": None, "bytes": planned.json["bytes"], "dry_run": True}
-        assert ran.json["bytes"] <= planned.json["bytes"]
+        assert planned.json == {**ran.json, "files": None, "bytes": None, "dry_run": True}
     return ran
 
 

@@ -24,7 +24,7 @@ def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, manifest = tree(store), read_manifest(store)
-    for module in ("format.manifest", "write.newest", "verify.strays"):
+    for module in ("format.manifest", "write.change_base", "verify.verify"):
         monkeypatch.setattr(f"bucketline.store.{module}.MAX_MANIFEST_BYTES", 1000)
     with pytest.raises(
         StoreError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bucketline.store.format.text_error import TextError, measured_error
+from bucketline.store.format.text_codec import TextError, measured_error
 
 
 def test_the_error_of_a_caption_is_relative_worst_token_and_worst_channel() -> None:

@@ -32,38 +32,33 @@ def mapped_bytes(store: Store) -> tuple[AddressRange, Any]:
     return whole, whole.bytes_view()
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_rows_of_every_column_are_those_under_the_map(store: Store, threads: int) -> None:
+def test_rows_of_every_column_are_those_under_the_map(store: Store) -> None:
     whole, view = mapped_bytes(store)
-    with FileGather(store, threads=threads) as gather:
-        for bucket in store.buckets():
-            located = bucket.locate(np.random.default_rng(2).integers(0, bucket.num_rows, 50))
-            for column in bucket.columns:
-                out = np.full((50, column.row_bytes), 7, dtype="u1")
-                gather.rows(located, column, out)
-                begin = whole.first_byte[located.shard] + located.offsets(bucket.spec, column.name)
-                assert all(out[n].tobytes() == view[at : at + column.row_bytes].tobytes() for n, at in enumerate(begin))
+    gather = FileGather(store)
+    for bucket in store.buckets():
+        located = bucket.locate(np.random.default_rng(2).integers(0, bucket.num_rows, 50))
+        for column in bucket.columns:
+            out = np.full((50, column.row_bytes), 7, dtype="u1")
+            gather.rows(located, column, out)
+            begin = whole.first_byte[located.shard] + located.offsets(bucket.spec, column.name)
+            assert all(out[n].tobytes() == view[at : at + column.row_bytes].tobytes() for n, at in enumerate(begin))
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_ranges_of_any_length_are_padded_with_zeros(store: Store, threads: int) -> None:
+def test_ranges_of_any_length_are_padded_with_zeros(store: Store) -> None:
     located = store.locate_captions(np.array([0, 1, 1, 0]), np.array([0, 0, 2, 3]))
     whole, view = mapped_bytes(store)
     lengths = np.array([0, 7, 64, 33])
     out = np.full((4, 64), 9, dtype="u1")
-    with FileGather(store, threads=threads) as gather:
-        gather.read(located.shard, located.data, lengths, out)
+    gather = FileGather(store)
+    gather.read(located.shard, located.data, lengths, out)
     for n, begin in enumerate(whole.first_byte[located.shard] + located.data):
         assert out[n].tobytes() == view[begin : begin + lengths[n]].tobytes() + bytes(64 - lengths[n])
 
 
 def test_a_buffer_of_another_size_is_refused_before_anything_is_read(store: Store) -> None:
     bucket = store.bucket(BUCKET)
-    with (
-        FileGather(store) as gather,
-        pytest.raises(ValueError, match=r"the buffer has \d+ bytes, expected 2 rows of 256 bytes"),
-    ):
-        gather.rows(bucket.locate(np.array([0, 1])), bucket.spec.column("latent"), np.empty((3, 256), dtype="u1"))
+    with pytest.raises(ValueError, match=r"the buffer has \d+ bytes, expected 2 rows of 256 bytes"):
+        FileGather(store).rows(bucket.locate(np.array([0, 1])), bucket.spec.column("latent"), np.empty((3, 256), dtype="u1"))
 
 
 def test_rows_are_read_into_the_buffer_that_is_given(store: Store) -> None:
@@ -79,10 +74,10 @@ def test_a_file_truncated_while_the_store_is_open_is_an_error_not_the_end_of_the
     bucket = opened.bucket(BUCKET)
     located = bucket.locate(np.arange(23))
     path = opened.shards[0].paths.lmdb
-    with FileGather(opened) as gather:
-        os.truncate(path, path.stat().st_size // 2 // 4096 * 4096)
-        with pytest.raises(CorruptError, match=r"g0.lmdb has \d+ bytes, the manifest says \d+"):
-            gather.rows(located, bucket.spec.column("latent"), np.empty((23, 2, 8, 8), dtype="<f2"))
+    gather = FileGather(opened)
+    os.truncate(path, path.stat().st_size // 2 // 4096 * 4096)
+    with pytest.raises(CorruptError, match=r"g0.lmdb has \d+ bytes, the manifest says \d+"):
+        gather.rows(located, bucket.spec.column("latent"), np.empty((23, 2, 8, 8), dtype="<f2"))
 
 
 def test_a_failing_medium_is_an_error_that_says_where(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from bucketline.errors import UsageError
 from bucketline.ingest.commands.pack import Pack
 from bucketline.loader.config import LoaderConfig
 from bucketline.options import parse_options
-from bucketline.store.commands.change.drop import Drop
-from bucketline.store.commands.info import Info
+from bucketline.store.commands.change import Drop
+from bucketline.store.commands.look import Info
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
 from bucketline.store.remote.urls import RemoteOptions, identity_of, parse_url
 from tests.every_command import COMMANDS_OF

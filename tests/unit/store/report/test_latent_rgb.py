@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bucketline.store.report.latent_rgb import LATENT_RGB, LatentRgb, false_colours, published_for, scaled
-from bucketline.store.report.published_vaes import PUBLISHED, vae_family_of
+from bucketline.store.report.latent_rgb import (
+    LATENT_RGB,
+    PUBLISHED,
+    LatentRgb,
+    false_colours,
+    published_for,
+    scaled,
+    vae_family_of,
+)
 
 
 def provenance(name: str) -> dict[str, Any]:

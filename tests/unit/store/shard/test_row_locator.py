@@ -14,7 +14,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest, sample_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
+from bucketline.store.format.manifest import DroppedEntry, ShardEntry
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, BlockTable, _first_false
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.publish import publish

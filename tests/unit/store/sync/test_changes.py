@@ -16,11 +16,11 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
 from bucketline.store.change.repair import repair
-from bucketline.store.change.restore import restore
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder

@@ -13,10 +13,10 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
+from bucketline.store.change.commit import restore
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import UNLISTED_S, collect
-from bucketline.store.change.restore import restore
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation, read_generation
@@ -186,7 +186,7 @@ def test_objects_left_by_a_push_are_judged_by_the_servers_clock(
         with pytest.raises(ZeroDivisionError):
             push(own, folder)
     with_clock(monkeypatch, ahead_s)
-    assert push(own, folder).sent.files == 0
+    assert push(own, folder).files == 0
 
 
 @pytest.mark.parametrize("ahead_s", [DAYS_S, -DAYS_S])
@@ -239,7 +239,7 @@ def test_sidecars_that_were_rebuilt_are_sent(own: Path, tmp_path: Path) -> None:
     path.write_bytes(data)
     (entry,) = read_manifest(own).shards
     rewrite_manifest(own, generation=2, shards=(replace(entry, extents=replace(entry.extents, digest=bytes_digest(data))),))
-    assert push(own, folder).sent.files == 1
+    assert push(own, folder).files == 1
     assert folder.read("shards/g0.extents") == data
 
 

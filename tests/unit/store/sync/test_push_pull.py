@@ -19,7 +19,7 @@ from bucketline.store.remote.generations import newest_generation, read_generati
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
-from bucketline.store.transfer import download, upload
+from bucketline.store.transfer import files
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.kit import (
@@ -81,7 +81,6 @@ def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Pat
     (own / "rejects.jsonl").write_text('{"id": "a"}\n')
     done = push(own, folder)
     assert (done.generation, done.samples, done.is_committed) == (2, 53, True)
-    assert not done.sent.files_there
     pulled = pull(folder, tmp_path / "pulled.store")
     assert (pulled.generation, pulled.samples, pulled.shards, pulled.is_update) == (2, 53, 2, False)
     assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
@@ -89,14 +88,14 @@ def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Pat
     assert (tmp_path / "pulled.store" / "rejects.jsonl").read_text() == '{"id": "a"}\n'
     expect_whole(tmp_path / "pulled.store")
     again = push(own, folder)
-    assert (again.is_committed, again.sent.files, again.generation) == (False, 0, 2)
+    assert (again.is_committed, again.files, again.generation) == (False, 0, 2)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_files_of_many_parts_are_put_together_in_order(
     kind: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (download, upload, objects_module):
+    for module in (files, objects_module):
         monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
     folder = in_memory() if kind == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
     push(own, folder)
@@ -133,10 +132,10 @@ def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tm
     add_more(own, "third/")
     drop(own, ["first/train/64x64/3.png"])
     done = push(own, folder)
-    assert (done.sent.files, done.sent.files_there) == (4, 6)
+    assert done.files == 4
     assert done.generation == newest_generation(folder).generation == 4
     update = pull(folder, tmp_path / "pulled.store")
-    assert (update.is_update, update.generation, update.num_bytes) == (True, 4, done.sent.num_bytes)
+    assert (update.is_update, update.generation, update.num_bytes) == (True, 4, done.num_bytes)
     assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(own))
     assert pull(folder, tmp_path / "pulled.store").num_bytes == 0
     add_more(tmp_path / "pulled.store", "fourth/")  # the pulled store is a store like any other
@@ -182,7 +181,7 @@ def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
     pull(folder, tmp_path / "before.store")
     assert expect_whole(tmp_path / "before.store").manifest.samples == 53
     done = push(own, folder)
-    assert (done.generation, done.sent.files) == (4, 0)
+    assert (done.generation, done.files) == (4, 0)
     # between the commits of two generations
     add_more(own, "fifth/")
     compact(own, shard_bytes=1 << 24)
@@ -205,9 +204,9 @@ def test_what_was_left_long_ago_is_sent_again(own: Path, monkeypatch: pytest.Mon
         patched.setattr("bucketline.store.sync.push.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             push(own, folder)
-    monkeypatch.setattr(upload, "FRESH_S", -60.0)
-    assert push(own, folder).sent.files == 6
-    assert push(own, folder).sent.files == 0  # a generation lists it now
+    monkeypatch.setattr(files, "FRESH_S", -60.0)
+    assert push(own, folder).files == 6
+    assert push(own, folder).files == 0  # a generation lists it now
 
 
 def test_another_state_of_the_store_is_refused(own: Path, tmp_path: Path) -> None:
@@ -347,7 +346,7 @@ def test_the_commands_say_what_was_sent(own: Path, tmp_path: Path, s3: S3Bucket)
     assert done.out.startswith(f"{url}: 6 files with ")
     assert done.out.endswith("generation 2 with 53 samples\n")
     again = call("store", "push", own, url, *s3.arguments, "--json")
-    assert again.json["sent"]["files"] == 0
+    assert again.json["files"] == 0
     pulled = call("store", "pull", url, tmp_path / "pulled.store", *s3.arguments).done()
     assert pulled.out.startswith(f"{tmp_path / 'pulled.store'}: 53 samples in 2 shards, generation 2; ")
     assert SECRET not in done.out + again.out + pulled.out + "".join(map(str, tree(own).values()))

@@ -22,7 +22,8 @@ from bucketline.store.format.sample_record import encode_record
 from bucketline.store.read.verified_sample import checked_row
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify import shard
-from bucketline.store.verify.verify import Fault, verify
+from bucketline.store.verify.shard import Fault
+from bucketline.store.verify.verify import verify
 from bucketline.store.write.seal import seal
 from tests.commands import call, spawn
 from tests.kit import edit_json, flip_bit, make_store, rewrite_manifest, samples_of, write_shard

@@ -8,8 +8,7 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
-from bucketline.store.verify.strays import FolderCheck
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import FolderCheck, verify
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, seal_rest, take_shards
 from tests.kit import IMAGES, Sample, everything, make_sample
 

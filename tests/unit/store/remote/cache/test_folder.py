@@ -12,7 +12,7 @@ from bucketline.errors import StoreError
 from bucketline.store.cli import main
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache.folder import MARK, CacheFolder, is_cache
-from bucketline.store.remote.cache.remote_files import store_key
+from bucketline.store.remote.cache.remote_source import store_key
 from bucketline.store.remote.cache.room import Room
 from tests.unit.store.remote.cache.lines import open_shard
 
@@ -36,6 +36,17 @@ def test_a_cache_that_another_process_begins_meanwhile_is_one(tmp_path: Path, mo
 
     monkeypatch.setattr(Path, "iterdir", begun_before)
     assert [store.folder for store in CacheFolder(tmp_path / "cache", None).stores()] == ["a" * 32]
+
+
+def test_a_cache_whose_mark_alone_was_removed_is_one(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path / "cache", None)
+    cache.open_store("a" * 32, "s3://b/a.store")
+    (tmp_path / "cache" / MARK).unlink()
+    assert [store.folder for store in CacheFolder(tmp_path / "cache", None).stores()] == ["a" * 32]
+    (tmp_path / "cache" / MARK).unlink()
+    (tmp_path / "cache" / ("b" * 32)).write_bytes(b"")  # a file has no such name
+    with pytest.raises(StoreError, match="it has 'bbbb"):
+        CacheFolder(tmp_path / "cache", None)
 
 
 def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tmp_path: Path) -> None:

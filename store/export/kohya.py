@@ -7,20 +7,20 @@ each image `NAME.txt` with its captions, and if the model has a text cache, the 
 
 from __future__ import annotations
 
+import re
 import zipfile
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.store.export.exporter import Exporter
-from bucketline.store.export.kohya_names import KohyaNames
 from bucketline.store.export.sample_arrays import MASK, form_of, size_of
 from bucketline.store.format.hashing import text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,73 @@ if TYPE_CHECKING:
     from bucketline.store.export.sample_arrays import SampleArrays
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.read.store import Store
+
+_IMAGES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif"))
+_ADDED = {  # by importers to the path of the image
+    "diffusion-pipe": re.compile(r"/cache_[0-9.]+x\d+x\d+x\d+\Z"),
+    "onetrainer": re.compile(r"/variation-\d+\Z"),
+}
+
+
+class KohyaNames:
+    """Names samples one after the other."""
+
+    def __init__(self, store: Store, family: str) -> None:
+        rules = store.manifest.rules.get("import")
+        self._store, self._family = store, family
+        self._kind = str(rules.get("kind")) if isinstance(rules, dict) else ""
+        self._of: dict[str, str] = {}  # image by stem
+        self._ids: dict[tuple[str, str], str] = {}  # by path and end of keys
+        self._paths: set[str] = set()
+
+    def name(self, record: SampleRecord, key_end: str) -> tuple[str, str, bool, bool]:
+        """Return a sample's place: its image's path without extension, and its file's; and if it is the first of each.
+
+        `key_end` is what its keys in the file end in. With the first of an image, its captions are written.
+        """
+        image = self._image(record, key_end)
+        stem = self._stem(image, record)
+        height, width = record.original_size
+        if not (height and width):
+            raise StoreError(
+                f"sample {record.id!r:.200}: the size of its image is unknown, and kohya's scripts look for a cache by it; "
+                "leave it out"
+            )
+        path = f"{stem}_{width:04d}x{height:04d}_{self._family}.npz"
+        is_first_of_image = stem not in self._of
+        other = self._ids.setdefault((path, key_end), record.id)
+        if (own := self._of.setdefault(stem, image)) != image or other != record.id:
+            other = own if own != image else other
+            raise StoreError(f"samples {record.id!r:.200} and {other!r:.200} have one name in kohya's caches; leave one out")
+        is_first_of_file = path not in self._paths
+        self._paths.add(path)
+        return stem, path, is_first_of_image, is_first_of_file
+
+    def _image(self, record: SampleRecord, key_end: str) -> str:
+        """Return the id without what an importer has added to it."""
+        image = record.id
+        if self._kind == "kohya":
+            size = key_end.removeprefix("_")
+            height, width = record.original_size
+            image = image.removesuffix(f"/{size}") if size else image
+            of_file = f"_{width:04d}x{height:04d}_{self._family}"
+            return image.removesuffix(of_file + key_end)
+        if self._kind == "ai-toolkit" and image.endswith(("/flip_x", "/flip_y")):
+            raise StoreError(
+                f"sample {image!r:.200} is of the mirrored image, for which kohya's caches have no name; leave it out"
+            )
+        return _ADDED[self._kind].sub("", image) if self._kind in _ADDED else image
+
+    def _stem(self, image: str, record: SampleRecord) -> str:
+        path = PurePosixPath(image)
+        has_extension = not self._kind or path.suffix.lower() in _IMAGES  # of imported samples, ids may have none
+        stem = str(path.with_suffix("") if has_extension else path) if path.name else ""
+        parts = stem.split("/")
+        is_safe = stem.isprintable() and "\\" not in stem and not {"", ".", ".."} & set(parts)
+        if not is_safe or path.is_absolute() or max(len(text_bytes(part)) for part in parts) > 200:
+            raise StoreError(f"sample {record.id!r:.200} cannot be a file's name, as kohya's caches are called; leave it out")
+        return stem
+
 
 MODELS = ("sd", "sdxl", "sd3", "flux")
 CLIP_TOKENS = 77  # before the T5's in SD3's
@@ -38,9 +105,7 @@ _SUFFIX = {"sdxl": "_te_outputs", "sd3": "_sd3_te", "flux": "_flux_te"}
 class KohyaExporter(Exporter):
     """Writes the folder."""
 
-    options = frozenset({"columns", "images"})
-    value_bytes = 4
-    most_captions = 1
+    options = frozenset({"columns"})
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read what the samples have in common."""
@@ -61,33 +126,31 @@ class KohyaExporter(Exporter):
                 f"{store.path} has the text family {self.form.family or 'none'!r}; kohya's caches are written for "
                 f"{', '.join(MODELS)}: use --format safetensors"
             )
-        self._checked = KohyaNames(store, self.form.family, request.images)
+        self._checked = KohyaNames(store, self.form.family)
 
     def check(self, record: SampleRecord) -> None:
         """Check a sample's name; see `KohyaNames.name`."""
         self._checked.name(record, self._key_end(record))
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample's files; see `Exporter`."""
-        names = KohyaNames(self.store, self.form.family, self.request.images)
+        names = KohyaNames(self.store, self.form.family)
         for record, data in samples:
-            name, arrays = names.name(record, self._key_end(record)), self.form.arrays(record, data)
-            path = folder / name.path
+            stem, name, is_first_of_image, is_first_of_file = names.name(record, self._key_end(record))
+            arrays, path = self.form.arrays(record, data), folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with zipfile.ZipFile(path, "w" if name.is_first_of_file else "a", zipfile.ZIP_STORED) as archive:
-                _add(archive, self._latents(record, arrays, name.original_wh))
-            if name.is_first_of_image and record.captions:
-                (folder / f"{name.stem}.txt").write_bytes(_caption_lines(record))
-            if name.is_first_of_image and self._has_text(record):
-                text = folder / f"{name.stem}{_SUFFIX[self.form.family]}.npz"
-                with zipfile.ZipFile(text, "w", zipfile.ZIP_STORED) as archive:
+            with zipfile.ZipFile(path, "w" if is_first_of_file else "a", zipfile.ZIP_STORED) as archive:
+                _add(archive, self._latents(record, arrays))
+            if is_first_of_image and record.captions:
+                (folder / f"{stem}.txt").write_bytes(_caption_lines(record))
+            if is_first_of_image and self._has_text(record):
+                with zipfile.ZipFile(folder / f"{stem}{_SUFFIX[self.form.family]}.npz", "w", zipfile.ZIP_STORED) as archive:
                     _add(archive, self._texts(arrays))
 
     def _has_text(self, record: SampleRecord) -> bool:
         has_columns = self.form.token_width is not None and self.form.pooled_width is not None
         return bool(record.captions) and has_columns and self.form.family in _SUFFIX
 
-    def _latents(self, record: SampleRecord, arrays: SampleArrays, original_wh: tuple[int, int]) -> dict[str, NDArray[Any]]:
+    def _latents(self, record: SampleRecord, arrays: SampleArrays) -> dict[str, NDArray[Any]]:
         def own(latent: NDArray[np.float32]) -> NDArray[np.float32]:
             return self.form.fed(latent) if self.form.family == "flux" else latent
 
@@ -96,7 +159,7 @@ class KohyaExporter(Exporter):
             top, left = (max(0, (whole - part) // 2) for whole, part in zip(record.resized, (height, width), strict=True))
         values: dict[str, NDArray[Any]] = {
             "latents": own(arrays.latent),
-            "original_size": np.array(original_wh, dtype="<i8"),
+            "original_size": np.array(record.original_size[::-1], dtype="<i8"),
             "crop_ltrb": np.array([left, top, left + width, top + height], dtype="<i8"),
         }
         if arrays.flipped is not None:

@@ -1,4 +1,4 @@
-"""Send a store's files to object storage: each is compared with its manifest's digest on the way, and becomes visible whole.
+"""Files of shards between a disk and object storage: each is compared with its manifest's digest on the way, and appears whole.
 
 A shard's index is sent first, by put-if-absent: it holds the shard's id, and takes the name.
 """
@@ -8,43 +8,37 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
 from bucketline.errors import CorruptError, StoppedError, StoreError
+from bucketline.files.atomic_write import create_aside
+from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.regular_file import read_regular
 from bucketline.store.folder import ExistsError, MissingObjectError, folder_time
 from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.manifest_entries import COLUMN_SHARD_NAME
+from bucketline.store.format.manifest import COLUMN_SHARD_NAME
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.remote.objects import PART_BYTES
+from bucketline.store.remote.objects import PART_BYTES, PARTS_IN_FLIGHT
+from bucketline.store.remote.retries import MAX_WRONG, asked_again
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 LISTS = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl")  # of the packer, not of the format
 MAX_LIST_BYTES = 1 << 30
+Item = TypeVar("Item")
 FRESH_S = 12 * 3600.0  # half of the time that garbage collection leaves to what nothing lists
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """The files that an upload sent, and those that were there already."""
-
-    files: int
-    num_bytes: int
-    files_there: int
-    bytes_there: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +57,19 @@ class _File:
         if listed is None or COLUMN_SHARD_NAME.fullmatch(self.path.stem):
             return not self.is_list  # the names of added columns' files are drawn
         return self.expected in (listed.lmdb, listed.extents, listed.index, listed.dropped)
+
+
+def _in_threads(jobs: int, handle: Callable[[Item], None], items: Sequence[Item], stopped: threading.Event) -> None:
+    """Handle items, several at a time; the first error sets `stopped`, and is raised when the others have ended."""
+    with ThreadPoolExecutor(max(1, min(jobs, len(items))), thread_name_prefix="bucketline-transfer") as pool:
+        try:
+            futures = [pool.submit(handle, item) for item in items]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 class Uploader:
@@ -99,14 +106,6 @@ class Uploader:
             entry.name: entry.num_bytes for entry in found if shard_of(entry.name) in self._kept or entry.modified_s > fresh
         }
 
-    def place(self, name: str) -> str:
-        """Return an object's URL."""
-        return self._folder.place(name)
-
-    def has(self, name: str) -> bool:
-        """Return whether an object was there at the last look, or has been sent since."""
-        return name in self._there
-
     def lacking(self, store: Path, shards: Iterable[ShardEntry]) -> list[str]:
         """Return the objects of some shards that are not there. One that the last look did not show is looked up by its name.
 
@@ -124,30 +123,15 @@ class Uploader:
         """Return the bytes of the files that have to be sent."""
         return sum(file.expected.num_bytes for file in _files(store, shards) if not self._is_there(file))
 
-    def send(self, store: Path, shards: Iterable[ShardEntry]) -> Sent:
-        """Send what is missing of some shards."""
+    def send(self, store: Path, shards: Iterable[ShardEntry]) -> tuple[int, int]:
+        """Send what is missing of some shards; return how many files, and how many bytes."""
         shards = list(shards)
         for entry in shards:
             self._refuse_others(entry)
-        missing, there = list[_File](), list[_File]()
-        for file in _files(store, shards):
-            (there if self._is_there(file) else missing).append(file)
+        missing = [file for file in _files(store, shards) if not self._is_there(file)]
         by_shard = [list(own) for _, own in itertools.groupby(missing, lambda file: file.entry.name)]
-        with ThreadPoolExecutor(max(1, min(self._jobs, len(by_shard))), thread_name_prefix="bucketline-push") as pool:
-            try:
-                futures = [pool.submit(self._send_shard, own) for own in by_shard]
-                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                    future.result()
-            except BaseException:
-                self._stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        return Sent(
-            files=len(missing),
-            num_bytes=sum(file.expected.num_bytes for file in missing),
-            files_there=len(there),
-            bytes_there=sum(file.expected.num_bytes for file in there),
-        )
+        _in_threads(self._jobs, self._send_shard, by_shard, self._stopped)
+        return len(missing), sum(file.expected.num_bytes for file in missing)
 
     def _is_there(self, file: _File) -> bool:
         is_same = file.name in self._sent or file.is_same_in(self._listed.get(file.entry.name))
@@ -251,3 +235,108 @@ def shard_of(name: str) -> str:
     'g000001-00'
     """
     return name.removeprefix("shards/").partition(".")[0]
+
+
+class Downloader:
+    """Gets files several at a time, and large ones in several parts at a time."""
+
+    def __init__(
+        self,
+        folder: ObjectFolder,
+        *,
+        jobs: int = 4,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        takes_any_digest: bool = False,
+    ) -> None:
+        """Request nothing yet; `on_bytes` takes the bytes that arrived, from several threads.
+
+        With `takes_any_digest`, the caller looks for damage itself, and what is missing or short is believed after a few tries
+        rather than after the deadline.
+        """
+        self._folder, self._jobs, self._on_bytes, self._takes_any_digest = folder, jobs, on_bytes, takes_any_digest
+        self._stopped = threading.Event()
+
+    def get(self, files: Iterable[tuple[Path, FileEntry | DroppedEntry]]) -> None:
+        """Get files of `shards/` by their names; those that are there with the right length are left as they are."""
+        wanted = [(path, expected) for path, expected in files if not is_there(path, expected)]
+        _in_threads(self._jobs, lambda own: self.get_one(*own), wanted, self._stopped)
+
+    def get_one(self, path: Path, expected: FileEntry | DroppedEntry) -> None:
+        """Get a file, replacing what is at its path; raises what `get` does."""
+        for left in reversed(range(1 if self._takes_any_digest or not self._folder.is_far else MAX_WRONG)):
+            if self._is_got(path, expected, is_last=not left):
+                return
+
+    def _is_got(self, path: Path, expected: FileEntry | DroppedEntry, *, is_last: bool) -> bool:
+        """Get a file; return False if its bytes are wrong and this is not the last try."""
+        name, state = f"shards/{path.name}", xxhash.xxh3_128()
+        aside: Path | None = None
+        try:
+            aside, fd = create_aside(path)
+            with open(fd, "wb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
+                for part in self._parts(name, expected.num_bytes):
+                    state.update(part)
+                    view = memoryview(part).cast("B")
+                    while view:
+                        view = view[file.write(view) :]
+                    self._on_bytes(memoryview(part).nbytes)
+                if state.hexdigest() != expected.digest and not self._takes_any_digest:
+                    if not is_last:
+                        self._on_bytes(-expected.num_bytes)
+                        return False
+                    raise CorruptError(
+                        f"{self._folder.place(name)} is damaged: its digest is not the manifest's; push the store again from "
+                        "a copy that is whole, or `store repair` the store there"
+                    )
+                aside.replace(path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error.strerror}; {remedy_for_failed_write(path.parent)}") from error
+        finally:
+            if aside is not None:
+                aside.unlink(missing_ok=True)
+        return True
+
+    def _parts(self, name: str, num_bytes: int) -> Iterator[bytes]:
+        """Yield an object's bytes in order; several requests are under way."""
+        if num_bytes <= PART_BYTES:
+            yield self._part(name, 0, num_bytes)
+            return
+        begins = iter(range(0, num_bytes, PART_BYTES))
+        with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="bucketline-part") as pool:
+            coming = deque(
+                pool.submit(self._part, name, begin, min(begin + PART_BYTES, num_bytes))
+                for begin in itertools.islice(begins, PARTS_IN_FLIGHT)
+            )
+            try:
+                while coming:
+                    part = coming.popleft().result()
+                    if (begin := next(begins, None)) is not None:
+                        coming.append(pool.submit(self._part, name, begin, min(begin + PART_BYTES, num_bytes)))
+                    yield part
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _part(self, name: str, begin: int, end: int) -> bytes:
+        def read() -> bytes:
+            if self._stopped.is_set():
+                raise StoppedError
+            part = self._folder.read_range(name, begin, end)
+            if len(part) != end - begin:
+                raise CorruptError(
+                    f"{self._folder.place(name)} ends at byte {begin + len(part)}, the manifest says that it is longer; push "
+                    "the store again from a copy that is whole"
+                )
+            return part
+
+        if not self._folder.is_far:
+            return read()
+        most_wrong = MAX_WRONG if self._takes_any_digest else None
+        return asked_again(read, self._folder.options.deadline_s, most_wrong=most_wrong)
+
+
+def is_there(path: Path, expected: FileEntry | DroppedEntry) -> bool:
+    """Return whether a file has been got: it takes its name only when it is complete."""
+    try:
+        return path.stat().st_size == expected.num_bytes
+    except FileNotFoundError:
+        return False

@@ -42,8 +42,6 @@ class MdsExporter(Exporter):
 
     options = frozenset({"shard_bytes", "columns"})
     shard_bytes = 64 << 20  # as of its own writer
-    value_bytes = 2
-    most_captions = 1
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read what the samples have in common."""
@@ -63,7 +61,6 @@ class MdsExporter(Exporter):
         self.form = form_of(store, "MDS", request.columns, holds=why_not)
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample to its bucket's last shard if it still fits, else to a new one; see `Exporter`."""
         most = min(self.request.shard_bytes or self.shard_bytes, _MAX_SHARD_BYTES)
         with ExitStack() as files:
             streams: dict[str, _Stream] = {}

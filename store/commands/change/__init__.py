@@ -1,1 +1,0 @@
-"""Commands that change a store: `drop`, `compact`, `merge`, `repair`, `restore`."""

@@ -1,0 +1,282 @@
+"""The commands that look at a store: `store info`, `ls`, `get` and `verify`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from bucketline.command_line import (
+    counted,
+    human_bytes,
+    human_number,
+    one_line,
+    print_json,
+    print_json_line,
+    printable,
+    refuse_below,
+)
+from bucketline.options import Arg, Positional
+from bucketline.pack_options import as_settings
+from bucketline.store.commands.place import ChangingArguments, ReadingArguments, StorePlace, show_each, shown
+from bucketline.store.format.columns import LATENT
+from bucketline.store.remote.urls import is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.store.folder import Folder
+    from bucketline.store.read.iter_samples import Listed
+    from bucketline.store.read.lost_files import LostShard
+    from bucketline.store.read.store import Store
+    from bucketline.store.verify.verify import Verified
+
+MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informative
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(ReadingArguments):
+    """Show what a store holds: samples, buckets, columns, sizes, encoders, and the options that made it.
+
+    Exit 1 if a shard file is missing or has the wrong length.
+
+    Example: store info photos.store --json
+    """
+
+    store: Positional[StorePlace]
+    """Path or URL of the store, or the folder of a data set's stores."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+    def run(self) -> int:
+        return show_each(self)
+
+    def look(self) -> tuple[dict[str, Any], int]:
+        from bucketline.store.read.info import info
+        from bucketline.store.read.lost_files import lost_shards
+
+        store = self.open_store(self.store)
+        lost = lost_shards(store.folder, store.manifest.shards)
+        if lost:
+            _print_lost(shown(self.store), lost)
+        return info(store, lost), 1 if lost else 0
+
+    def show(self, found: dict[str, Any]) -> None:
+        _print_info(found)
+
+
+def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
+    for shard in lost:
+        print(f"lost: {printable(str(shard))}", file=sys.stderr)
+    if lost:
+        samples = counted(sum(shard.samples for shard in lost), "sample")
+        advice = f"`store repair {store}` keeps the samples that can still be read and drops the others"
+        if is_url(store):
+            advice = f"push the store again from a copy that has them, or {advice}"
+        print(
+            f"error: files of {counted(len(lost), 'shard')} with {samples} are lost; {advice}; the same `ingest pack` then "
+            "packs these again",
+            file=sys.stderr,
+        )
+
+
+def _print_info(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from bucketline.store.format.text_codec import TextError
+
+    console = Console()
+    disk, payload = report["disk_bytes"], report["payload_bytes"]
+    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
+    console.print(
+        f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {counted(report['shards'], 'shard')}, "
+        f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}",
+        soft_wrap=True,
+    )
+    for name, encoder in report["encoders"].items():
+        shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
+        about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
+        console.print(printable(f"{name}: {about}"), highlight=False, soft_wrap=True, markup=False)
+    if isinstance(imported := report["rules"].get("import"), dict):
+        about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "split")
+        console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
+    elif report["pack_options"]:
+        settings = ", ".join(f"{name} = {value}" for name, value in as_settings(report["pack_options"]).items())
+        console.print(printable(f"options: {settings}"), highlight=False, soft_wrap=True, markup=False)
+    if report["text_error"] is not None:
+        error = TextError(**report["text_error"])
+        about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
+        console.print(about, highlight=False, soft_wrap=True)
+    for name, group in report["ragged"].items():
+        columns = [
+            *(f"{column} {own['dtype']} {['T', *own['shape']]}" for column, own in group["tokens"].items()),
+            *(f"{column} {own['dtype']} {list(own['shape'])}" for column, own in group["fixed"].items()),
+        ]
+        about = (
+            f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
+        )
+        console.print(printable(about.replace("'", "")), highlight=False, soft_wrap=True, markup=False)
+    for name, column in report["added"].items():
+        about = f"added {name}: {column['rows']} of {counted(report['samples'], 'row')}"
+        lacking = "" if column["rows"] == report["samples"] else "; `add_column` gives it to the others"
+        console.print(printable(f"{about}{lacking}"), highlight=False, soft_wrap=True, markup=False)
+    table = Table("bucket", "rows", "column", "shape", "dtype")
+    for bucket in report["buckets"]:
+        first = [bucket["name"], str(bucket["rows"])]
+        for name, column in sorted(bucket["columns"].items()):
+            if "role" in column or name == LATENT:
+                role = column.get("role", name) + (" (optional)" if column.get("optional") else "")
+                table.add_row(*first, role, "x".join(map(str, column["shape"])), column["dtype"])
+                first = ["", ""]
+    console.print(table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls(ReadingArguments):
+    r"""List samples: id, tab, bucket, in shard, bucket and row order.
+
+    Unprintable characters and backslashes are printed as Python escapes; --json prints ids unchanged.
+
+    Example: store ls photos.store --split train --match 'coffee/*'
+    """
+
+    store: Positional[StorePlace]
+    """Path or URL of the store."""
+    split: Literal["train", "val"] | None = None
+    """List only this split. Default: both."""
+    bucket: Annotated[str | None, Arg(metavar="NAME")] = None
+    """List only this bucket, such as train/256x192. Default: all."""
+    match: Annotated[str | None, Arg(metavar="GLOB")] = None
+    """List only ids that match a pattern of *, ? and [abc]; * also matches slashes."""
+    json: bool = False
+    """Print JSON Lines: one object per sample with its row (in the store's bucket), shard, captions and source."""
+
+    def run(self) -> int:
+        from bucketline.store.read.iter_samples import Selection, live_samples
+
+        store, num_listed = self.open_store(self.store), 0
+        for listed in live_samples(store, Selection(split=self.split, bucket=self.bucket, match=self.match)):
+            num_listed += 1
+            if self.json:
+                print_json_line(_report(store, listed))
+            else:
+                print(f"{one_line(listed.record.id)}\t{listed.record.bucket}")
+        if num_listed == 0:
+            asked = {"--split": self.split, "--bucket": self.bucket, "--match": self.match}
+            given = " ".join(f"{option} {value!r}" for option, value in asked.items() if value is not None)
+            print(f"no sample matches {given}" if given else f"{shown(self.store)} has no sample", file=sys.stderr)
+        return 0
+
+
+def _report(store: Store, listed: Listed) -> dict[str, Any]:
+    record = listed.record
+    return {
+        "id": record.id,
+        "bucket": record.bucket,
+        "row": listed.row,
+        "shard": store.shards[listed.shard].name,
+        "captions": record.captions,
+        "original_size": record.original_size,
+        "source": record.source,
+        "source_bytes": record.source_bytes,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Get(ReadingArguments):
+    """Write one sample to a safetensors file: its columns and caption embeddings.
+
+    Example: store get photos.store coffee/whole.png -o coffee.safetensors
+    """
+
+    store: Positional[StorePlace]
+    """Path or URL of the store."""
+    id: Annotated[Positional[str], Arg(metavar="ID")]
+    """Sample id: the path in the source, including the extension."""
+    output: Annotated[Path, Arg(aliases=("-o",), metavar="FILE")]
+    """Output file; must not exist yet."""
+    json: bool = False
+    """Print the sample's record as one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.files.atomic_folder import refuse_existing
+        from bucketline.store.export.sample_file import write_sample
+
+        refuse_existing(self.output, "file")
+        report = write_sample(self.open_store(self.store), self.id, self.output)
+        if self.json:
+            print_json(report)
+        else:
+            captions = counted(len(report["captions"]), "caption")
+            print(f"{shown(self.output)}: {one_line(report['id'])} of {report['bucket']}, {captions}")
+        return 0
+
+
+_NAMED = 5  # number of samples printed per damaged caption
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(ChangingArguments):
+    """Read a store, verify every checksum, report each fault. Exit 1 if any is found.
+
+    Of a store's URL, one shard at a time is kept in a temporary folder while it is read.
+
+    Example: store verify photos.store --threads 4
+    """
+
+    store: Positional[StorePlace]
+    """Path or URL of the store, or the folder of a data set's stores."""
+    threads: Annotated[int | None, Arg(metavar="INT")] = None
+    """Number of shards to read in parallel. Default: number of CPU cores."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+    def run(self) -> int:
+        refuse_below(1, threads=self.threads)
+        return show_each(self)
+
+    def look(self) -> tuple[dict[str, Any], int]:
+        from bucketline.errors import CorruptError
+        from bucketline.store.verify.shard import Fault
+        from bucketline.store.verify.verify import Verified
+
+        try:
+            result = self._verified()
+        except CorruptError as error:  # of the manifest
+            result = Verified(blocks=0, rows=0, corrupt=(Fault(error=str(error)),))
+        return asdict(result), 1 if result.corrupt else 0
+
+    def _verified(self) -> Verified:
+        from bucketline.store.commands.place import bar_of_bytes
+        from bucketline.store.read.store import Store
+        from bucketline.store.remote.generations import newest_generation
+        from bucketline.store.verify.verify import verify_folder
+
+        if isinstance(self.store, str):
+            folder: Folder = self.objects(self.store)
+            manifest = newest_generation(folder)
+        else:
+            store = Store.open(self.store)
+            folder, manifest = store.folder, store.manifest
+        with bar_of_bytes("verify", sum(shard.data_bytes for shard in manifest.shards)) as on_bytes:
+            return verify_folder(folder, on_bytes, self.threads, manifest)
+
+    def show(self, found: dict[str, Any]) -> None:
+        for fault in found["corrupt"]:
+            named = {name: value for name, value in fault.items() if name not in ("error", "samples") and value is not None}
+            place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
+            print(f"corrupt: {place or 'the store'}: {printable(fault['error'])}{_listed(fault['samples'])}")
+        for stray in found["strays"]:
+            print(f"not in the store: {one_line(stray['path'])}: {printable(stray['what'])}")
+        read = f"{counted(found['blocks'], 'block')} and {counted(found['rows'], 'row')} read"
+        print(f"{read}, {counted(len(found['corrupt']), 'fault')}")
+
+
+def _listed(samples: tuple[str, ...]) -> str:
+    """Return the first sample ids as a suffix for the fault's message."""
+    if not samples:
+        return ""
+    more = f" and {len(samples) - _NAMED} more; --json names all" if len(samples) > _NAMED else ""
+    return f": {', '.join(map(one_line, samples[:_NAMED]))}{more}"
