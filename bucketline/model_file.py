@@ -193,10 +193,21 @@ def single_file(name: str | Path) -> Path | None:
 def open_model_file(path: Path, config: str | None) -> ModelFile:
     """Open a model in one file. `config` is a folder or the name of a model on a hub; None: what diffusers infers.
 
-    Nothing is downloaded unless `config` names a model on a hub.
+    Of a model on a hub only configurations and tokenizers are downloaded, if they are not in its cache.
     """
+    from huggingface_hub import snapshot_download
+
     shapes = {name: shape for name, (_, shape) in file_tensors(path).items()}
-    folder = _inferred_config(path, shapes) if config is None else _named_config(config)
+    named = config or _inferred_config(path, shapes)
+    folder = Path(named)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(named, allow_patterns=CONFIG_PATTERNS))
+        except Exception as error:  # whatever the hub's client raises
+            raise ModelError(
+                f"{path}: its configuration, {named}, is not a folder, and no model that the hub gives: {error_line(error)}; "
+                "name another one by --model-config"
+            ) from error
     if not index_path(folder).is_file():
         raise ModelError(f"{folder} has no {INDEX}; expected a pipeline's folder in diffusers' layout")
     return ModelFile(path=path, config=folder, shapes=shapes)
@@ -221,44 +232,20 @@ def refuse_config_without_file(model: object, config: str | None) -> None:
         raise UsageError(f"--model-config is {config}, and --model {model} is not a {SUFFIX} file; leave it out")
 
 
-def _inferred_config(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+def _inferred_config(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the name of the published model on the hub whose layout a file has."""
     import torch
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, fetch_diffusers_config
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    name = fetch_diffusers_config(tensors)["pretrained_model_name_or_path"]
-    is_default = name == DIFFUSERS_DEFAULT_PIPELINE_PATHS[_DEFAULT_KIND]["pretrained_model_name_or_path"]
+    named = str(fetch_diffusers_config(tensors)["pretrained_model_name_or_path"])
+    is_default = named == DIFFUSERS_DEFAULT_PIPELINE_PATHS[_DEFAULT_KIND]["pretrained_model_name_or_path"]
     if is_default and not any(name.startswith(_UNET_PREFIX) for name in shapes):
         raise ModelError(
             f"{path} holds no model whose layout diffusers knows; expected a checkpoint with the UNet or transformer; name its "
             "configuration by --model-config"
         )
-    missing = (
-        f"{path}: its configuration, that of {name}, is not in the hub's cache; give --model-config {name} once to download "
-        "it (without weights), or name a folder that has it"
-    )
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
-    except LocalEntryNotFoundError as error:
-        raise ModelError(missing) from error
-    if not index_path(folder).is_file():
-        raise ModelError(missing)
-    return folder
-
-
-def _named_config(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=CONFIG_PATTERNS))
-    except Exception as error:  # whatever the hub's client raises
-        raise ModelError(
-            f"--model-config {name} is not a folder, and no model that the hub gives: {error_line(error)}"
-        ) from error
+    return named
 
 
 def read_model_json(path: Path) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class EncodeOptions:
     SECTION = "encoding: encoders, devices, shards"
 
     model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
-    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
+    """Folder or hub model with the configuration of a .safetensors --model; default: that which diffusers infers."""
     encode_dtype: EncodeDtype = "F32"
     """Data type in which the encoders compute; bf16 is faster on a GPU, where fp32 is TF32 in the VAE's convolutions. A VAE
     that overflows in fp16 gets fp32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra
@@ -341,7 +341,7 @@ class ScanConfig(RulesOptions, SourceArguments):
     model: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
-    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
+    """Folder or hub model with the configuration of a .safetensors --model; default: that which diffusers infers."""
     max_crop: Annotated[float, Arg(metavar="SHARE")] = DEFAULT_MAX_CROP
     """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
     full: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.batch import Batch, NumpyBatch, RaggedBatch, numpy_batches
+    from bucketline.loader.batch import Batch, RaggedBatch
     from bucketline.loader.config import LoaderConfig, Remainder, TextForm
     from bucketline.loader.latent_scale import LatentScale
     from bucketline.loader.loader import Loader
@@ -23,7 +23,6 @@ __all__ = [
     "LatentScale",
     "Loader",
     "LoaderConfig",
-    "NumpyBatch",
     "Plan",
     "RaggedBatch",
     "Remainder",
@@ -31,7 +30,6 @@ __all__ = [
     "TextForm",
     "WeightedStore",
     "make_plan",
-    "numpy_batches",
 ]
 
 _PLACES = {
@@ -41,7 +39,6 @@ _PLACES = {
     "LatentScale": "latent_scale",
     "Loader": "loader",
     "LoaderConfig": "config",
-    "NumpyBatch": "batch",
     "Plan": "plan.plan",
     "RaggedBatch": "batch",
     "Remainder": "config",
@@ -49,7 +46,6 @@ _PLACES = {
     "TextForm": "config",
     "WeightedStore": "mixture",
     "make_plan": "plan.make_plan",
-    "numpy_batches": "batch",
 }
 
 

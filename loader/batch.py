@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +15,10 @@ from bucketline.errors import UsageError
 from bucketline.loader.dequantise import dequantised
 from bucketline.loader.latent_scale import LatentScale, RecordedScale, posterior_noise
 from bucketline.store.format.columns import POOLED, TARGET, TOKENS_SCALE, LatentKind
-from bucketline.torch_dtypes import BITS_ONLY, TORCH_DTYPES, as_stored
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -82,9 +81,12 @@ class Batch:
 
     def __repr__(self) -> str:
         about = f"{len(self.weight)} rows of {self.bucket} on {self.device}, epoch {self.epoch}, step {self.step}"
-        tensors = self.by_name().items()
-        shapes = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors}
-        return shown_batch(f"{about}, micro-step {self.micro_step}", shapes)
+        rows = [
+            f"  {name:<16} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            for name, tensor in self.by_name().items()
+        ]
+        more = [f"  and {len(rows) - MAX_SHOWN_TENSORS} more"] if len(rows) > MAX_SHOWN_TENSORS else []
+        return "\n".join([f"Batch: {about}, micro-step {self.micro_step}", *rows[:MAX_SHOWN_TENSORS], *more])
 
     @property
     def latents(self) -> Tensor:
@@ -164,22 +166,17 @@ class Batch:
             return self
         return replace(self, tokens=dequantised(self.tokens, self.tokens_scale), tokens_scale=None)
 
-    def numpy(self) -> NumpyBatch:
-        """Return the batch as numpy arrays that share its memory.
+    def numpy(self) -> dict[str, NDArray[Any]]:
+        """Return `by_name` as numpy arrays over the same memory, which stay valid as long as any of them is held.
+
+        Numpy has no bfloat16 or float8: such an array holds the bits in unsigned integers.
 
         Raises:
             UsageError: if the batch is not in host memory.
         """
-        from bucketline.loader.batch import as_numpy
-
-        return as_numpy(self)
-
-
-def shown_batch(about: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
-    """Return a batch for the terminal, in at most 20 lines: what it is, then the name, shape and dtype of its values."""
-    rows = [f"  {name:<16} {list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()]
-    more = [f"  and {len(rows) - MAX_SHOWN_TENSORS} more"] if len(rows) > MAX_SHOWN_TENSORS else []
-    return "\n".join([f"Batch: {about}", *rows[:MAX_SHOWN_TENSORS], *more])
+        if self.device.type != "cpu":
+            raise UsageError(f"a batch on {self.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
+        return {name: as_stored(tensor) for name, tensor in self.by_name().items()}
 
 
 _TENSORS = (
@@ -218,75 +215,3 @@ def _ragged_by_name(prefix: str, own: RaggedBatch) -> dict[str, Tensor]:
     found |= {f"{prefix}.fixed.{name}": tensor for name, tensor in own.fixed.items()}
     found |= {f"{prefix}.lengths": own.lengths, f"{prefix}.mask": own.mask}
     return found if own.present is None else {**found, f"{prefix}.present": own.present}
-
-
-_BF16 = "BF16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumpyBatch:
-    """A batch as numpy arrays over the same memory, valid as long as any of them is held.
-
-    Numpy has no bfloat16 or float8: such an array holds the bits in unsigned integers, and its entry in `dtypes` is the name in
-    safetensors, `BF16` or `F8_E4M3`. `float32` converts it.
-    """
-
-    step: int
-    micro_step: int
-    epoch: int
-    bucket: str
-    latent_kind: LatentKind
-    batch: Batch = field(repr=False)  # whose memory it is
-    arrays: Mapping[str, NDArray[Any]]  # by the names of `Batch.by_name`: `latents`, `columns.mask`, `text_fixed.pooled`
-    dtypes: Mapping[str, str]  # by the same names: `BF16`, `F8_…`, or numpy's name
-
-    def __repr__(self) -> str:
-        about = f"numpy, {self.bucket}, epoch {self.epoch}, step {self.step}, micro-step {self.micro_step}"
-        return shown_batch(about, {name: (array.shape, self.dtypes[name]) for name, array in self.arrays.items()})
-
-    def scaled(self, scale: LatentScale | None = None) -> NDArray[np.float32]:
-        """Return the latents that a model is trained on, `[B, C, h, w]`; see `Batch.scaled`.
-
-        Raises:
-            UsageError: if the stores do not record how their latents are scaled.
-        """
-        found: NDArray[np.float32] = self.batch.scaled(scale).numpy()
-        return found
-
-    def float32(self, name: str) -> NDArray[np.float32]:
-        """Return a float32 copy of an array. Shorter floats convert exactly."""
-        values = self.arrays[name]
-        if self.dtypes[name].startswith("F8"):
-            converted: NDArray[np.float32] = torch.from_numpy(values).view(TORCH_DTYPES[self.dtypes[name]]).float().numpy()
-            return converted
-        if self.dtypes[name] == _BF16:
-            return (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32)
-
-
-def numpy_batches(batches: Iterable[Batch]) -> Iterator[NumpyBatch]:
-    """Iterate over batches, such as a loader's, as numpy arrays, without copying.
-
-    Raises:
-        UsageError: if a batch is not in host memory.
-    """
-    return map(as_numpy, batches)
-
-
-def as_numpy(batch: Batch) -> NumpyBatch:
-    """Return a batch as numpy arrays that share its memory."""
-    if batch.device.type != "cpu":
-        raise UsageError(f"a batch on {batch.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
-    tensors = batch.by_name()
-    lacking = {name: BITS_ONLY[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in BITS_ONLY}
-    arrays = {name: as_stored(tensor) for name, tensor in tensors.items()}
-    return NumpyBatch(
-        step=batch.step,
-        micro_step=batch.micro_step,
-        epoch=batch.epoch,
-        bucket=batch.bucket,
-        latent_kind=batch.latent_kind,
-        batch=batch,
-        arrays=arrays,
-        dtypes={name: lacking.get(name, array.dtype.name) for name, array in arrays.items()},
-    )

@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bucketline.command_line import shown_rows
+import torch
+
+from bucketline.command_line import counted, shown_rows
 from bucketline.errors import BucketlineError, StateError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.columns import latent_kind
-from bucketline.loader.device import device_of
-from bucketline.loader.follow import Readable, at_generations, expect_readable, newest_generations, with_caches
-from bucketline.loader.iteration import CLOSED, EpochLoader, check_ranks
+from bucketline.loader.collate.columns import latent_kind, make_conditioning
+from bucketline.loader.config import LoaderConfig
+from bucketline.loader.iteration import CLOSED, EpochLoader, Reading
 from bucketline.loader.latent_scale import RecordedScale
-from bucketline.loader.mixture import StoreId, WeightedStore, are_open, open_shares
-from bucketline.loader.plan.cache_needs import reserve_ring
-from bucketline.loader.plan.cursor import Cursor
+from bucketline.loader.mixture import (
+    StoreId,
+    WeightedStore,
+    are_open,
+    at_generations,
+    join,
+    newest_generations,
+    open_shares,
+)
+from bucketline.loader.plan.cache_needs import refuse_small_caches, reserve_ring
+from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.plan.make_plan import asked_window, plan_of
-from bucketline.loader.prefetch.threads import ThreadBackend
+from bucketline.loader.prefetch.delivery import Buffers
+from bucketline.loader.prefetch.threads import ThreadStream
 from bucketline.loader.ranks import agreed, expect_agreement, gathered, pinned
 from bucketline.loader.service.address import AUTO, ServiceAddress
 from bucketline.loader.service.client import ServiceBackend, served_names, served_shares
@@ -40,16 +50,13 @@ from bucketline.loader.state import (
     saved_choices,
     state_as_json,
 )
-from bucketline.store import Store
+from bucketline.option_types import expect, expect_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
     from bucketline.loader.batch import Batch
-    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.iteration import Stream
     from bucketline.loader.mixture import Stores
     from bucketline.loader.plan.plan import Plan
@@ -134,7 +141,11 @@ class Loader(EpochLoader):
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
-        check_ranks(config, rank, world_size)
+        expect("config", config, LoaderConfig, "a LoaderConfig: Loader(stores, LoaderConfig(batch_size=8))")
+        expect_int("rank", rank)
+        expect_int("world_size", world_size)
+        if world_size < 1:
+            raise UsageError(f"world_size is {world_size}, expected 1 or more: the number of ranks of the run")
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         address = None if service is None else ServiceAddress.of(service)
@@ -146,9 +157,10 @@ class Loader(EpochLoader):
         self.device = device_of(device)
         self._rank, self._world_size, self._service = rank, world_size, address
         self._has_stores = stores is not None
-        self._backend: ThreadBackend | ServiceBackend | None = None
-        readable = None if like is None else Readable(like._rows, like.plan)
-        self._open(self._shares(stores, config, generation, is_like=like is not None), config, readable)
+        self._backend: ServiceBackend | None = None
+        self._buffers = Buffers(self.device)
+        shares = self._shares(stores, config, generation, is_like=like is not None)
+        self._open(shares, config, self._readable(shares, config) if like is None else (like._rows, like.plan))
         self._begin_at_first_epoch()
 
     def _shares(
@@ -157,29 +169,38 @@ class Loader(EpochLoader):
         """Return the stores, at the generations that all ranks read."""
 
         def opened() -> tuple[WeightedStore, ...]:
-            return self._served_by(self._service) if stores is None else open_shares(stores, config.remote())
+            if stores is not None:
+                return open_shares(stores, config.remote())
+            if self._service is None:
+                raise UsageError("stores is None without a service, expected stores, or the service that has them")
+            return served_shares(link_to(self._service))
 
         if generation is not None:
-            return pinned(opened(), generation, config)
+            return pinned(opened(), generation)
         if is_like:
             return opened()
-        are_chosen = stores is not None and are_open(stores)
-        return agreed(opened, config, self._rank, self._world_size, are_chosen=are_chosen)
+        return agreed(opened, self._rank, self._world_size, are_chosen=stores is not None and are_open(stores))
 
-    def _served_by(self, address: ServiceAddress | None) -> tuple[WeightedStore, ...]:
-        if address is None:
-            raise UsageError("stores is None without a service, expected stores, or the service that has them")
-        return served_shares(link_to(address))
+    def _readable(self, shares: Sequence[WeightedStore], config: LoaderConfig) -> tuple[OpenShards, Plan]:
+        """Return stores joined and the plan over them, after checking that this loader can read them."""
+        if config.row_weights and len(config.row_weights) != len(shares):
+            raise UsageError(
+                f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(shares)} stores"
+            )
+        rows = join(shares, plain_reads=config.plain_reads)
+        plan = plan_of(rows, config, self._world_size)
+        make_conditioning(rows, rows.buckets(config.split), config)
+        if self._service is None:  # whose cache is its own
+            refuse_small_caches(rows, plan, self._world_size)
+        return rows, plan
 
-    def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig, readable: Readable | None = None) -> None:
-        """Make the plan over stores, unless they are known to be `readable`, and read by it."""
-        readable = readable or expect_readable(shares, config, self._world_size, is_served=self._service is not None)
-        self.shares, self._rows = shares, readable.rows
-        self._set_plan(config, readable.plan)
-        self._global_batch = global_batch_of(self.plan)
+    def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig, readable: tuple[OpenShards, Plan]) -> None:
+        """Read these stores, by this plan."""
+        self.shares, (self._rows, plan) = shares, readable
+        self._global_batch = global_batch_of(plan)
         self._latent_kind = latent_kind(self._rows)
         self._recorded_scale = RecordedScale(where=self._rows.where, encoders=self._rows.encoders)
-        self._set_backend()
+        self._set_plan(config, plan)
 
     def _set_plan(self, config: LoaderConfig, plan: Plan) -> None:
         """Read by a plan; the configuration then names the lanes and the window that it has."""
@@ -188,17 +209,13 @@ class Loader(EpochLoader):
             window = config.window or asked_window(self._rows, plan)
             config = replace(config, lanes=plan.lanes, window=window)
         self.config, self._steps = config, plan.epoch_steps
-
-    def _set_backend(self) -> None:
-        """Let the present plan's batches be read: by the service that read before, or by new threads."""
-        if isinstance(self._backend, ServiceBackend):
+        if self._backend is not None:
             self._backend.turn_to(self._request())
         elif self._service is not None:
             self._backend = self._backend_at(self._service)
         else:
-            builder = BatchBuilder(self._rows, self.plan, self.config, self._rank, self._world_size)
-            reserve_ring(builder, self._rows, self.plan, self._rank, self._world_size)
-            self._backend = ThreadBackend(builder, self.device)
+            self._builder = BatchBuilder(self._rows, plan, config, self._rank, self._world_size)
+            reserve_ring(self._builder, self._rows, plan, self._rank, self._world_size)
 
     def _backend_at(self, address: ServiceAddress) -> ServiceBackend:
         link = link_to(address, [str(share.store.absolute) for share in self.shares], self.config)
@@ -218,15 +235,13 @@ class Loader(EpochLoader):
     def _renew(self) -> bool:
         if not self.follows:
             return False
-        shares = agreed(
-            lambda: newest_generations(self.shares, self.config), self.config, self._rank, self._world_size, are_chosen=False
-        )
-        numbers = [share.store.manifest.generation for share in shares]
-        if numbers == [share.store.manifest.generation for share in self.shares]:
+        shares = agreed(lambda: newest_generations(self.shares), self._rank, self._world_size, are_chosen=False)
+        numbers = _generations(shares)
+        if numbers == _generations(self.shares):
             return False
         readable, why = None, None
         try:
-            readable = expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
+            readable = self._readable(shares, self.config)
         except BucketlineError as error:
             why = str(error)
         refused = [one for one in gathered(why) if one is not None]
@@ -239,13 +254,19 @@ class Loader(EpochLoader):
 
     def _begin_stream(self) -> Stream:
         sources = [share.store.source for share in self.shares if share.store.source is not None]
-        if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
+        if self._backend is None and any(source.is_inherited for source in sources):
             # object storage cannot be read in a forked process
             self._backend = self._backend_at(ServiceAddress(AUTO))
-        elif isinstance(self._backend, ThreadBackend) and any(source.is_removed for source in sources):
-            self._open(with_caches(self.shares), self.config)
-        assert self._backend is not None
-        return self._backend.begin(self._cursor)
+        elif self._backend is None and any(source.is_removed for source in sources):
+            self._read_at(_generations(self.shares))
+        if self._backend is not None:
+            return self._backend.begin(self._cursor)
+        return ThreadStream(self._builder, self._buffers, self._cursor)
+
+    def _read_at(self, generations: Sequence[int]) -> None:
+        """Read the stores at these generations."""
+        shares = at_generations(self.shares, generations)
+        self._open(shares, self.config, self._readable(shares, self.config))
 
     @property
     def rows(self) -> OpenShards:
@@ -285,23 +306,17 @@ class Loader(EpochLoader):
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end_iteration("load_state_dict() was called")
-        parsed = parse_state(state)
-        if self.follows or not self._has_stores:
-            self._turn_to(parsed)
+        parsed, present = parse_state(state), self._state()
+        may_turn = (self.follows or not self._has_stores) and are_of(parsed, present.stores)
+        if may_turn and parsed.generations != present.generations:
+            self._read_at(parsed.generations)
         saved = {name: value for name, value in saved_choices(parsed, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
             asked = replace(self.config, **saved)  # type: ignore[arg-type]
             self._set_plan(asked, plan_of(self._rows, asked, self._world_size))
-            self._set_backend()
-        found = check_state(state, self._state())
-        self._expect_position(found)
-        self._resume(found)
-
-    def _turn_to(self, saved: LoaderState) -> None:
-        """Read the generations that a saved state of these stores was planned on."""
-        present = self._state()
-        if are_of(saved, present.stores) and saved.generations != present.generations:
-            self._open(at_generations(self.shares, saved.generations, self.config), self.config)
+        check_state(parsed, self._state())
+        self._expect_position(parsed)
+        self._resume(parsed)
 
     def renew(self) -> bool:
         """Move to the next epoch if one has just ended; return True if that is of another generation than the last one.
@@ -370,44 +385,45 @@ class Loader(EpochLoader):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
-        stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
-        ranks = (self._rank, self._world_size, self.device, self._service, self.follows)
-        config = replace(self.config, **dict.fromkeys(self._chosen))  # type: ignore[arg-type] # the state sets these
+        options = {
+            "stores": [WeightedStore(one.store.absolute, one.repeats) for one in self.shares] if self._has_stores else None,
+            "config": replace(self.config, **dict.fromkeys(self._chosen)),  # type: ignore[arg-type] # the state sets these
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "device": self.device,
+            "service": self._service,
+            "follow": self.follows,
+            "generation": _generations(self.shares),
+        }
         # at an epoch's end, the state is at the next one, which nobody has begun
-        is_begun = self._is_begun and not self._is_done()
-        state = self._state()
-        given = stores if self._has_stores else None
-        return _again, (given, list(state.generations), config, ranks, state_as_json(state), is_begun)
+        return _again, (options, self.state_dict(), Reading.CHOSEN if self._is_read else self._reading)
 
 
-def _again(
-    stores: list[tuple[Path | str, int, int]] | None,
-    generations: list[int],
-    config: LoaderConfig,
-    ranks: tuple[int, int, torch.device, ServiceAddress | None, bool],
-    state: dict[str, object],
-    is_begun: bool,  # noqa: FBT001 - given by position, as pickle does
-) -> Loader:
+def _again(options: dict[str, Any], state: dict[str, object], reading: Reading) -> Loader:
     """Rebuild another process's loader, in its state."""
-    rank, world_size, device, service, follow = ranks
-    shares = (
-        None
-        if stores is None
-        else [
-            WeightedStore(store=Store.open(path, generation, remote=config.remote()), repeats=repeats)
-            for path, generation, repeats in stores
-        ]
-    )
-    loader = Loader(
-        shares,
-        config,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        service=service,
-        follow=follow,
-        generation=generations,
-    )
+    loader = Loader(**options)
     loader.load_state_dict(state)
-    loader._is_begun = is_begun
+    loader._reading = reading
     return loader
+
+
+def _generations(shares: Sequence[WeightedStore]) -> list[int]:
+    return [share.store.manifest.generation for share in shares]
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Return the device of a loader's batches: the CPU for None, a CUDA device for its number."""
+    expected = "expected cpu, cuda, cuda:N, N or None"
+    if device is None:
+        return torch.device("cpu")
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise UsageError(f"device is {device!r:.80}, {expected}") from error
+    if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
+        raise UsageError(f"device is {device!r:.80}, {expected}")
+    if found.type == "cuda" and (found.index or 0) >= (num_gpus := torch.cuda.device_count()):
+        raise UsageError(f"device is {found}, and this process sees {counted(num_gpus, 'GPU')}, {expected}; see nvidia-smi")
+    return found

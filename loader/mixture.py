@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 
-from bucketline.errors import FingerprintError, UsageError
+from bucketline.errors import BucketlineError, FingerprintError, UsageError
 from bucketline.files.redact import redacted
-from bucketline.loader.plan.shares import rows_per_pass
+from bucketline.loader.plan.plan import rows_per_pass
 from bucketline.option_types import expect
 from bucketline.option_value import FieldForm, OptionValue
 from bucketline.store import Bucket, Store
+from bucketline.store.format.manifest import generations
 from bucketline.store.format.mixture_file import read_mixture
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.read.store import OpenShards, StoreRows
@@ -125,39 +126,34 @@ class StoreArgument(OptionValue):
         >>> StoreArgument.parse("s3://me@host/photos.store:3@0.5")
         StoreArgument(path='s3://me@host/photos.store', repeats=3, weight=0.5)
         """
-        place, ends = _ends(text)
+        place, repeats, weight = _ends(text)
         if not place:
             raise UsageError(f"{option} is '', expected a path or a URL")
         if not is_url(text):
             refuse_misspelt(place)
-        signs, numbers, shown = "".join(sign for sign, _ in ends), dict(ends), redacted(place)
-        repeats, weight = numbers.get(":", "1"), numbers.get("@", "1")
-        if signs == "@:":
-            raise UsageError(f"{redacted_store(text)}: the weight comes last: {shown}:{repeats}@{weight}")
-        if signs not in ("", ":", "@", ":@"):
-            found = ", ".join("".join(end) for end in ends)
-            raise UsageError(f"{option} is {shown} with {found}, expected its repeats once, and its weight once: {shown}:3@0.5")
-        if not _NUMBER.fullmatch(repeats) or not float(repeats):
-            raise UsageError(f"{shown} has {repeats[:40] or 'no'} repeats, expected {_REPEATS}")
-        if not _NUMBER.fullmatch(weight):
-            raise UsageError(f"{shown} has the weight {weight[:40]!r}, expected a number from 0 on: 0.5 for half in the loss")
+        if any(_cut(place, sign)[1] for sign in ":@"):
+            expected = "its repeats once, and its weight once: photos.store:3@0.5"
+            raise UsageError(f"{option} is {redacted_store(text)}, expected {expected}")
+        if not float(repeats or 1):
+            raise UsageError(f"{redacted(place)} has {repeats} repeats, expected {_REPEATS}")
         return cls(
             path=place if is_url(text) else Path(place),
-            repeats=int(float(repeats)) if float(repeats) % 1 == 0 else float(repeats),
-            weight=float(weight) if "@" in signs else None,
+            repeats=int(float(repeats or 1)) if float(repeats or 1) % 1 == 0 else float(repeats or 1),
+            weight=float(weight) if weight else None,
         )
 
 
-def _ends(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return a store's place and what follows it, each with its sign: numbers, or anything after a path that exists."""
-    found = re.fullmatch(r"(.+)([:@])([^:@/]*)", text, re.DOTALL)
-    has_end = found and ("/" in found[1].partition("://")[2] if is_url(text) else not Path(text).exists())  # no port, no user
-    if found is None or not has_end:
-        return text, []
-    place, ends = _ends(found[1])
-    if _NUMBER.fullmatch(found[3]) or (not is_url(text) and Path(place).exists()):
-        return place, [*ends, (found[2], found[3])]
-    return text, []
+def _ends(text: str) -> tuple[str, str | None, str | None]:
+    """Return a store's place, its repeats and its weight."""
+    place, weight = _cut(text, "@")
+    return (*_cut(place, ":"), weight)
+
+
+def _cut(text: str, sign: str) -> tuple[str, str | None]:
+    """Return a place, and the number after a sign at its end; an existing path takes precedence over a number."""
+    place, _, number = text.rpartition(sign)
+    is_path = "/" not in place.partition("://")[2] if is_url(text) else Path(text).exists()  # a port, a user
+    return (text, None) if not place or is_path or not _NUMBER.fullmatch(number) else (place, number)
 
 
 def redacted_store(text: str) -> str:
@@ -166,8 +162,8 @@ def redacted_store(text: str) -> str:
     >>> redacted_store("photos.store:3@0.5"), redacted_store("https://me:secret@host/photos.store@2")
     ('photos.store:3@0.5', 'https://host/photos.store@2')
     """
-    place, ends = _ends(text)
-    return redacted(place) + "".join(map("".join, ends))
+    place, *_ = _ends(text)
+    return redacted(place) + text[len(place) :]
 
 
 def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list[StoreArgument]:
@@ -220,6 +216,27 @@ def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]
     if any(one.weight is not None for one in asked):
         raise UsageError(f"{store} has a weight, which only training takes: leave it out; a program sets row_weights")
     return [WeightedStore(store=Store.open(one.path, remote=remote, reads_rows=True), repeats=one.repeats) for one in asked]
+
+
+def at_generations(shares: Sequence[WeightedStore], wanted: Sequence[int | None]) -> tuple[WeightedStore, ...]:
+    """Return stores at other generations: `wanted` of each, or the newest for None. Removed caches are made again."""
+
+    def is_at(store: Store, generation: int | None) -> bool:
+        return store.manifest.generation == generation and not (store.source is not None and store.source.is_removed)
+
+    return tuple(
+        share if is_at(share.store, generation) else WeightedStore(share.store.reopened(generation), share.repeats)
+        for share, generation in zip(shares, wanted, strict=True)
+    )
+
+
+def newest_generations(shares: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
+    """Return the stores at their newest generations; as they are, if these cannot be read now."""
+    wanted = [max(generations(share.store.path), default=None) if share.store.is_local else None for share in shares]
+    try:
+        return at_generations(shares, wanted)
+    except BucketlineError:  # a server that does not answer now; what is read already stays readable
+        return tuple(shares)
 
 
 def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:

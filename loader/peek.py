@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.loader.collate.columns import captions_of
@@ -20,93 +19,60 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import WeightedStore
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeekedRow:
-    """A row of a step."""
-
-    id: str
-    caption: str  # "" if it was dropped, or the sample has none
-    num_captions: int
-    flipped: bool
-    weight: float
+    Peeked = tuple[int, Batch, list[dict[str, Any]]]  # rank, micro-batch, and what is said of each of its rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeekedBatch:
-    """A rank's micro-batch of a step."""
-
-    rank: int
-    micro_step: int
-    bucket: str
-    epoch: int
-    rows: tuple[PeekedRow, ...]
-    latents: NDArray[Any] | None  # [B, C, …] as stored; of moments the means; None without such a column
-
-
-def read_step(shares: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:
+def read_step(shares: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[Peeked]:
     """Return every rank's micro-batches of a step, read by a loader that begins there."""
     found = []
     for rank in range(world_size):
         with Loader(tuple(shares), config, rank=rank, world_size=world_size) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step, "micro_step": 0})
             for batch, _ in zip(loader.forever(), range(config.accumulation), strict=False):
-                found.append(_peeked(loader, batch, rank))
+                chosen = captions_of([share.store for share in loader.shares], batch, loader.config.caption_dropout)
+                each = zip(chosen, batch.flipped.tolist(), batch.weight.tolist(), strict=True)
+                rows = [
+                    {"id": one.id, "caption": one.text, "num_captions": one.num_captions, "flipped": flipped, "weight": weight}
+                    for one, flipped, weight in each
+                ]
+                found.append((rank, batch, rows))
     return found
 
 
-def _peeked(loader: Loader, batch: Batch, rank: int) -> PeekedBatch:
-    chosen = captions_of([share.store for share in loader.shares], batch, loader.config.caption_dropout)
-    rows = tuple(
-        PeekedRow(
-            id=one.id,
-            caption=one.text,
-            num_captions=one.num_captions,
-            flipped=bool(batch.flipped[n]),
-            weight=float(batch.weight[n]),
-        )
-        for n, one in enumerate(chosen)
-    )
-    latents = None
+def _latents(batch: Batch) -> NDArray[Any] | None:
+    """Return a batch's latents, `[B, C, …]` as stored; of moments the means; None without such a column."""
     target = batch.columns.get(TARGET)
-    if target is not None and target.is_floating_point() and target.ndim > 2:
-        values = target.float().numpy().copy()  # the buffer is used again
-        latents = values[:, : values.shape[1] // 2] if batch.latent_kind is LatentKind.MOMENTS else values
-    return PeekedBatch(
-        rank=rank,
-        micro_step=batch.micro_step,
-        bucket=batch.bucket,
-        epoch=batch.epoch,
-        rows=rows,
-        latents=latents,
-    )
+    if target is None or not target.is_floating_point() or target.ndim <= 2:
+        return None
+    values: NDArray[Any] = target.float().numpy()
+    return values[:, : values.shape[1] // 2] if batch.latent_kind is LatentKind.MOMENTS else values
 
 
-def peek_page(stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], vae: dict[str, Any]) -> bytes:
+def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: dict[str, Any]) -> bytes:
     """Return the contact sheet; `vae`: what the store records of its VAE."""
-    latents = [latent for batch in batches if batch.latents is not None for latent in batch.latents]
-    made, how = latent_images(latents, vae)
+    latents = [_latents(batch) for _, batch, _ in batches]
+    made, how = latent_images([latent for own in latents if own is not None for latent in own], vae)
     images = iter(made)
     groups = []
-    for batch in batches:
+    for (rank, batch, rows), own in zip(batches, latents, strict=True):
         cards = [
             Card(
-                images=[next(images)] if batch.latents is not None else (),
-                title=row.id,
+                images=[next(images)] if own is not None else (),
+                title=row["id"],
                 notes=_notes(row),
-                captions=[row.caption or "(the empty caption)"],
+                captions=[row["caption"] or "(the empty caption)"],
                 problem="no image latent",
             )
-            for row in batch.rows
+            for row in rows
         ]
-        groups.append((f"rank {batch.rank}, micro-batch {batch.micro_step}", f"{len(batch.rows)} rows", cards))
-    first = batches[0]
+        groups.append((f"rank {rank}, micro-batch {batch.micro_step}", f"{len(rows)} rows", cards))
+    _, first, _ = batches[0]
     facts = [
         ("stores", ", ".join(stores)),
         ("step", step),
         ("epoch", first.epoch),
         ("bucket", first.bucket),
-        ("rows of all ranks", sum(len(batch.rows) for batch in batches)),
+        ("rows of all ranks", sum(len(rows) for _, _, rows in batches)),
     ]
     return document(
         title=f"Step {step}",
@@ -124,12 +90,10 @@ def peek_page(stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], 
     )
 
 
-def _notes(row: PeekedRow) -> list[str]:
-    notes = []
-    if row.flipped:
-        notes.append("flipped")
-    if row.weight == 0:
-        notes.append("padding, weight 0")
-    if row.num_captions > 1:
-        notes.append(f"one of {row.num_captions} captions")
-    return notes
+def _notes(row: dict[str, Any]) -> list[str]:
+    said = {
+        "flipped": row["flipped"],
+        "padding, weight 0": row["weight"] == 0,
+        f"one of {row['num_captions']} captions": row["num_captions"] > 1,
+    }
+    return [note for note, holds in said.items() if holds]

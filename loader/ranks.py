@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, StoreError, UsageError
-from bucketline.loader.follow import at_generations
+from bucketline.loader.mixture import at_generations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import WeightedStore
 
 T = TypeVar("T")
@@ -86,7 +85,7 @@ def fail_together() -> Iterator[None]:
 
 
 def agreed(
-    opened: Callable[[], tuple[WeightedStore, ...]], config: LoaderConfig, rank: int, world_size: int, *, are_chosen: bool
+    opened: Callable[[], tuple[WeightedStore, ...]], rank: int, world_size: int, *, are_chosen: bool
 ) -> tuple[WeightedStore, ...]:
     """Return a loader's stores, opened at generations that all ranks of its run read: rank 0's.
 
@@ -108,7 +107,7 @@ def agreed(
     _expect_alike(every, ids, "give all ranks the same stores, in the same order")
     if any(own != every[0] for own in every):
         with fail_together():
-            shares = at_generations(shares, [generation for _, generation, _ in every[0]], config)
+            shares = at_generations(shares, [generation for _, generation, _ in every[0]])
         every = gathered(_marks(shares))
         _expect_alike(every, every, "check that all ranks see the same files")
     return shares
@@ -125,7 +124,7 @@ def _expect_alike(every: Sequence[Marks], parts: Sequence[object], remedy: str) 
             raise StoreError(f"rank {rank} has opened the store {own}, and rank 0 the store {first}; {remedy}")
 
 
-def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], config: LoaderConfig) -> tuple[WeightedStore, ...]:
+def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int]) -> tuple[WeightedStore, ...]:
     """Return stores at the generations that a caller gave, one for each store."""
     numbers = tuple(generation) if isinstance(generation, list | tuple) else (generation,)
     if len(numbers) != len(shares) or any(type(one) is not int for one in numbers):
@@ -133,7 +132,7 @@ def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int], con
             f"generation is {generation!r:.100}, expected a number for each of {len(shares)} stores, such as "
             f"{tuple(share.store.manifest.generation for share in shares)}, the newest now"
         )
-    return at_generations(shares, numbers, config)
+    return at_generations(shares, numbers)
 
 
 def _why_not_agreed(rank: int, world_size: int) -> str | None:

@@ -8,27 +8,23 @@ A plan tells what a step read, so a line needs only the loader's state where the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import StateError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import CHECKPOINTS, CONFIG, STATUS
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
+from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.make_plan import make_plan
-from bucketline.loader.service.sockets import UNIX
-from bucketline.loader.state import LoaderState, at_step, parse_state, state_as_json
+from bucketline.loader.state import LoaderState, parse_state, state_as_json
 from bucketline.store import Store
-from bucketline.store.remote.urls import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from bucketline.loader.loader import Loader
     from bucketline.loader.plan.plan import Plan
@@ -39,8 +35,7 @@ PLANS = "plans.jsonl"
 _CHECKPOINT = re.compile(r"step-([0-9]+)")  # one that is not complete has a suffix
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLine:
+class PlanLine(NamedTuple):
     """A line of `plans.jsonl`: the steps of a run from one on, up to the next line's."""
 
     step: int  # of the run
@@ -51,15 +46,10 @@ class PlanLine:
         """Return what a step of the run has more than the plan's own number."""
         return self.step - self.state.step
 
-    def __eq__(self, other: object) -> bool:
+    def is_like(self, other: PlanLine) -> bool:
         """Return True if both make the same batches of the same steps, on the same ranks."""
-        if not isinstance(other, PlanLine):
-            return NotImplemented
-        return self.shift == other.shift and replace(at_step(self.state, 0), epoch=0) == replace(
-            at_step(other.state, 0), epoch=0
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+        one, two = (replace(line.state, step=0, micro_step=0, epoch=0) for line in (self, other))
+        return self.shift == other.shift and one == two
 
 
 def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
@@ -69,12 +59,12 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
     `step`: the run's number of the next step, if it is not the loader's own.
     """
     state = parse_state(loader.state_dict())
-    new = PlanLine(step=state.step if step is None else step, state=state)
+    new = PlanLine(state.step if step is None else step, state)
     lines = read_plans(path) if path.exists() else []
     kept = [one for one in lines if one.step < new.step]
-    if not kept or kept[-1] != new:
+    if not kept or not kept[-1].is_like(new):
         kept.append(new)
-    if [one.step for one in kept] != [one.step for one in lines] or kept != lines:
+    if kept != lines:
         text = "".join(json.dumps({"step": one.step, "loader": state_as_json(one.state)}) + "\n" for one in kept)
         write_durably(path, text.encode())
 
@@ -85,7 +75,7 @@ def read_plans(path: Path) -> list[PlanLine]:
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
-            lines.append(PlanLine(step=int(line["step"]), state=parse_state(line["loader"])))
+            lines.append(PlanLine(int(line["step"]), parse_state(line["loader"])))
         except (ValueError, LookupError, TypeError, RecursionError, StateError) as error:
             raise StateError(
                 f"{path}, line {number}, is not the line of a plan: {error!s:.300}; restore it, or remove the file, and "
@@ -94,15 +84,11 @@ def read_plans(path: Path) -> list[PlanLine]:
     return lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """The plans of a run, and how it reached its stores."""
+class RecordedRun(NamedTuple):
+    """The plans of a run."""
 
-    place: Path
-    lines: tuple[PlanLine, ...]  # at least one
+    lines: Sequence[PlanLine]  # at least one
     steps: int  # done at the checkpoint that is asked about
-    start: Path | None  # folder to which the stores' paths are relative; None: not known
-    storage: Mapping[str, Any] = field(default_factory=dict)  # the run's own options for object storage
 
     def line_of(self, step: int) -> PlanLine:
         """Return the line of a step; of one that is still to come, the last one."""
@@ -121,44 +107,6 @@ class RecordedRun:
             raise UsageError(f"{moved[others[0]]} is the store {others[0]}, and the run read {known}; name stores of the run")
         return moved
 
-    def reached(self, remote: RemoteOptions) -> RemoteOptions:
-        """Return options for object storage with the run's own where none is given."""
-        endpoint, options = self.storage.get("endpoint"), self.storage.get("store_option")
-        if remote.endpoint is None and isinstance(endpoint, str):
-            remote = replace(remote, endpoint=endpoint)
-        if not remote.options and isinstance(options, list | tuple):
-            remote = replace(remote, options=tuple(map(str, options)))
-        return remote
-
-
-def started_in(place: Path, output_dir: object) -> Path | None:
-    """Return the folder in which a run was started, to which the paths are relative that it has recorded; None: not known.
-
-    `place`: the run's folder, or one within it. A run that has moved with what it reads is found by the end of `output_dir`.
-    """
-    run = Path(os.path.abspath(place))  # noqa: PTH100 - links are kept: they may be in `output_dir`
-    run = next((one for one in (run, *run.parents[:2]) if (one / STATUS).exists()), run)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        start = Path(json.loads((run / CONFIG).read_bytes())["started_in"])
-        if (start / str(output_dir)).resolve() == run.resolve():
-            return start
-    own = Path(str(output_dir)).parts
-    return Path(*run.parts[: -len(own)]) if own and run.parts[-len(own) :] == own and len(run.parts) > len(own) else None
-
-
-def from_start(word: str, start: Path | None) -> str:
-    """Return a path or a store that a run has recorded, from the folder in which it was started, if it is there; else as it is.
-
-    `word`: also `unix:PATH`.
-    """
-    before, path = (UNIX, word.removeprefix(UNIX)) if word.startswith(UNIX) else ("", word)
-    if start is None or start == Path.cwd() or not path or is_url(path) or Path(path).is_absolute():
-        return word
-    with contextlib.suppress(OSError, ValueError, UsageError):  # of a text, which is not a path
-        if Path(StoreArgument.parse(f"{start / path}").path).exists():
-            return f"{before}{start / path}"
-    return word
-
 
 def read_run(path: Path, option: str = "the run") -> RecordedRun:
     """Return the plans of a run: up to its newest checkpoint, to the checkpoint that is given, or to a loader's state as JSON.
@@ -166,62 +114,51 @@ def read_run(path: Path, option: str = "the run") -> RecordedRun:
     A state without a `plans.jsonl` next to it has one plan.
     """
     try:
-        if not path.is_dir():
-            return _of_state(path)
-        if found := _CHECKPOINT.fullmatch(path.resolve().name):
-            return _of_folder(path, path.resolve().parents[1], int(found[1]))
-        steps = [int(found[1]) for one in path.glob(f"{CHECKPOINTS}/*") if (found := _CHECKPOINT.fullmatch(one.name))]
-        return _of_folder(path, path, max(steps, default=0))
+        return _run_of_folder(path) if path.is_dir() else _run_of_state(path)
     except StateError as error:
         raise StateError(f"{option} {path}: {error}") from error
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (
+            f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else f"not JSON: {error!s:.200}"
+        )
         raise StateError(
-            f"{option} {path}: {error.filename} cannot be read: {error.strerror}; give a run's folder, a checkpoint in it, or "
-            "a loader's state as JSON"
+            f"{option} {path}: {reason}; give a run's folder, a checkpoint in it, or a loader's state as JSON"
         ) from error
 
 
-def _of_folder(place: Path, run: Path, steps: int) -> RecordedRun:
+def _run_of_folder(folder: Path) -> RecordedRun:
+    found = _CHECKPOINT.fullmatch(folder.resolve().name)
+    run = folder.resolve().parents[1] if found else folder
+    names = [found] if found else [_CHECKPOINT.fullmatch(one.name) for one in run.glob(f"{CHECKPOINTS}/*")]
     lines = read_plans(run / PLANS)
     if not lines:
         raise StateError(f"{run / PLANS} has no line")
-    config: Any = {}
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        config = dict(json.loads((run / CONFIG).read_bytes())["config"])
-    start = started_in(place, config.get("output_dir"))
-    return RecordedRun(place=place, lines=tuple(lines), steps=steps, start=start, storage=config)
+    return RecordedRun(lines, max((int(one[1]) for one in names if one), default=0))
 
 
-def _of_state(file: Path) -> RecordedRun:
-    try:
-        document = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"not JSON: {error!s:.200}; give a run's folder, or a loader's state as JSON") from error
-    state = parse_state(document)
-    plans = file.with_name(PLANS)
+def _run_of_state(file: Path) -> RecordedRun:
+    state, plans = parse_state(json.loads(file.read_bytes())), file.with_name(PLANS)
     lines = read_plans(plans) if plans.exists() else []
-    if not lines:
-        lines = [PlanLine(step=0, state=at_step(state, 0))]
-    return RecordedRun(place=file, lines=tuple(lines), steps=lines[-1].shift + state.step, start=None)
+    lines = lines or [PlanLine(0, replace(state, step=0, micro_step=0))]
+    return RecordedRun(lines, lines[-1].shift + state.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
     """A plan that was made again, with the stores at the generations that it is of."""
 
+    line: PlanLine
     shares: tuple[WeightedStore, ...]
     rows: OpenShards
     config: LoaderConfig
     plan: Plan
 
 
-def open_plan(
-    run: RecordedRun, state: LoaderState, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None
-) -> RecordedPlan:
+def open_plan(line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None) -> RecordedPlan:
     """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id."""
-    shares = []
+    state, shares = line.state, []
     for one in state.stores:
-        path = moved.get(one.store_id) or from_start(one.path, run.start)
+        path = moved.get(one.store_id, one.path)
         store = Store.open(path, one.generation, remote=remote)
         if store.manifest.store_id != one.store_id:
             raise StateError(
@@ -233,4 +170,4 @@ def open_plan(
     plan = make_plan(rows, config, world_size=state.world_size)
     if plan.digest != state.plan:
         raise StateError(f"the plan of these stores has the digest {plan.digest}, the recorded one {state.plan}")
-    return RecordedPlan(shares=tuple(shares), rows=rows, config=config, plan=plan)
+    return RecordedPlan(line=line, shares=tuple(shares), rows=rows, config=config, plan=plan)

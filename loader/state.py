@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StateError
@@ -78,9 +78,8 @@ def parse_state(saved: Mapping[str, object]) -> LoaderState:
         raise StateError(f"the saved loader state is damaged: {error}") from error
 
 
-def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
-    """Parse a saved state and check that a loader in the state `present` can resume from it."""
-    state = parse_state(saved)
+def check_state(state: LoaderState, present: LoaderState) -> None:
+    """Check that a loader in the state `present` can resume from a saved one."""
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):
             raise StateError(f"the loader's {name} was {before!r} when its state was saved and is {now!r} now; {_advice(name)}")
@@ -93,7 +92,6 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
                 f"the state was saved within a step (micro-batch {state.micro_step} of {state.accumulation}); {name} was "
                 f"{before} and is {now} now, and may only change between steps"
             )
-    return state
 
 
 def saved_choices(saved: LoaderState, plan: Plan) -> dict[str, int | None]:
@@ -127,20 +125,22 @@ def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Jso
     yield "plan", state.plan
 
 
+_ADVICE = {
+    "global_batch": "choose batch size x accumulation x ranks so that each bucket has the saved number",
+    "lanes": "give the saved number, or none, with a global batch that it divides",
+    "window": "give the saved number, or none (if that was None: with a cache that holds the stores)",
+    **dict.fromkeys(
+        ("store_id", "generation", "repeats", "digest", "plan"), "open the store and the generation that the run was planned on"
+    ),
+}
+
+
 def _advice(name: str) -> str:
-    if name == "global_batch":
-        return "choose batch size x accumulation x ranks so that each bucket has the saved number"
-    if name == "lanes":
-        return "give the saved number, or none, with a global batch that it divides"
-    if name == "window":
-        return "give the saved number, or none (if that was None: with a cache that holds the stores)"
-    if name in ("store_id", "generation", "repeats", "digest", "plan"):
-        return "open the store and the generation that the run was planned on"
     if name.startswith("stores"):
         return (
             "open the stores that the run was planned on, each at its generation, in the same order and with the same repeats"
         )
-    return "use the saved value, or start over"
+    return _ADVICE.get(name, "use the saved value, or start over")
 
 
 def state_as_json(state: LoaderState) -> dict[str, Any]:
@@ -148,8 +148,3 @@ def state_as_json(state: LoaderState) -> dict[str, Any]:
     encoded = encode(state)
     assert isinstance(encoded, dict)
     return dict(encoded)
-
-
-def at_step(state: LoaderState, step: int) -> LoaderState:
-    """Return a state at the first micro-batch of another step of its plan."""
-    return replace(state, step=step, micro_step=0)

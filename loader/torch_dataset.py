@@ -14,12 +14,11 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from bucketline.errors import UsageError
 from bucketline.loader.batch import Batch
-from bucketline.option_types import unlike
+from bucketline.loader.loader import Loader
+from bucketline.option_types import expect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from bucketline.loader.loader import Loader
 
 
 def _refuse_collation(batches: list[Batch], **_: object) -> NoReturn:
@@ -30,8 +29,6 @@ def _refuse_collation(batches: list[Batch], **_: object) -> NoReturn:
 
 
 default_collate_fn_map[Batch] = _refuse_collation  # what torch consults for types that it does not know
-
-_REMEDY = "create the DataLoader with num_workers=0: the loader has its own prefetch thread, and copies no batch"
 
 
 class BatchDataset(IterableDataset[Batch]):
@@ -48,8 +45,7 @@ class BatchDataset(IterableDataset[Batch]):
         Raises:
             UsageError: if it is not one.
         """
-        if not hasattr(loader, "load_state_dict"):
-            raise unlike("loader", loader, "a Loader: BatchDataset(Loader(stores, config))")
+        expect("loader", loader, Loader, "a Loader: BatchDataset(Loader(stores, config))")
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
@@ -59,7 +55,10 @@ class BatchDataset(IterableDataset[Batch]):
             UsageError: if called in a worker process, because each worker would read all batches again.
         """
         if (worker := get_worker_info()) is not None:
-            raise UsageError(f"a DataLoader with {worker.num_workers} workers cannot read a Bucketline loader; {_REMEDY}")
+            raise UsageError(
+                f"a DataLoader with {worker.num_workers} workers cannot read a Bucketline loader; create the DataLoader with "
+                "num_workers=0: the loader has its own prefetch thread, and copies no batch"
+            )
         return iter(self.loader)
 
     def __len__(self) -> int:
@@ -77,7 +76,3 @@ class BatchDataset(IterableDataset[Batch]):
             StateError: if it belongs to another plan.
         """
         self.loader.load_state_dict(state)
-
-    def __getstate__(self) -> NoReturn:
-        """Refuse pickling: a loader cannot be sent to a worker process."""
-        raise UsageError(f"a Bucketline loader cannot be sent to a worker process; {_REMEDY}")

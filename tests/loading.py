@@ -61,7 +61,7 @@ def expect_loaded(stores: Any, form: Form, samples: Iterable[Sample], **options:
     config = LoaderConfig(**{**settings, "columns": form.roles, **options})
     with Loader(stores, config) as loader:
         for batch in loader:
-            arrays = batch.numpy().arrays
+            arrays = batch.numpy()
             for n, name in enumerate(loader.names(batch)):
                 num_rows += int(batch.weight[n])
                 _expect_row(arrays, n, form, expected[name])

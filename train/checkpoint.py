@@ -52,9 +52,9 @@ from bucketline.files.run_marker import CHECKPOINTS, METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.log import NotFiniteError, WindowState
-from bucketline.train.models.weights import average_folder
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
+from bucketline.train.weight_layout import average_folder
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.train.ema import Average
-    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
+    from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def of_this_model(folder: Path) -> Iterator[None]:
         raise StateError(f"{folder} does not fit this model: {said!s:.300}; resume with the --model of the run") from error
 
 
-def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False, alone: bool = True) -> None:
+def load_weights(folder: Path, weights: WeightLayout, model: nn.Module, *, averaged: bool = False, alone: bool = True) -> None:
     """Load a checkpoint's weights, or its `averaged` weights, into a placed model.
 
     `alone`: every rank reads them; else rank 0 does, for all.
@@ -266,7 +266,7 @@ def quiet() -> Iterator[None]:
 
 
 def copied(
-    weights: Weights,
+    weights: WeightLayout,
     model: nn.Module,
     average: Average,
     optimizer: Optimizer | None,
@@ -306,7 +306,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def write(
     folder: Path,
-    weights: Weights,
+    weights: WeightLayout,
     config: str,
     copies: Mapping[str, Any],
     state: RunState,
@@ -427,7 +427,7 @@ class Saver:
     """
 
     def __init__(
-        self, training: Training, ranks: TrainRanks, weights: Weights, saved: Path | None, write_export: WriteExport
+        self, training: Training, ranks: TrainRanks, weights: WeightLayout, saved: Path | None, write_export: WriteExport
     ) -> None:
         """Start the thread; `saved`: the checkpoint that the run starts from."""
         self._training, self._ranks, self._weights, self._write_export = training, ranks, weights, write_export

@@ -1,8 +1,7 @@
-"""Compile blocks, warm up every bucket, and count FLOPs; the peak FLOP/s of GPUs."""
+"""Compile a model's blocks, run every bucket once before timing starts, and count the FLOPs of a step; the peak of GPUs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -13,29 +12,25 @@ from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
-from torch._subclasses import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
-from bucketline.store.format.columns import LATENT, LatentKind
-from bucketline.train.config import Compile
+from bucketline.store.format.columns import LATENT
+from bucketline.train.config import IN_PROCESS, Precision
+from bucketline.train.data import open_loader
+from bucketline.train.log import StepWork, graphs_compiled
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of, takes_found_inf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -43,18 +38,13 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch, Loader
     from bucketline.store import Bucket
     from bucketline.train.config import TrainConfig
+    from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
 
-COUNTED_SIZES = 3
 MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket
 MOST_OF_BLOCK = 100  # graphs of one class and shape: a UNet's have about 20, and a graph takes seconds
-
-
-def compiles(config: TrainConfig, device: torch.device) -> bool:
-    """Return whether a run's blocks are compiled on a device."""
-    return config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
 
 
 def compile_blocks(model: nn.Module, family: Family | type[Family], backend: str | Callable[..., Any] = "inductor") -> None:
@@ -126,43 +116,59 @@ def _has_tokens(tensor: Tensor) -> bool:
     return tensor.ndim > 2 or tensor.dtype is torch.bool
 
 
-def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
-    """Have a model recompute the share of its activations that `--recompute` says in the backward pass, not store them."""
-    share = config.recompute or 0.0
-    run = functools.partial(recomputed, draws=True) if config.lora_dropout else recomputed
-    if share == 1:
-        model.enable_gradient_checkpointing(run)  # type: ignore[operator]
-    elif is_compiled:
-        import torch._functorch.config as functorch
-
-        # For each block's graph: torch chooses the operations whose recomputation costs least.
-        functorch.activation_memory_budget = 1 - share
-    elif share:
-        places: dict[nn.Module, int] = {}
-
-        def some(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
-            """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
-            place = places.setdefault(block, len(places))
-            return run(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
-
-        model.enable_gradient_checkpointing(some)  # type: ignore[operator]
+# ---------------------------------------------------------------------------------------------- before the first step
 
 
-def recomputed(block: nn.Module, *args: Any, draws: bool = False) -> Any:  # noqa: ANN401 - any block's
-    """Run a block, and again in the backward pass; if it `draws` random numbers, as adapters with dropout do, the same ones."""
-    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=draws, determinism_check="none")
+def step_work_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> StepWork:
+    """Return the work of a run's steps, without buckets yet; log why it has no MFU."""
+    peak = None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if config.precision is not Precision.BF16:
+            log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
+        elif (peak := peak_flops(name)) is None:
+            log.warning("no MFU: the bf16 peak of %s is unknown", name)
+    return StepWork(num_devices=ranks.world_size, peak_flops=peak)
 
 
-def share_cores_of_compiler(num_ranks: int) -> None:
-    """Share a machine's cores among the compilers of its ranks; by default, each takes all of them."""
-    import torch._inductor.config as inductor
+def compile_and_count(
+    training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], work: StepWork
+) -> None:
+    """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
-    inductor.compile_threads = max(1, (inductor.compile_threads or 1) // num_ranks)
+    Buckets that `work` has, from a generation before, are left out, and the others are added there. The ranks of a machine
+    compile at the same time, each with its share of the cores.
+    """
+    config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
+    work.samples.update({bucket.name: bucket.global_batch for bucket in loader.plan.buckets})
+    shapes = {one.name: (loader.config.rows_of(one), *one.spec.column(LATENT).shape) for one in loader.rows.buckets()}
+    trained, validated = (
+        [bucket for bucket in loader.rows.buckets(split) if work.shapes.get(bucket.name) != shapes[bucket.name]]
+        for split in ("train", "val")
+    )
+    if not (compiled or on_gpu) or not (trained or validated):
+        return
+    work.shapes.update(shapes)
+    examples = example_batches(config, ranks, loader, [*trained, *validated])
+    if compiled:
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = max(1, inductor.decide_compile_threads() // torchrun_ranks()["local_world_size"])
+        own, evaluated = ([examples[bucket.name] for bucket in buckets] for buckets in (trained, validated))
+        warm_up(training, own, say, validated=evaluated)
+    for bucket in trained if on_gpu else ():
+        flops = flops_of(training, examples[bucket.name])
+        work.flops[bucket.name] = config.accumulation * ranks.world_size * flops
 
 
-def example_batches(loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batch]:
-    """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket, of any split."""
-    first = next(loader.forever())
+def example_batches(config: TrainConfig, ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batch]:
+    """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket, of any split.
+
+    They are read by a loader like `loader`, which has the stores open.
+    """
+    one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
+    with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
+        first = next(one.forever())
     examples = {}
     for bucket in buckets:
         shape = bucket.spec.column(LATENT).shape
@@ -170,9 +176,8 @@ def example_batches(loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batc
         values = torch.arange(num_rows * math.prod(shape), device=first.device) % first.latents.numel()
         latents = first.latents.flatten()[values].view(num_rows, *shape)
         size = first.target_size.new_tensor([bucket.height_px, bucket.width_px])
-        fitted = {
-            name: tensor[torch.arange(num_rows, device=first.device) % len(tensor)] for name, tensor in first.by_name().items()
-        }
+        rows = torch.arange(num_rows, device=first.device) % len(first.latents)
+        fitted = {name: tensor[rows] for name, tensor in first.by_name().items()}
         fitted |= {"latents": latents, "target_size": size.repeat(num_rows, 1)}
         examples[bucket.name] = replace(first, bucket=bucket.name, **as_fields(fitted))
     return examples
@@ -181,16 +186,14 @@ def example_batches(loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batc
 def warm_up(
     training: Training,
     batches: Sequence[Batch],
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
     *,
     validated: Sequence[Batch] = (),
-    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
     """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged.
 
-    With DDP, ranks exchange nothing, so that they may take turns, a `turn` for each bucket. `say` is told which is next.
-    `validated`: batches of which only the forward pass of a validation is run, with the weights as they are, since exchanging
-    them would change no graph.
+    With DDP, ranks exchange nothing. `say` is told which bucket is next. `validated`: batches of which only the forward pass
+    of a validation is run, with the weights as they are, since exchanging them would change no graph.
     """
     optimizer = training.optimizer
     if not optimizer.state and takes_found_inf(optimizer):  # a step that is skipped makes its state, so that memory ends here
@@ -201,10 +204,8 @@ def warm_up(
         optimizer.zero_grad(set_to_none=True)
     every = [*((batch, True) for batch in batches), *((batch, False) for batch in validated)]
     for number, (batch, is_trained) in enumerate(every, 1):
-        if say is not None:
-            say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
-        with turn():
-            forward_backward(training, batch, is_trained=is_trained)
+        say(f"compiling for bucket {number} of {len(every)}, {batch.bucket}")
+        forward_backward(training, batch, is_trained=is_trained)
         for parameter in training.trained:
             parameter.grad = None
 
@@ -247,67 +248,20 @@ def reason_of(error: BaseException) -> str:
     return next((line for line in lines if re.search(r"\berror: ", line)), lines[-1])[:500]
 
 
-class LengthsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute integers and masks that depend on no tensor without memory, so that the lengths in them can be read.
-
-    Each number of a tensor without memory is read as 1.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if any(isinstance(one, FakeTensor) or one.is_meta for one in given):
-            return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
-        if not given:
-            found = func(*args, **(kwargs or {}))
-            if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
-                return found
-        with unset_fake_temporarily():
-            return func(*args, **(kwargs or {}))
+# ---------------------------------------------------------------------------------------------- FLOPs
 
 
-def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
-    """Return the FLOPs of training a model on a batch; a multiply-add counts as two.
+def flops_of(training: Training, batch: Batch) -> float:
+    """Return the FLOPs of training on a batch; a multiply-add counts as two.
 
-    The forward pass is counted on tensors without memory, but for the lengths of captions. The backward pass costs the same
-    again for the gradient of the inputs, and once more for that of the weights, in proportion to the trained share.
+    The forward pass is counted as it runs without a compiler. The backward pass costs the same again for the gradient of the
+    inputs, and once more for that of the weights, to which adapters hardly add.
     Source: Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv 2203.15556), appendix F.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.device("meta"):
-        empty = plain_class(model).from_config(dict(model.config))  # type: ignore[arg-type]
-    family.prepare(empty)
-    rows, channels, *size = batch.latents.shape
-    if batch.latent_kind is LatentKind.MOMENTS:
-        channels //= 2
-    host = {name: tensor.cpu() for name, tensor in batch.by_name().items()}
-    with torch.no_grad(), fake, sdpa_kernel(SDPBackend.MATH), LengthsOnly(), FlopCounterMode(display=False) as counter:  # type: ignore[no-untyped-call]
-        empty.to_empty(device="cpu")
-        fitted = {name: torch.empty_like(one, device="cpu") if one.is_floating_point() else one for name, one in host.items()}
-        noisy, timesteps = torch.empty(rows, channels, *size), torch.ones(rows, dtype=torch.int64)
-        family.predict(empty, noisy, timesteps, replace(batch, **as_fields(fitted)))
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total: int = sum(parameter.numel() for parameter in empty.parameters())
-    share = min(1.0, trained / total)
-    return float(counter.get_total_flops()) * (2.0 + share)
-
-
-def flops_of_buckets(model: nn.Module, family: Family, batches: Mapping[str, Batch]) -> dict[str, float]:
-    """Return the FLOPs of training on each batch; none, with a warning, if they depend on values.
-
-    FLOPs per row are a quadratic in the number of latent positions (constant, linear, and self-attention's square), so three
-    sizes are counted and the others are interpolated by the parabola through them.
-    """
-    positions = {name: batch.latents.shape[-2] * batch.latents.shape[-1] for name, batch in batches.items()}
-    by_size = {positions[name]: batch for name, batch in batches.items()}
-    sizes = sorted(by_size)
-    counted = sizes if len(sizes) <= COUNTED_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
-    try:
-        per_row = [count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted]
-    except DynamicOutputShapeException:
-        log.warning("no MFU: the FLOPs of a %s depend on values, and cannot be counted ahead", family.model_class)
-        return {}
-    through = np.polynomial.Polynomial.fit(counted, per_row, len(counted) - 1)
-    return {name: len(batch.latents) * float(through(positions[name])) for name, batch in batches.items()}
+    uncompiled, counter = torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False)
+    with uncompiled, torch.no_grad(), training.evaluating(), counter:
+        loss_of(training, batch)
+    return float(counter.get_total_flops()) * (3.0 if training.config.lora_rank is None else 2.0)
 
 
 # Dense bf16 peaks in TFLOP/s, accumulated in 32 bits, by the words of a device's name.
@@ -334,8 +288,3 @@ def peak_flops(device_name: str) -> float | None:
     if name is None or OTHER_BOARD.search(device_name.partition(name)[2]):
         return None
     return PEAKS[name] * 1e12
-
-
-def graphs_compiled() -> int:
-    """Return the number of graphs that dynamo has compiled in this process."""
-    return int(counters["stats"]["unique_graphs"])

@@ -165,8 +165,7 @@ class MemoryOptions:
     later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
     elsewhere."""
     weights: WeightDtype = WeightDtype.FP32
-    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw and
-    adamw-8bit."""
+    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw-8bit."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     base: Base | Literal["off"] | None = None
@@ -293,7 +292,7 @@ class TrainConfig(
     """Output folder: metrics.jsonl, plans.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png,
     images.png and images.json. Use a separate folder, never one with images or inside a store."""
     model_config: str | None = field(default=None, metadata=RESUME_FREE)
-    """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
+    """Folder or hub model with the configuration of a .safetensors --model; None: that which diffusers infers."""
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)
     """Total optimizer steps, including those before a resume."""
     epochs: float | None = field(default=None, metadata=RESUME_FREE)

@@ -1,4 +1,4 @@
-"""The exponential moving average (EMA) of the trained weights, and the stochastic rounding of averages and weights to bf16."""
+"""The exponential moving average (EMA) of the trained weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from bucketline.train.parallel import local, sharded_like
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
-
-
-LOW_BITS = 16  # of a 32-bit float that a bf16 lacks
 
 
 def decay_at(step: int, decay: float) -> float:
@@ -40,15 +36,10 @@ class Average:
         *,
         place: EmaPlace = EmaPlace.DEVICE,
         every: int = 1,
-        seed: int = 0,
     ) -> None:
-        """Start from the model's current weights; update at every `every`-th step.
-
-        `decay`: None: keep no averages; `seed`: of the rounding of bf16 weights.
-        """
+        """Start from the model's current weights; update at every `every`-th step. `decay`: None: keep no averages."""
         self.is_kept = decay is not None
         self._decay, self._every, self._place = decay or 0.0, every, place
-        self._rounding = Rounding(seed, purpose=1)
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = []
@@ -61,7 +52,8 @@ class Average:
     def update(self, step: int) -> None:
         """Update the averages with the weights after optimizer step `step`; on the device a few kernels, no sync.
 
-        One in host memory passes through the device, so that it has the same bits as one there.
+        One in host memory passes through the device, so that it has the same bits as one there. One in bf16 is rounded by
+        torch's own random numbers, so that updates smaller than its last bit are right on average instead of lost.
         """
         if not self.is_kept or (step + 1) % self._every:
             return
@@ -70,10 +62,9 @@ class Average:
         if self._place is EmaPlace.DEVICE and all(average.dtype is torch.float32 for average in self._averages):
             torch._foreach_lerp_(self._averages, weights, share)
             return
-        self._rounding.begin(step)
         for average, weight in zip(self._averages, weights, strict=True):
             moved = average.to(weight.device).float().lerp_(weight.float(), share)  # in place on the device and in 32 bits
-            average.copy_(moved if average.dtype is torch.float32 else self._rounding.rounded(moved))
+            average.copy_(moved if average.dtype is torch.float32 else rounded(moved))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the average of a trained parameter, sharded as that is; any other tensor unchanged."""
@@ -101,33 +92,8 @@ class Average:
             average.copy_(kept)
 
 
-class Rounding:
-    """Round up or down at random, so that updates smaller than a bf16's last bit are right on average instead of lost.
-
-    A resumed run draws the same numbers, and so do all ranks of DDP.
-    """
-
-    def __init__(self, seed: int, purpose: int = 0) -> None:
-        """`purpose` tells several users of one seed apart."""
-        self._key = (seed, purpose)
-        self._step = self._seeds = 0
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def begin(self, step: int) -> None:
-        """Start the random numbers of an optimizer step (from 0)."""
-        self._step, self._seeds = step, 0
-        self._generators.clear()
-
-    def seed(self) -> int:
-        """Return another seed of the step's random numbers, 32 bits."""
-        self._seeds += 1
-        return int(np.random.SeedSequence((*self._key, self._step, self._seeds)).generate_state(1)[0])
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """Return float32 values as ones that a bf16 can hold; those that are such stay as they are."""
-        generator = self._generators.get(values.device)
-        if generator is None:
-            generator = self._generators[values.device] = torch.Generator(values.device).manual_seed(self.seed())
-        noise = torch.empty_like(values, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
-        # Adding to the bits of a float moves it away from 0, by one bf16 if the low bits carry; then they are cut off.
-        return noise.add_(values.view(torch.int32)).bitwise_and_(-1 << LOW_BITS).view(torch.float32)
+def rounded(values: Tensor) -> Tensor:
+    """Round float32 values up or down at random to values that a bf16 can hold; those that it holds stay as they are."""
+    bits = values.view(torch.int32)
+    # Adding to the bits of a float moves it away from 0, by one bf16 if the low 16 bits carry; then they are cut off.
+    return torch.randint_like(bits, 1 << 16).add_(bits).bitwise_and_(-1 << 16).view(torch.float32)

@@ -29,6 +29,7 @@ import torch
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch._dynamo.utils import counters
 
 from bucketline.command_line import counted, per_second
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
@@ -37,7 +38,6 @@ from bucketline.files.locks import FileLock
 from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
 from bucketline.loader.mixture import StoreId, redacted_store
 from bucketline.progress import stderr_console
-from bucketline.train.compile import graphs_compiled
 from bucketline.train.run_file import as_run_file, config_as_json
 from bucketline.typed_json import encode
 
@@ -162,6 +162,11 @@ def seconds_between(begin: Mark, end: Mark) -> float:
         return float(begin.elapsed_time(end)) / 1e3
     assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018
     return end - begin
+
+
+def graphs_compiled() -> int:
+    """Return the number of graphs that dynamo has compiled in this process."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 class NotFiniteError(TrainError):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import importlib.util
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +16,21 @@ from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
 from bucketline.store.format.columns import LATENT
 from bucketline.train.compile import example_batches, forward_backward
-from bucketline.train.config import BASE_OFF, IN_PROCESS, Base, TrainConfig
-from bucketline.train.data import open_loader
+from bucketline.train.config import BASE_OFF, Base, TrainConfig
+from bucketline.train.model import build_training
+from bucketline.train.optim import make_optimizer
 from bucketline.train.values import Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from torch.optim import Optimizer
+
     from bucketline.loader import Batch, Loader
     from bucketline.train.checkpoint import Start
-    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
+    from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
 SPARE = 0.02  # of a device's memory, not used in the trial: for batches that wait there, and gaps between tensors
@@ -37,42 +38,25 @@ EMA_EVERY = 10  # steps between updates of an average that was moved to the host
 EVERY_BLOCK = 99  # as many as there are
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """Options that save memory, in addition to those before them, and what they cost."""
-
-    options: dict[str, Any]
-    price: str
-
-    def __str__(self) -> str:
-        return " ".join(f"{as_option(name)} {value}" for name, value in self.options.items())
-
-
 def built_to_fit(
-    config: TrainConfig,
-    ranks: TrainRanks,
-    start: Start,
-    loader: Loader,
-    build: Callable[[TrainConfig], tuple[Training, Weights]],
-    say: Callable[[str], None],
-) -> tuple[Training, Weights]:
-    """Return what `build` makes of a configuration with the options that the memory of each rank's device needs.
+    config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader, say: Callable[[str], None]
+) -> tuple[Training, WeightLayout]:
+    """Build what a step needs, with the options that the memory of each rank's device needs.
 
     Tell `say` which, and why. With `--memory`, torch's allocator on a GPU takes no more. Nothing is tried with `--memory off`,
-    on a CPU without `--memory`, and in a resumed run that keeps what its first part chose.
+    and on a CPU without `--memory`.
     """
     device, limit = loader.device, None if config.memory is None else config.memory.num_bytes
     if limit is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    is_fitted = start.state is not None and _is_fitted(config, start.state.config)
-    if is_fitted or (limit is None and (config.memory is not None or device.type != "cuda")):
-        return build(decided(config))
-    savings, config = [*savings_of(config, ranks.world_size)], decided(config)
+    savings, config = savings_of(config, ranks.world_size), decided(config)
+    if limit is None and (config.memory is not None or device.type != "cuda"):
+        return build_training(config, ranks, start, loader)
     batch = largest_batch(config, ranks, loader)
 
-    def tried() -> tuple[Training, Weights]:
-        built = build(config)
+    def tried() -> tuple[Training, WeightLayout]:
+        built = build_training(config, ranks, start, loader)
         try_step(built[0], batch, limit)
         return built
 
@@ -85,41 +69,40 @@ def built_to_fit(
         torch._dynamo.reset()  # compiled blocks keep tensors
         free_memory(device)
         rows = f"memory is short for a step of {len(batch.latents)} rows of {batch.bucket}"
-        if not savings:
+        options, price = next(savings, ({}, ""))
+        if not options:
             raise UsageError(
                 f"{rows}, with all that saves memory and is not given otherwise: {short[0]:.200}. Use a smaller --batch with a "
-                "larger --accumulation, --lora-rank 16, a larger --memory, or --memory off to train until it ends"
+                "larger --accumulation, --recompute 1, --lora-rank 16, a larger --memory, or --memory off to try nothing"
             )
-        saving = savings.pop(0)
-        say(f"{rows}: trying {saving}; {saving.price}")
-        config = replace(config, **saving.options)
+        say(f"{rows}: trying {' '.join(f'{as_option(name)} {value}' for name, value in options.items())}; {price}")
+        config = replace(config, **options)
 
 
-def savings_of(config: TrainConfig, world_size: int) -> Iterator[Saving]:
-    """Yield what saves memory, in order of cost; an option that is given is not changed."""
+def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield options that save memory, in addition to those before them, and what they cost, in order of that.
+
+    An option that is given is not changed.
+    """
     has_torchao, is_whole = importlib.util.find_spec("torchao") is not None, not config.is_sharded(world_size)
     if config.recompute is None and not config.offload_blocks:
         for share in (0.25, 0.5, 0.75, 1.0):
-            yield Saving(options={"recompute": share}, price=f"up to {share / 3:.0%} more time, and the same losses")
+            yield {"recompute": share}, f"up to {share / 3:.0%} more time, and the same losses"
     if config.lora_rank is None:
         if config.ema.decay is not None and config.ema.place is None:
             every = EMA_EVERY if config.ema.every == 1 else config.ema.every
-            yield Saving(
-                options={"ema": replace(config.ema, place=EmaPlace.CPU, every=every)},
-                price=f"the average moves every {every} steps, by a copy to the device and back",
-            )
-        if config.optimizer is None and not config.resume and has_torchao and is_whole:
-            yield Saving(options={"optimizer": "adamw-8bit"}, price="moments have 8 bits")
+            price = f"the average moves every {every} steps, by a copy to the device and back"
+            yield {"ema": replace(config.ema, place=EmaPlace.CPU, every=every)}, price
+        if config.optimizer is None and has_torchao and is_whole:
+            yield {"optimizer": "adamw-8bit"}, "moments have 8 bits"
         return
     if not is_whole or config.dora:
         return
     if config.base is None and has_torchao:
-        yield Saving(options={"base": Base.INT8}, price="frozen weights have 8 bits")
-        yield Saving(options={"base": Base.NF4}, price="frozen weights have 4 bits")
+        yield {"base": Base.INT8}, "frozen weights have 8 bits"
+        yield {"base": Base.NF4}, "frozen weights have 4 bits"
     if config.offload_blocks is None and config.recompute in (None, 1):
-        yield Saving(
-            options={"offload_blocks": EVERY_BLOCK}, price="frozen weights wait in host memory and are copied for each use"
-        )
+        yield {"offload_blocks": EVERY_BLOCK}, "frozen weights wait in host memory and are copied for each use"
 
 
 def largest_batch(config: TrainConfig, ranks: TrainRanks, loader: Loader) -> Batch:
@@ -127,9 +110,7 @@ def largest_batch(config: TrainConfig, ranks: TrainRanks, loader: Loader) -> Bat
     largest = max(
         loader.rows.buckets("train"), key=lambda one: loader.config.rows_of(one) * math.prod(one.spec.column(LATENT).shape)
     )
-    one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
-    with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
-        batch = example_batches(one, [largest])[largest.name]
+    batch = example_batches(config, ranks, loader, [largest])[largest.name]
     encoder = loader.shares[0].store.manifest.encoders.get("text_encoder")
     tokens = encoder.get("max_tokens") if isinstance(encoder, dict) else None
     if isinstance(tokens, int) and (more := tokens - batch.tokens.shape[1]) > 0:
@@ -150,46 +131,30 @@ def try_step(training: Training, batch: Batch, limit: int | None) -> None:
     if is_cuda:
         total = torch.cuda.get_device_properties(device).total_memory
         spare = torch.empty(int(SPARE * min(total, limit or total)), dtype=torch.uint8, device=device)
-    with torch.random.fork_rng(devices=[device] if is_cuda else []), _with_state(training):
+    with torch.random.fork_rng(devices=[device] if is_cuda else []):
+        state = None if training.optimizer.state else stepped_optimizer(training)
         try:
             for _ in range(min(2, training.config.accumulation)):  # the second has the first one's gradients
                 forward_backward(training, batch)
         finally:
             training.optimizer.zero_grad(set_to_none=True)
-    del spare
+    del spare, state
 
 
-@contextlib.contextmanager
-def _with_state(training: Training) -> Iterator[None]:
-    """Give the optimizer the state that it has after a step, if it has none, while the body runs.
+def stepped_optimizer(training: Training) -> Optimizer:
+    """Return an optimizer like a training's, with the state that a step makes; the weights stay unchanged.
 
-    It is made of one weight after another, so that nothing but this weight has to be kept.
+    It steps for one weight after another, so that nothing but this weight has to be kept.
     """
-    optimizer, groups = training.optimizer, training.optimizer.param_groups
-    if optimizer.state:
-        yield
-        return
-    every = [group["params"] for group in groups]
-    before = [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
-    try:
-        for group in groups:
-            group["params"] = []
-        for group, weights in zip(groups, every, strict=True):
-            for weight in weights:
-                kept = weight.detach().clone()
-                group["params"], weight.grad = [weight], torch.zeros_like(weight)
-                try:
-                    optimizer.step()
-                finally:
-                    weight.grad = None
-                    weight.detach().copy_(kept)
-            group["params"] = weights
-        yield
-    finally:
-        optimizer.state.clear()
-        for group, weights, values in zip(groups, every, before, strict=True):
-            group.clear()
-            group.update(values, params=weights)
+    optimizer = make_optimizer(training.config, training.bare_model, compiled=training.prep.compiled)
+    for weight in training.trained:
+        kept, weight.grad = weight.detach().clone(), torch.zeros_like(weight)
+        try:
+            optimizer.step()
+        finally:
+            weight.grad = None
+            weight.detach().copy_(kept)
+    return optimizer
 
 
 def decided(config: TrainConfig) -> TrainConfig:
@@ -206,21 +171,14 @@ def decided(config: TrainConfig) -> TrainConfig:
 
 
 def with_recorded(config: TrainConfig, recorded: Mapping[str, Json]) -> TrainConfig:
-    """Return a resumed run's configuration with what its first part chose, unless an option or another --memory is given."""
-    taken: dict[str, Any] = {}
-    if config.optimizer is None:  # whose state the checkpoint has
-        taken["optimizer"] = recorded.get("optimizer", "adamw")
-    if _is_fitted(config, recorded):
-        taken |= {name: recorded.get(name) for name in ("recompute", "offload_blocks") if getattr(config, name) is None}
-        if config.base is None and config.lora_rank is not None:
-            taken["base"] = Base(str(found)) if (found := recorded.get("base")) else BASE_OFF
-        before = Ema.parse(str(recorded.get("ema", config.ema)), "--ema")
-        is_open = config.ema.decay is not None and config.ema.place is None
-        if is_open and replace(config.ema, place=before.place, every=before.every) == before:
-            taken["ema"] = before
+    """Return a resumed run's configuration with what its first part chose, unless an option is given."""
+    taken: dict[str, Any] = {
+        name: recorded.get(name) for name in ("optimizer", "recompute", "offload_blocks") if getattr(config, name) is None
+    }
+    if config.base is None and config.lora_rank is not None:
+        taken["base"] = Base(str(found)) if (found := recorded.get("base")) else BASE_OFF
+    before = Ema.parse(str(recorded.get("ema", config.ema)), "--ema")
+    is_open = config.ema.decay is not None and config.ema.place is None
+    if is_open and replace(config.ema, place=before.place, every=before.every) == before:
+        taken["ema"] = before
     return replace(config, **taken)
-
-
-def _is_fitted(config: TrainConfig, recorded: Mapping[str, Json]) -> bool:
-    """Return whether a run's first part was fitted into the memory that it has now."""
-    return config.memory is None or str(config.memory) == recorded.get("memory")

@@ -2,80 +2,74 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import warnings
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from bucketline.command_line import torchrun_ranks
 from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.ranks import fail_together
-from bucketline.store.format.columns import LATENT
-from bucketline.train.checkpoint import load_optimizer
-from bucketline.train.compile import (
-    compile_blocks,
-    compiles,
-    example_batches,
-    flops_of_buckets,
-    peak_flops,
-    recompute,
-    share_cores_of_compiler,
-    warm_up,
-)
-from bucketline.train.config import IN_PROCESS, Base, Precision, TrainConfig, WeightDtype
-from bucketline.train.data import mean_weight, open_loader
+from bucketline.train.checkpoint import load_optimizer, load_weights
+from bucketline.train.config import Base, Compile, Precision, TrainConfig, WeightDtype
+from bucketline.train.data import mean_weight
 from bucketline.train.ema import Average
-from bucketline.train.log import StepWork
+from bucketline.train.load import facts_of, load, locate, refuse_other_encoders, schedule_of
 from bucketline.train.lora import add_adapters
-from bucketline.train.models.load import facts_of, load, locate, refuse_other_encoders, schedule_of
-from bucketline.train.models.weights import weights_of
 from bucketline.train.noise import Prep
 from bucketline.train.optim import make_optimizer
-from bucketline.train.parallel import TrainRanks, first_of_each_machine_first, from_rank_zero
-from bucketline.train.sharding import layout_on, loads_alone, place_model
+from bucketline.train.parallel import (
+    TrainRanks,
+    fill_from_rank_zero,
+    from_rank_zero,
+    keep_layout,
+    layout_on,
+    shard,
+    shard_mesh,
+    shard_ranks_of,
+    tables_of,
+    tensors_of,
+)
 from bucketline.train.step import Training
 from bucketline.train.values import EmaPlace
+from bucketline.train.weight_layout import average_folder, layout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from pathlib import Path
 
     from torch import nn
 
     from bucketline.families.family import Family
     from bucketline.loader import Loader
     from bucketline.train.checkpoint import Start
-    from bucketline.train.models.weights import Weights
     from bucketline.train.noise import ModelSchedule
+    from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 
 
-def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, Weights]:
+def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, WeightLayout]:
     """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any."""
     device, vae = loader.device, loader.shares[0].store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
     family, model, schedule = _load_model(config, ranks, start, loader)
-    weights = weights_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)  # how files hold them
+    layout = layout_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = compiles(config, device)
     recompute(model, config, is_compiled=compiled)
     if compiled:
+        from bucketline.train.compile import compile_blocks
+
         compile_blocks(model, family)
     if config.offload_blocks:
-        from bucketline.train.lowbit.offload import offload_blocks
+        from bucketline.train.lowbit import offload_blocks
 
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    kept = config.ema
-    average_of_model = functools.partial(
-        Average, decay=kept.decay, place=kept.place or EmaPlace.DEVICE, every=kept.every, seed=config.seed
-    )
-    average = place_model(model, config, ranks, device, weights, start.checkpoint, average_of_model)
+    average = place_model(model, config, ranks, device, layout, start.checkpoint)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         load_optimizer(start.checkpoint, model, optimizer)
@@ -97,7 +91,7 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
         scheduler=schedule.config,
         mean_weight=mean_weight(config, loader.shares),
     )
-    return training, weights
+    return training, layout
 
 
 def _load_model(
@@ -123,14 +117,59 @@ def _load_model(
 
             start_from(config.lora_from, model, family.lora_pipeline)
     if config.precision is Precision.FP8:
-        from bucketline.train.lowbit.float8 import use_float8
+        from bucketline.train.lowbit import use_float8
 
         log.info("%d linear layers compute in 8-bit floats", use_float8(model))
     if isinstance(config.base, Base):
-        from bucketline.train.lowbit.frozen_base import quantise_base
+        from bucketline.train.lowbit import quantise_base
 
         quantise_base(model, config.base, device)
     return family, model, schedule
+
+
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether a run's blocks are compiled on a device."""
+    return config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+
+
+def loads_alone(config: TrainConfig) -> bool:
+    """Return True if every rank reads the whole model: quantised and offloaded weights are not sent."""
+    return isinstance(config.base, Base) or bool(config.offload_blocks)
+
+
+def place_model(
+    model: nn.Module, config: TrainConfig, ranks: TrainRanks, device: torch.device, layout: WeightLayout, folder: Path | None
+) -> Average:
+    """Place a model on the device, in place, and return its average; both are those of the checkpoint in `folder`, if any.
+
+    Of several ranks, only rank 0's model has values, in host memory, unless each `loads_alone`.
+    """
+    memory_format = layout_on(device)
+    alone = ranks.world_size == 1 or loads_alone(config)
+    if alone:
+        model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    else:
+        whole = tensors_of(model)
+        torch.nn.Module.to(model, "meta")
+        if config.is_sharded(ranks.world_size):  # FSDP2 takes only contiguous parameters
+            gathered = torch.bfloat16 if config.autocasts else torch.float32
+            shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
+            if memory_format is torch.channels_last:
+                keep_layout(model, memory_format)
+        else:
+            torch.nn.Module.to(model, memory_format=memory_format)  # type: ignore[call-overload]
+        model.to_empty(device=device)
+        fill_from_rank_zero(tensors_of(model), whole)
+        for path, tables in from_rank_zero(ranks, lambda: tables_of(model)).items():
+            vars(model.get_submodule(path)).update(tables)
+    if folder is not None:
+        load_weights(folder, layout, model, alone=alone)
+    average = Average(model, config.ema.decay, place=config.ema.place or EmaPlace.DEVICE, every=config.ema.every)
+    # without one in the checkpoint, it starts from the weights
+    if folder is not None and average.is_kept and from_rank_zero(ranks, (folder / average_folder(layout)).is_dir):
+        with average.applied():
+            load_weights(folder, layout, model, averaged=True, alone=alone)
+    return average
 
 
 def replicated(model: nn.Module, family: Family, config: TrainConfig, device: torch.device) -> DistributedDataParallel:
@@ -152,46 +191,28 @@ def replicated(model: nn.Module, family: Family, config: TrainConfig, device: to
         )
 
 
-def step_work_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> StepWork:
-    """Return the work of a run's steps, without buckets yet; log why it has no MFU."""
-    peak = None
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if config.precision is not Precision.BF16:
-            log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
-        elif (peak := peak_flops(name)) is None:
-            log.warning("no MFU: the bf16 peak of %s is unknown", name)
-    return StepWork(num_devices=ranks.world_size, peak_flops=peak)
+def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
+    """Have a model recompute the share of its activations that `--recompute` says in the backward pass, not store them."""
+    share = config.recompute or 0.0
+    run = functools.partial(recomputed, draws=True) if config.lora_dropout else recomputed
+    if share == 1:
+        model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+    elif is_compiled:
+        import torch._functorch.config as functorch
+
+        # For each block's graph: torch chooses the operations whose recomputation costs least.
+        functorch.activation_memory_budget = 1 - share
+    elif share:
+        places: dict[nn.Module, int] = {}
+
+        def some(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+            """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
+            place = places.setdefault(block, len(places))
+            return run(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
+
+        model.enable_gradient_checkpointing(some)  # type: ignore[operator]
 
 
-def compile_and_count(
-    training: Training, ranks: TrainRanks, loader: Loader, say: Callable[[str], None], work: StepWork
-) -> None:
-    """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
-
-    Buckets that `work` has, from a generation before, are left out, and the others are added there. The first rank of each
-    machine compiles a bucket first: the others find its kernels in inductor's cache. Sharded ranks need each other, so they
-    compile at the same time, with their share of the cores.
-    """
-    config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
-    work.samples.update({bucket.name: bucket.global_batch for bucket in loader.plan.buckets})
-    shapes = {one.name: (loader.config.rows_of(one), *one.spec.column(LATENT).shape) for one in loader.rows.buckets()}
-    trained, validated = (
-        [bucket for bucket in loader.rows.buckets(split) if work.shapes.get(bucket.name) != shapes[bucket.name]]
-        for split in ("train", "val")
-    )
-    if not (compiled or on_gpu) or not (trained or validated):
-        return
-    work.shapes.update(shapes)
-    one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
-    with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
-        examples = example_batches(one, [*trained, *validated])
-    own, evaluated = ({bucket.name: examples[bucket.name] for bucket in buckets} for buckets in (trained, validated))
-    if compiled:
-        if is_sharded := config.is_sharded(ranks.world_size):
-            share_cores_of_compiler(torchrun_ranks()["local_world_size"])
-        turn = contextlib.nullcontext if is_sharded else functools.partial(first_of_each_machine_first, ranks)
-        warm_up(training, [*own.values()], say, validated=[*evaluated.values()], turn=turn)
-    if on_gpu and own:
-        flops = flops_of_buckets(training.bare_model, training.family, own)
-        work.flops.update({name: config.accumulation * ranks.world_size * each for name, each in flops.items()})
+def recomputed(block: nn.Module, *args: Any, draws: bool = False) -> Any:  # noqa: ANN401 - any block's
+    """Run a block, and again in the backward pass; if it `draws` random numbers, as adapters with dropout do, the same ones."""
+    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=draws, determinism_check="none")

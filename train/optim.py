@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import importlib
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
 
-NAMED = {
-    "adamw": f"{__name__}:make_adamw",
-    "adamw-8bit": "bucketline.train.optimizers.adamw_8bit:make_8bit",
-    "muon": "bucketline.train.optimizers.muon:make_muon",
-    "prodigy": "bucketline.train.optimizers.prodigy:make_prodigy",
-}
-"""What makes each optimizer that has a name, as MODULE:FUNCTION: a module imports its library, which may be missing."""
-ADAMWS = ("adamw", "adamw-8bit")  # --betas and --weights bf16 are for these
+NAMED = {"adamw": "torch", "adamw-8bit": "torchao.optim", "muon": "torch", "prodigy": "prodigyopt"}
+"""The library of each optimizer that has a name; `train/optimizers.py` makes it."""
+ADAMWS = ("adamw", "adamw-8bit")  # --betas is for these
 OF_SHARDS = ("adamw", "muon")  # step on the shards of FSDP
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _CONSTANTS = {"true": True, "false": False, "none": None}
@@ -55,48 +50,36 @@ def arguments_of(config: TrainConfig) -> dict[str, Any]:
 
 def refuse_combinations(config: TrainConfig, world_size: int) -> None:
     """Check that the chosen optimizer and the dtype of the weights suit each other and the run."""
-    name, own = config.optimizer or "adamw", f"--optimizer is {config.optimizer}"
+    name, own = config.optimizer or "adamw", f"--optimizer is {config.optimizer or 'adamw'}"
     arguments_of(config)
-    is_bf16, adamws = config.weights is WeightDtype.BF16, " or ".join(ADAMWS)
-    of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
-    for is_refused, message in (
-        (
-            name not in NAMED and not _CLASS.fullmatch(name),
-            f"--optimizer is {name!r:.80}, expected {', '.join(NAMED)}, or any other as module:Class, as torch.optim:NAdam",
-        ),
-        (
-            bool(config.optimizer_arg) and name in NAMED,
-            f"--optimizer-arg is {' '.join(config.optimizer_arg)}, and --optimizer is {name}: leave it out, or name a class",
-        ),
-        (
-            config.betas != ADAMS_BETAS and name not in ADAMWS,
-            f"{own}, which has its own betas, and --betas is {config.betas}: leave it out, or choose {adamws}",
-        ),
-        (
-            is_bf16 and name not in ADAMWS,
-            f"{own}, which cannot round weights stochastically: leave out --weights bf16, or choose {adamws}",
-        ),
-        (
-            is_bf16 and config.lora_rank is not None,
-            f"--weights is bf16 with --lora-rank {config.lora_rank}; adapters are small and stay 32-bit: leave out --weights",
-        ),
-        (
-            is_bf16 and config.precision not in (Precision.AUTO, Precision.BF16),  # auto: not yet resolved
-            f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well",
-        ),
-        (
-            config.is_sharded(world_size) and name not in OF_SHARDS,
-            f"{own}, which may not work on sharded weights: give --sharding ddp, or choose {' or '.join(OF_SHARDS)}",
-        ),
-    ):
-        if is_refused:
-            raise UsageError(message)
+    if name not in NAMED and not _CLASS.fullmatch(name):
+        raise UsageError(f"{own!s:.80}, expected {', '.join(NAMED)}, or any other as module:Class, as torch.optim:NAdam")
+    if config.optimizer_arg and name in NAMED:
+        raise UsageError(f"{own}, and --optimizer-arg is {' '.join(config.optimizer_arg)}: leave it out, or name a class")
+    if config.betas != ADAMS_BETAS and name not in ADAMWS:
+        raise UsageError(f"{own}, which has its own betas, and --betas is {config.betas}: choose {' or '.join(ADAMWS)}")
+    if config.is_sharded(world_size) and name not in OF_SHARDS:
+        raise UsageError(
+            f"{own}, which may not work on sharded weights: give --sharding ddp, or choose {' or '.join(OF_SHARDS)}"
+        )
+    if config.weights is not WeightDtype.BF16:
+        return
+    if name != "adamw-8bit":
+        raise UsageError(f"{own}, which cannot round weights stochastically: leave out --weights bf16, or choose adamw-8bit")
+    if config.lora_rank is not None:
+        raise UsageError(
+            f"--weights is bf16 with --lora-rank {config.lora_rank}; adapters are small and stay 32-bit: leave out --weights"
+        )
+    if config.precision not in (Precision.AUTO, Precision.BF16):  # auto: not yet resolved
+        of_auto = " (also by auto, without a GPU that has bf16)" if config.precision is Precision.FP32 else ""
+        raise UsageError(f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well")
 
 
 def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of ours, or any class of an optimizer
-    """Return what makes the chosen optimizer, whose library this imports."""
+    """Return what makes the chosen optimizer, and import its library, which may be missing."""
     if (name := config.optimizer or "adamw") in NAMED:
-        return imported(NAMED[name])
+        importlib.import_module(NAMED[name])
+        return imported(f"bucketline.train.optimizers:make_{name.removeprefix('adamw-')}")
     from torch.optim import Optimizer
 
     try:
@@ -105,21 +88,15 @@ def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of 
         raise UsageError(
             f"--optimizer {name} cannot be imported: {error!s:.200}. Install its package, or put its module on PYTHONPATH"
         ) from error
-    reason = ""
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        reason = "it is not a torch.optim.Optimizer"
-    elif hasattr(kind, "eval"):
-        reason = "it has other weights for evaluation than for training"
-    elif (closure := inspect.signature(kind.step).parameters.get("closure")) and closure.default is closure.empty:
-        reason = "its step computes the loss again"
-    if reason:
-        raise UsageError(f"--optimizer {name} cannot be used: {reason}; choose another one")
+        raise UsageError(f"--optimizer {name} is not a torch.optim.Optimizer; choose another one")
+    if hasattr(kind, "eval"):
+        raise UsageError(f"--optimizer {name} has other weights for evaluation than for training; choose another one")
     return kind
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> Optimizer:
     """Return the chosen optimizer of a model's trained weights, which are on their devices."""
-    assert config.learning_rate is not None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
     make = find_optimizer(config)
@@ -134,19 +111,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
             f"--optimizer {config.optimizer} does not take {given}: {error!s:.300}. Fix --optimizer-arg"
         ) from error
     return optimizer
-
-
-def make_adamw(_model: nn.Module, groups: list[dict[str, Any]], config: TrainConfig, *, compiled: bool) -> Optimizer:
-    """Return AdamW with 32-bit moments, of torch unless it rounds weights in bf16; `compiled` changes nothing."""
-    del compiled
-    if config.weights is WeightDtype.BF16:
-        from bucketline.train.optimizers.rounded_adamw import RoundedAdamW
-
-        return RoundedAdamW(groups, config)
-    from torch.optim import AdamW
-
-    assert config.learning_rate is not None
-    return AdamW(groups, lr=config.learning_rate, betas=config.betas.pair, eps=config.betas.eps, fused=True)
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

@@ -1,4 +1,4 @@
-"""Multi-process training: sharded tensors, rank 0's decisions for all ranks, and a common step to stop at."""
+"""Training in several processes: how the model is spread over them (DDP, FSDP2, HSDP), and what all of them agree on."""
 
 from __future__ import annotations
 
@@ -10,21 +10,43 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import TrainError
+from bucketline.errors import TrainError, UsageError
 from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
+from bucketline.train.values import ShardBy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
 
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from bucketline.train.config import TrainConfig
 
 BLOCK = re.compile(r"Block(2D)?$")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRanks:
+    """The rank of this process among the processes of the run, as numbered by torchrun."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """True if this rank writes files and prints."""
+        return self.rank == 0
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -118,20 +140,76 @@ def plain_class(model: nn.Module) -> type[Any]:
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
-T = TypeVar("T")
+def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
+    """Return the number of ranks that share one copy of the model."""
+    is_of_machine, number = config.sharding.name is ShardBy.MACHINE, config.sharding.ranks
+    if ranks.world_size == 1 or not (is_of_machine or number):
+        return ranks.world_size
+    number = number or torchrun_ranks()["local_world_size"]
+    if number < 2 or ranks.world_size % number:
+        raise UsageError(
+            f"--sharding is {config.sharding}, over {number} processes, expected a divisor of all {ranks.world_size}, from 2 "
+            "on; to have a whole copy on each, use --sharding ddp"
+        )
+    return number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRanks:
-    """The rank of this process among the processes of the run, as numbered by torchrun."""
+def shard_mesh(device: torch.device, ranks_of_copy: int) -> DeviceMesh:
+    """Return the processes as rows of `ranks_of_copy` that share a model; neighbours, which are on one machine."""
+    num_copies = dist.get_world_size() // ranks_of_copy
+    if num_copies == 1:
+        return init_device_mesh(device.type, (ranks_of_copy,))
+    return init_device_mesh(device.type, (num_copies, ranks_of_copy), mesh_dim_names=("replicate", "shard"))
 
-    rank: int
-    world_size: int
 
-    @property
-    def is_main(self) -> bool:
-        """True if this rank writes files and prints."""
-        return self.rank == 0
+def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.float32, *, keeps_gathered: bool = False) -> None:
+    """Shard every parameter over a mesh, in place (FSDP2); blocks are gathered one at a time when they run.
+
+    `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
+    32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for part in separate_blocks(model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_gathered)
+    # The others belong to the root, gathered for the full forward pass, and first in the backward pass: they stay in between.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, sharing its memory."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def tables_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return a model's attributes that have tensors but are neither parameters nor buffers, by module: tables of positions."""
+    registered = {"_parameters", "_buffers"}
+    return {
+        path: tables
+        for path, module in model.named_modules()
+        if (
+            tables := {
+                name: value
+                for name, value in vars(module).items()
+                if name not in registered and any(isinstance(one, torch.Tensor) for one in tree_leaves(value))
+            }
+        )
+    }
+
+
+def layout_on(device: torch.device) -> torch.memory_format:
+    """Return the memory layout of convolutions' weights on a device."""
+    return torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+
+def keep_layout(model: nn.Module, layout: torch.memory_format) -> None:
+    """Let a model compute convolutions in a layout, that of their inputs, though FSDP2 gathers weights without one."""
+
+    def laid_out(_module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return given[0].contiguous(memory_format=layout), *given[1:]
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(laid_out)
 
 
 def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
@@ -139,17 +217,6 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     with fail_together():
         made = make() if ranks.is_main else None
     return gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
-
-
-@contextlib.contextmanager
-def first_of_each_machine_first(ranks: TrainRanks) -> Iterator[None]:
-    """Run the body on the first rank of each machine, then on the others."""
-    is_later = torchrun_ranks()["local_rank"] > 0
-    if ranks.world_size > 1 and is_later:
-        dist.barrier(group=host_group())
-    yield
-    if ranks.world_size > 1 and not is_later:
-        dist.barrier(group=host_group())
 
 
 def expect_equal(name: str, value: str) -> None:

@@ -22,8 +22,8 @@ from bucketline.option_types import OnResume, options_on_resume
 from bucketline.option_value import as_option
 from bucketline.store.format.columns import FLIPPED
 from bucketline.train.config import Objective
+from bucketline.train.load import checked, facts_of, locate, refuse_other_encoders, schedule_of, store_channels
 from bucketline.train.log import has_steps
-from bucketline.train.models.load import checked, facts_of, locate, refuse_other_encoders, schedule_of, store_channels
 from bucketline.train.run_file import config_as_json
 from bucketline.train.values import Weighting
 

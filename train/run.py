@@ -31,6 +31,7 @@ from bucketline.option_value import as_option
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import Output, RunState, Saver, Start, expect_finite_weights, folder_of_step, way_on
 from bucketline.train.config import Precision, TrainConfig
+from bucketline.train.load import weight_files
 from bucketline.train.log import (
     TRACKED,
     NotFiniteError,
@@ -48,13 +49,10 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.model import build_training, compile_and_count, step_work_of
-from bucketline.train.models.load import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
-from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
+from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import RULES, RULES_OF_A_GENERATION, Facts, refuse_former_run, refuse_place
 from bucketline.train.run_file import config_as_json
-from bucketline.train.sharding import shard_ranks_of
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
 from bucketline.train.values import LrSchedule
@@ -118,6 +116,8 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     ):
         start = from_rank_zero(ranks, lambda: take_folder(config, at_end))
         with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run, failures_recorded(run):
+            if start.checkpoint is None:
+                run.begin()
             run.build()
             summary = run.train(stop)
         if dist.is_initialized():
@@ -170,7 +170,7 @@ def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
 
 @contextlib.contextmanager
 def failures_recorded(run: Run) -> Iterator[None]:
-    """Record a failure of the body in `status.json` once training has begun, except what only follows from another rank's."""
+    """Record a failure of the body in `status.json` once the run has begun, except what only follows from another rank's."""
     try:
         yield
     except OtherRankFailedError:
@@ -296,6 +296,12 @@ class Run:
             raise StateError(f"{error}; or continue by another plan, with --resume --new-plan") from error
         self._window = state.window  # its buckets are those of this plan
 
+    def begin(self) -> None:
+        """Record that the run is in progress: a new one before its first file, a resumed one once nothing is refused."""
+        self.has_begun = True
+        output, done = self._given.output_dir, self.steps_done
+        from_rank_zero(self.ranks, lambda: write_status(output, RunStatus.RUNNING, done, begins=True))
+
     def build(self) -> None:
         """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts."""
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
@@ -306,9 +312,7 @@ class Run:
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
 
-        self.training, self._weights = built_to_fit(
-            config, ranks, start, self.loader, lambda one: build_training(one, ranks, start, self.loader), say
-        )
+        self.training, self._weights = built_to_fit(config, ranks, start, self.loader, say)
         self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
@@ -317,6 +321,8 @@ class Run:
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
         self.loader.start()  # to read ahead while the rest compiles
+        from bucketline.train.compile import compile_and_count, step_work_of
+
         self.work = step_work_of(config, ranks, self.device)
         compile_and_count(self.training, ranks, self.loader, say, self.work)
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
@@ -344,7 +350,8 @@ class Run:
 
     def train(self, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
-        self.has_begun = True
+        if not self.has_begun:
+            self.begin()
         with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
             self._validations = from_rank_zero(self.ranks, self._open_log)
             if not self.loader.rows.buckets("val"):
@@ -359,7 +366,6 @@ class Run:
     def _open_log(self) -> dict[int, ValidationResult | None]:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
         output = self.config.output_dir
-        write_status(output, RunStatus.RUNNING, self.steps_done, begins=True)
         if self.start.checkpoint is None:
             (output / METRICS).unlink(missing_ok=True)  # an earlier validation was of other weights
         else:
@@ -463,6 +469,8 @@ class Run:
         self._record_plan()
         self._refuse(RULES_OF_A_GENERATION, self.loader.shares)
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
+        from bucketline.train.compile import compile_and_count
+
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
@@ -570,7 +578,7 @@ class Run:
 def set_up_device(config: TrainConfig, device: torch.device) -> None:
     """On a GPU, let fp32 use TF32, and cuDNN search for its fastest convolutions."""
     if config.precision is Precision.FP8:
-        from bucketline.train.lowbit.float8 import expect_float8
+        from bucketline.train.lowbit import expect_float8
 
         expect_float8(config, device)
     if device.type == "cuda":

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.loader.plan.permutation import key_of
+from bucketline.train.config import WeightDtype
 from bucketline.train.noise import squared_error
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.parallel import free_gathered, whole, without_sync
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from bucketline.train.ema import Average
     from bucketline.train.noise import Noised, Prep
 
-_DROPOUT = 4  # purpose of a key of the seed; `loader/plan/` has 1 to 7, and a 4 only in keys without a step
+# Purposes of keys of the seed; `loader/plan/` has 1 to 7, and a 4 only in keys without a step.
+_DROPOUT, _ROUNDING = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +99,17 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     """
     config, model = training.config, training.model
     learning_rate = learning_rate_at(step, config)
-    begin_step(training.optimizer, step, learning_rate)
+    for group in training.optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
     losses: list[Tensor] = []
     bucket = ""
     for micro_step in range(config.accumulation):
         batch = next(batches)
         assert batch.micro_step == micro_step, "a step begins with its first micro-batch"
-        if config.lora_dropout:  # the one draw of torch's own: from here, so that a resumed run draws the same
+        if config.lora_dropout:  # a draw of torch's own: from here, so that a resumed run draws the same
             rank = dist.get_rank() if dist.is_initialized() else 0
             torch.manual_seed(key_of(config.seed, _DROPOUT, step, micro_step, rank) >> 1)
         # Ranks exchange gradients once per step, in its last backward pass.
@@ -113,6 +119,8 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket
+    if config.weights is WeightDtype.BF16:  # so is stochastic rounding, of which all ranks draw the same
+        torch.manual_seed(key_of(config.seed, _ROUNDING, step) >> 1)
     grad_norm = update(training.optimizer, training.trained, config.clip_norm)
     training.average.update(step)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
@@ -130,17 +138,6 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     if noised.weight is not None:
         errors = errors * noised.weight
     return errors.mean() if training.mean_weight is None else (errors * batch.weight).mean() / training.mean_weight
-
-
-def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:
-    """Set the learning rate and the random numbers of optimizer step `step` (from 0)."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(learning_rate)
-        else:
-            group["lr"] = learning_rate
-    if (rounding := getattr(optimizer, "rounding", None)) is not None:
-        rounding.begin(step)
 
 
 def update(optimizer: Optimizer, trained: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:

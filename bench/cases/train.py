@@ -91,7 +91,7 @@ class Train(Case):
             trainer.close()
 
     def _alternate(self, windows: Windows) -> list[Result]:
-        from bucketline.train.compile import graphs_compiled
+        from bucketline.train.log import graphs_compiled
         from bucketline.train.run import rare_collection
 
         on_gpu = windows.device.type == "cuda"
@@ -130,17 +130,15 @@ class Windows:
     """Trains windows of steps on the loader's batches or on resident ones."""
 
     def __init__(self, trainer: Run, steps: int) -> None:
-        from bucketline.train.compile import example_batches, flops_of_buckets
-        from bucketline.train.data import open_loader
+        from bucketline.train.compile import example_batches, flops_of
 
         self._training, self._loader, self._steps = trainer.training, trainer.loader, steps
         self._batches, self._taken = trainer.loader.forever(), 0
         self.device = trainer.loader.device
-        in_process = replace(trainer.config, service="none")
-        with open_loader(in_process, trainer.ranks, trainer.loader.shares, self.device) as one:
-            self._examples = example_batches(one, trainer.loader.rows.buckets("train"))
+        buckets = trainer.loader.rows.buckets("train")
+        self._examples = example_batches(trainer.config, trainer.ranks, trainer.loader, buckets)
         counted = trainer.work
-        self._flops = counted.flops or flops_of_buckets(trainer.training.bare_model, trainer.training.family, self._examples)
+        self._flops = counted.flops or {name: flops_of(self._training, batch) for name, batch in self._examples.items()}
         self._images = counted.samples
         self.peak_flops = counted.peak_flops
         self.buckets = sorted(self._examples)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.command_line import machines_of
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.collate.columns import make_conditioning
@@ -19,9 +18,8 @@ from bucketline.loader.collate.dequantise_field import dequantise_field
 from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
-from bucketline.loader.plan.cache_needs import CacheNeeds
 from bucketline.loader.plan.rng import keys_of_rows
-from bucketline.store.format.block import CAPTIONS, ID
+from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
 from bucketline.store.read.preadv import FileGather
 from bucketline.store.remote.cache.batch_lines import LineTable
@@ -32,10 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.collate.window import CopyPlan
+    from bucketline.loader.collate.window import CopyPlan, RaggedRows
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.plan import Plan, PlannedStep
-    from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
 
 
@@ -47,7 +44,6 @@ class BatchBuilder:
     ) -> None:
         """Compute the layouts of batches. `gather`: a `Gather` over the same store to share; by default a new one."""
         self._store, self._plan, self.config = store, plan, config
-        self._machines = machines_of(world_size)
         self._rank, self._num_parts = rank, world_size * config.accumulation
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._row_weights = None  # [shards] float32
@@ -81,11 +77,7 @@ class BatchBuilder:
             try:
                 whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]), self._added)
             except StoreError as error:
-                # `Readahead` retries them one by one; only then search for the sample
-                rows = planned[numbers[0]].rows
-                read = partial(_locate_row, self._store, bucket, rows)
-                blamed = "" if len(numbers) > 1 or not self._may_name(error) else name_sample(self._store, bucket, rows, read)
-                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
+                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
             end = 0
             for number in numbers:
                 part = planned[number]
@@ -123,14 +115,6 @@ class BatchBuilder:
         lines.close()
         return None
 
-    def needed_bytes(self, num_steps: int) -> int:
-        """Return the bytes of lines that so many steps need on a machine, at most, if none is fetched twice in an epoch.
-
-        An epoch's first window may need all of them.
-        """
-        share = CacheNeeds(self._store, self._plan, self._machines).share_bytes
-        return int(share * max(1.0, num_steps / self._plan.steps_before(1)))
-
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""
         for own in (batch.located, *batch.located.added.values()):
@@ -140,9 +124,7 @@ class BatchBuilder:
 
     def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Choose the captions of rows that are present, and request the lines of their blocks and of ragged entries'."""
-        window = Window(self._planner, [batch])
-        batch.captions = window.captions()
-        for own in window.entries(batch.captions):
+        for own in self._entries(batch):
             batch.lines.append(lines.hold(own.located.shard, own.located.data, own.located.ends(), priority))
 
     def is_resident(self, batch: PendingBatch) -> bool:
@@ -169,19 +151,20 @@ class BatchBuilder:
 
     def ask_starts(self, batch: PendingBatch) -> None:
         """Choose the captions from rows that were requested before, and ask the kernel to read their `starts`."""
-        window = Window(self._planner, [batch])
-        batch.captions = window.captions()
-        for own in window.entries(batch.captions):
+        for own in self._entries(batch):
             self._gather.ahead_starts(own.located)
 
     def ask_tokens(self, batch: PendingBatch) -> None:
         """Ask the kernel to read the captions' tokens and ragged entries', located by `starts` that were requested before."""
-        window = Window(self._planner, [batch])
-        if batch.captions is None:
-            batch.captions = window.captions()
-        for own in window.entries(batch.captions):
+        for own in self._entries(batch):
             for column in own.group.spec.tokens:
                 self._gather.ahead_tokens(own.located, column)
+
+    def _entries(self, batch: PendingBatch) -> list[RaggedRows]:
+        """Return a micro-batch's entries by group, for which its captions are drawn the first time."""
+        if batch.entries is None:
+            batch.entries = Window(self._planner, [batch]).entries()
+        return batch.entries
 
     def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
         """Return the copy plans of consecutive micro-batches, or only of the first if one of the others cannot be planned.
@@ -240,18 +223,13 @@ class BatchBuilder:
         """Read one row of a micro-batch, its caption and its entries with plain reads, only to check that they are readable."""
         one = slice(n, n + 1)
         located = batch.located.part(n, n + 1)
-        own = replace(batch, rows=batch.rows[one], weight=batch.weight[one], keys=batch.keys[one], located=located)
+        own = replace(
+            batch, rows=batch.rows[one], weight=batch.weight[one], keys=batch.keys[one], located=located, entries=None
+        )
         files = FileGather(self._store)
         for place in (located, *located.added.values()):
             for column in (place.spec or batch.bucket.spec).columns:
                 files.rows(place, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
-        window = Window(self._planner, [own])
-        for entries in window.entries(window.captions()):
+        for entries in Window(self._planner, [own]).entries():
             for shard, row in zip(entries.located.shard.tolist(), entries.located.row.tolist(), strict=True):
                 self._store.entry(entries.group.spec, shard, row)
-
-
-def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
-    """Locate one row and read its smallest column, only to check that this works."""
-    column = bucket.spec.column(ID)
-    FileGather(store).rows(bucket.locate(rows[n : n + 1]), column, np.empty((1, *column.shape), dtype=column.numpy_dtype))

@@ -27,18 +27,13 @@ if TYPE_CHECKING:
 
 ALIGN_BYTES = 64
 HUGE_PAGE_BYTES = 2 << 20
-NUMPY_DTYPES = {
-    torch.float64: np.dtype("f8"),
-    torch.float32: np.dtype("f4"),
-    torch.float16: np.dtype("f2"),
-    torch.complex64: np.dtype("c8"),
-    torch.int64: np.dtype("i8"),
-    torch.int32: np.dtype("i4"),
-    torch.int16: np.dtype("i2"),
-    torch.int8: np.dtype("i1"),
-    torch.uint8: np.dtype("u1"),
-    torch.bool: np.dtype("?"),
-}  # those that numpy has; others are seen as integers first
+_NUMPY_DTYPES = {  # those that numpy has; others are seen as integers first
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +94,9 @@ def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
 
 
 def _seen_by_numpy(memory: NDArray[np.uint8], field: Field) -> Tensor:
-    dtype = NUMPY_DTYPES.get(field.dtype)
+    dtype = _NUMPY_DTYPES.get(field.dtype)
     if dtype is not None:
-        return torch.from_numpy(np.ndarray(field.shape, dtype, memory, field.begin))  # type: ignore[arg-type]
+        return torch.from_numpy(np.ndarray(field.shape, dtype, memory, field.begin))
     bits = np.ndarray(field.shape, f"i{field.dtype.itemsize}", memory, field.begin)
     return torch.from_numpy(bits).view(field.dtype)
 

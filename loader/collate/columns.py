@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
     from bucketline.store import Bucket, Store
-    from bucketline.store.format.text_block import TextSpec
     from bucketline.store.read.store import OpenShards
 
 
@@ -64,11 +63,7 @@ class Conditioning:
 
     def padded(self, group: RequestedGroup, longest: int) -> int:
         """Return L of a group in a batch whose longest entry has `longest` tokens."""
-        return group.longest if self.pad_multiple is None else self._rounded(longest)
-
-    def _rounded(self, longest: int) -> int:
-        assert self.pad_multiple is not None
-        return max(1, -(-longest // self.pad_multiple)) * self.pad_multiple
+        return group.longest if self.pad_multiple is None else _rounded(longest, self.pad_multiple)
 
     def flips(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which rows are delivered as their mirror image, `[B]`."""
@@ -92,19 +87,20 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
         )
     longest = config.pad_to or store.max_tokens
     if config.pad_multiple is not None:
-        longest = max(1, -(-longest // config.pad_multiple)) * config.pad_multiple
+        longest = _rounded(longest, config.pad_multiple)
+    shown = store.text if TextForm(config.text) is TextForm.STORED else store.text.delivered
+    text = RequestedGroup(spec=store.text, shown=shown, number=None, optional=False, longest=longest)
     return Conditioning(
         columns=columns,
         caption_dropout=config.caption_dropout,
         flip=config.flip,
         pad_multiple=config.pad_multiple,
-        groups=(_requested_text(store.text, longest, config), *_requested_groups(store, config)),
+        groups=(text, *_requested_groups(store, config)),
     )
 
 
-def _requested_text(text: TextSpec, longest: int, config: LoaderConfig) -> RequestedGroup:
-    shown = text if TextForm(config.text) is TextForm.STORED else text.delivered
-    return RequestedGroup(spec=text, shown=shown, number=None, optional=False, longest=longest)
+def _rounded(longest: int, multiple: int) -> int:
+    return max(1, -(-longest // multiple)) * multiple
 
 
 def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[RequestedGroup, ...]:

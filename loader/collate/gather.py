@@ -77,7 +77,7 @@ class Gather:
         warnings.warn(f"{self._store.where} is read with plain reads, which are slower: {reason}", stacklevel=3)
 
     def map(self, shard: NDArray[np.int64]) -> bool:
-        """Map some shards, `[B]`; return whether all of them are mapped, so that `aim_at` may be used."""
+        """Map some shards, `[B]`; return whether all of them are mapped, so that `index_of` may be used."""
         if self._are_all_mapped:
             return True
         if not self._is_known[shard].all():
@@ -100,7 +100,7 @@ class Gather:
         if not self.map(shard):
             self._files.read(shard, offsets, row_bytes, out)
         elif out.size:
-            _copy(self.aim_at(shard, offsets, row_bytes), out, 0)
+            self.take(self.index_of(shard, offsets, row_bytes), out)
         return out
 
     def read_plainly(
@@ -109,13 +109,13 @@ class Gather:
         """Read values at byte offsets in shards' files, `[B]` each, into `out`, `[B, …]`, zero-padded; without the map."""
         self._files.read(shard, offsets, num_bytes, out)
 
-    def aim_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> GatherIndex:
+    def index_of(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> GatherIndex:
         """Return the gather index of equally long values at byte offsets, `[B]`, in mapped shards' files."""
         begin = self._range.first_byte[shard] + offsets
         form = self._form_of(begin, row_bytes)
         return GatherIndex(form=form, starts=form.starts(begin), parts=1 if form.parts is None else len(form.parts))
 
-    def aim_padded(
+    def padded_index(
         self,
         shard: NDArray[np.int64],
         offsets: NDArray[np.int64],
@@ -146,7 +146,10 @@ class Gather:
 
     def take(self, gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int = 0) -> None:
         """Copy the rows of a gather index into `memory`, bytes, starting at `begin`, which must be a multiple of 16."""
-        _copy(gather_index, memory, begin)
+        # numpy makes the views, because torch would release and reacquire Python's lock for each
+        form, starts = gather_index.form, gather_index.starts
+        target = np.ndarray((len(starts), form.chunk), dtype=form.dtype, buffer=memory, offset=begin)
+        torch.index_select(form.matrix, 0, torch.from_numpy(starts), out=torch.from_numpy(target))
 
     def ahead_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int) -> None:
         """Ask the kernel to read bytes at offsets in shards' files, `[B]` each; return immediately."""
@@ -248,13 +251,6 @@ class PlainRead:
     shard: NDArray[np.int64]  # [B]
     offsets: NDArray[np.int64]  # [B]
     num_bytes: NDArray[np.int64] | int  # per row, [B], or one length for all
-
-
-def _copy(gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int) -> None:
-    # numpy makes the views, because torch would release and reacquire Python's lock for each
-    form, starts = gather_index.form, gather_index.starts
-    target = np.ndarray((len(starts), form.chunk), dtype=form.dtype, buffer=memory, offset=begin)
-    torch.index_select(form.matrix, 0, torch.from_numpy(starts), out=torch.from_numpy(target))
 
 
 def _item_bytes(bits: int) -> int:

@@ -29,37 +29,22 @@ if TYPE_CHECKING:
 def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer: Tensor) -> None:
     """Verify the gathered contents of a buffer against the store's checksums."""
     tensors = carve(buffer, copy_plan.layout.fields)
-    whole = _whole_rows(gather, copy_plan, tensors)
-    check_rows(store, copy_plan.batch.located, whole)
-    _check_added(store, copy_plan, tensors, whole[ID])
-    for rows in copy_plan.entries:
-        _check_entries(store, copy_plan, rows, tensors)
-
-
-def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.uint8]]:
-    """Return all columns of the rows, `[B, row_bytes]` each: the gathered ones, and the others read for this check."""
     located, spec = copy_plan.batch.located, copy_plan.batch.bucket.spec
-    columns = {name: values[copy_plan.begin : copy_plan.end] for name, values in copy_plan.stored.items()}
-    for column in spec.columns:
-        if column.name not in columns:
-            columns[column.name] = gather.read(located.shard, located.offsets(spec, column.name), column.row_bytes)
+    whole = {name: values[copy_plan.begin : copy_plan.end] for name, values in copy_plan.stored.items()}  # [B, row_bytes] each
+    for column in spec.columns:  # those that were not requested are read for this check
+        if column.name not in whole:
+            whole[column.name] = gather.read(located.shard, located.offsets(spec, column.name), column.row_bytes)
     flipped = tensors["flipped"].numpy()
     for requested in copy_plan.columns:
         delivered = as_bytes(tensors[requested.field])
         for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
-            if own.any() and delivered.size and name not in located.added:
-                columns[name][own] = delivered[own]
-    return columns
-
-
-def _check_added(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor], ids: NDArray[np.uint8]) -> None:
-    """Compare the values of added columns with their checksums, and whose they are with the rows' ids, `[B, 16]`."""
-    located, flipped = copy_plan.batch.located, tensors["flipped"].numpy()
-    for requested in copy_plan.columns:
-        delivered = as_bytes(tensors[requested.field])
-        for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
-            if own.any() and name in located.added:
-                check_added(store, located.where(own), name, delivered[own], ids[own])
+            if own.any() and name in located.added:  # which has the checksum of its value and of the row's id
+                check_added(store, located.where(own), name, delivered[own], whole[ID][own])
+            elif own.any() and delivered.size:
+                whole[name][own] = delivered[own]
+    check_rows(store, located, whole)
+    for rows in copy_plan.entries:
+        _check_entries(store, copy_plan, rows, tensors)
 
 
 def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, tensors: Mapping[str, Tensor]) -> None:

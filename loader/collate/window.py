@@ -53,7 +53,7 @@ class PendingBatch:
     weight: NDArray[np.float32]  # [B]
     keys: NDArray[np.int64]  # [B]
     located: Located  # [B]
-    captions: LocatedEntries | None = None  # [B], once readahead has drawn and located them
+    entries: list[RaggedRows] | None = None  # by group, [B] each, once readahead has drawn captions and located them
     lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
 
     def release(self) -> None:
@@ -78,13 +78,13 @@ class CopyPlan:
     columns: tuple[RequestedColumn, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RaggedRows:
     """The entries of a window's rows in a group: their captions' embeddings, or those of a ragged group."""
 
     group: RequestedGroup
     located: LocatedEntries  # of the rows that have one
-    has: NDArray[np.bool_] | None  # [N] which these are; None if all have one
+    has: NDArray[np.bool_] | None = None  # [N] which these are; None if all have one
 
     def each_row(self, values: NDArray[np.int64], absent: int = 0) -> NDArray[np.int64]:
         """Return values of the entries for all rows, `[N]`."""
@@ -93,6 +93,12 @@ class RaggedRows:
         found = np.full(len(self.has), absent, dtype=np.int64)
         found[self.has] = values
         return found
+
+
+def _joined_rows(parts: Sequence[RaggedRows]) -> RaggedRows:
+    """Return the entries of micro-batches in a group as those of their window."""
+    has = [part.has for part in parts if part.has is not None]
+    return RaggedRows(parts[0].group, joined([part.located for part in parts]), np.concatenate(has) if has else None)
 
 
 class CopyPlanner:
@@ -182,27 +188,30 @@ class Window:
         shard = shard if mirrored is shard else np.where(flipped, mirrored, shard)
         return shard, np.where(flipped, self._offsets(column.mirrored), offsets)
 
-    def entries(self, captions: LocatedEntries, numbers: Mapping[str, NDArray[np.uint8]] = {}) -> list[RaggedRows]:
-        """Return the rows' entries in each group; of a group of captions those of the `captions` that were chosen, `[N]`.
+    def entries(self, stored: Mapping[str, NDArray[np.uint8]] = {}) -> list[RaggedRows]:
+        """Return the rows' entries in each group, of captions those that are drawn; what readahead has found, if it has.
 
-        `numbers`: the rows' columns with the numbers of their entries, `[N, 4]`, that were read.
+        `stored`: small columns of the rows that were read, `[N, row_bytes]`, those with the numbers of entries among them.
         """
-        return [self._entries(group, captions, numbers) for group in self._planner.conditioning.groups]
+        known = [batch.entries for batch in self.batches if batch.entries is not None]
+        if len(known) == len(self.batches):
+            return [_joined_rows(own) for own in zip(*known, strict=True)]
+        captions = self._captions()
+        return [self._entries(group, captions, stored) for group in self._planner.conditioning.groups]
 
-    def _entries(self, group: RequestedGroup, captions: LocatedEntries, numbers: Mapping[str, NDArray[np.uint8]]) -> RaggedRows:
+    def _entries(self, group: RequestedGroup, captions: LocatedEntries, stored: Mapping[str, NDArray[np.uint8]]) -> RaggedRows:
         if group.is_text:
-            return RaggedRows(group=group, located=captions, has=None)
+            return RaggedRows(group, captions)
         if group.number is None:
-            located = self._store.locate_entries(group.spec, captions.shard, captions.row)
-            return RaggedRows(group=group, located=located, has=None)
-        number = numbers[group.number] if group.number in numbers else self._stored(group.number)
+            return RaggedRows(group, self._store.locate_entries(group.spec, captions.shard, captions.row))
+        number = stored[group.number] if group.number in stored else self._stored(group.number)
         rows = number.view("<i4").astype(np.int64).reshape(-1)
         if not group.optional:
-            return RaggedRows(group=group, located=self._store.locate_entries(group.spec, self._shard, rows), has=None)
+            return RaggedRows(group, self._store.locate_entries(group.spec, self._shard, rows))
         has = rows != -1
-        return RaggedRows(group=group, located=self._store.locate_entries(group.spec, self._shard[has], rows[has]), has=has)
+        return RaggedRows(group, self._store.locate_entries(group.spec, self._shard[has], rows[has]), has)
 
-    def captions(self) -> LocatedEntries:
+    def _captions(self) -> LocatedEntries:
         """Draw one of each sample's captions, or the empty one, and locate them, `[N]`."""
         stored = self._stored(CAPTIONS).view("<i4").astype(np.int64)  # [N, V]
         chosen = choose_captions((stored >= 0).sum(axis=1), self._keys, self._planner.conditioning.caption_dropout)
@@ -214,24 +223,22 @@ class Window:
         conditioning = self._planner.conditioning
         for places in (self._own, *(self._places_of(name) for name in self.batches[0].located.added)):
             plainly = not self._gather.map(places.shard) or plainly
-        known = [batch.captions for batch in self.batches if batch.captions is not None]
-        captions = joined(known) if len(known) == len(self.batches) else self.captions()
         flipped = conditioning.flips(self._keys)
         optional = {one.present: one.role for one in conditioning.columns if one.present is not None}
         numbers = [group.number for group in conditioning.groups if group.number is not None]
         stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional, *numbers)}
         values = self._small_values(stored, flipped)
         values |= {BATCH_PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
-        entries = self.entries(captions, stored)
+        entries = self.entries(stored)
         counts: dict[str, NDArray[np.int64]] = {}
         copies = [self._copies(own, values, counts, plainly=plainly) for own in entries]
         layouts = [
             self._planner.layout(batch.bucket, len(batch.keys), lengths)
-            for batch, lengths in zip(self.batches, zip(*(own.lengths for own in copies), strict=True), strict=True)
+            for batch, lengths in zip(self.batches, zip(*(lengths for lengths, _ in copies), strict=True), strict=True)
         ]
         small = self._small(layouts, values, counts)
         columns = self._columns(flipped, plainly=plainly)
-        fields = {name: each for own in copies for name, each in own.fields.items()}
+        fields = {name: each for _, own in copies for name, each in own.items()}
         copy_plans = [
             CopyPlan(
                 batch=batch,
@@ -268,13 +275,13 @@ class Window:
             plainly = True
         if plainly:
             return [PlainRead(shard=shard[a:b], offsets=offsets[a:b], num_bytes=row_bytes) for a, b in pairwise(ends)]
-        gather_index = self._gather.aim_at(shard[ends[0] : ends[-1]], offsets[ends[0] : ends[-1]], row_bytes)
+        gather_index = self._gather.index_of(shard[ends[0] : ends[-1]], offsets[ends[0] : ends[-1]], row_bytes)
         return [gather_index.part(a - ends[0], b - ends[0]) for a, b in pairwise(ends)]
 
     def _copies(
         self, rows: RaggedRows, values: dict[str, NDArray[Any]], counts: dict[str, NDArray[np.int64]], *, plainly: bool
-    ) -> _GroupCopies:
-        """Return what to copy of a group; add its small fields, and the token counts of its mask.
+    ) -> tuple[list[int], dict[str, list[GatherIndex | PlainRead]]]:
+        """Return each micro-batch's L, and what to copy of a group by field; add its small fields, and its mask's token counts.
 
         A row without an entry has 0 tokens of it, and 0 of 1 of a fixed column: what is copied are zeros.
         """
@@ -301,7 +308,7 @@ class Window:
         if group.optional:
             values[group.prefix + "present"] = has != 0
         counts[group.mask] = count
-        return _GroupCopies(lengths=lengths, fields=fields)
+        return lengths, fields
 
     def _padded(
         self,
@@ -325,7 +332,7 @@ class Window:
             if bool((count[begin:end] == length).all()):  # no padding: a caption is one piece
                 found += self._each(shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
                 continue
-            gather_index = self._gather.aim_padded(shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
+            gather_index = self._gather.padded_index(shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
             found += [
                 gather_index.part((a - begin) * length, (b - begin) * length) for a, b in pairwise(self._ends[m : last + 1])
             ]
@@ -398,14 +405,6 @@ class _Places:
         self.data: NDArray[np.int64] = np.concatenate([own.data for own in located])  # byte of the block's columns
         self.rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # K of the block
         self.row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupCopies:
-    """The copies of a group, for each micro-batch."""
-
-    lengths: list[int]  # [M] L
-    fields: dict[str, list[GatherIndex | PlainRead]]  # [M] each
 
 
 def _runs(values: Sequence[object]) -> Iterator[tuple[int, int]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from bucketline.command_line import counted, print_json
-from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
 from bucketline.store.commands.place import shown
 
@@ -53,20 +53,18 @@ class Peek(PlannedOptions):
         batches = read_step(shares, config, number, world_size)
         names = self.stores or tuple(str(share.store.place) for share in shares)
         write_or_explain(self.output, peek_page(names, self.step, batches, dict(vae_of(shares[0].store))))
-        rows = sum(len(batch.rows) for batch in batches)
+        _, first, _ = batches[0]
         if self.json:
             print_json(
                 {
                     "page": str(self.output),
                     "step": self.step,
-                    "epoch": batches[0].epoch,
-                    "bucket": batches[0].bucket,
-                    "batches": [
-                        {"rank": one.rank, "micro_step": one.micro_step, "rows": [asdict(row) for row in one.rows]}
-                        for one in batches
-                    ],
+                    "epoch": first.epoch,
+                    "bucket": first.bucket,
+                    "batches": [{"rank": rank, "micro_step": batch.micro_step, "rows": rows} for rank, batch, rows in batches],
                 }
             )
         else:
-            print(f"{shown(self.output)}: step {self.step}, {batches[0].bucket}, {counted(rows, 'row')}")
+            num_rows = sum(len(rows) for _, _, rows in batches)
+            print(f"{shown(self.output)}: step {self.step}, {first.bucket}, {counted(num_rows, 'row')}")
         return 0

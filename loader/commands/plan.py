@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
-from bucketline.loader.commands.planned_options import PlannedOptions
+from bucketline.command_line import counted, one_line, print_json, printable
+from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
 
 if TYPE_CHECKING:
-    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
@@ -34,12 +33,10 @@ class PlanCommand(PlannedOptions):
     """
 
     SECTION = "plan: what to count and print"
-    FIRST = ("of_run", "batch", "world_size", "epochs", "split", "seed", "window", "columns", "list_batches", "json")
+    FIRST = ("of_run", "batch", "world_size", "epochs", "split", "seed", "window", "list_batches", "json")
 
     epochs: int = 1
     """Passes over the rows."""
-    columns: Annotated[str | None, Arg(metavar="NAME,NAME")] = None
-    """Roles of columns, such as target,control/depth: print their bytes per micro-batch. Default: none."""
     list_batches: Annotated[bool, Arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     json: bool = False
@@ -54,15 +51,11 @@ class PlanCommand(PlannedOptions):
         from bucketline.loader.plan.make_plan import make_plan, plan_counts
         from bucketline.store.format.hashing import LINE_BYTES
 
-        shares, config, world_size, _ = self.planned(epochs=None, columns=("target",))
+        shares, config, world_size, _ = self.planned(epochs=None)
         store = join(shares)
-        roles = () if self.columns is None else tuple(name.strip() for name in self.columns.split(","))
-        config = replace(config, columns=roles or ("target",))
         cache_bytes = self.remote().cache_bytes if self.world_size.machines is not None else None
         plan = make_plan(store, config, world_size=world_size, cache_bytes=cache_bytes)
         report = plan_counts(plan, self.epochs, config.split)
-        if roles:
-            self._add_bytes(report, store, config)
         report["stores"] = [
             {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
@@ -78,18 +71,6 @@ class PlanCommand(PlannedOptions):
         if (small := plan.small_buckets()) is not None:
             print(f"warning: {printable(small)}", file=sys.stderr)
         return 0
-
-    def _add_bytes(self, report: dict[str, Any], store: OpenShards, config: LoaderConfig) -> None:
-        """Add to each bucket's entry the bytes of the requested columns in a rank's micro-batch."""
-        from bucketline.loader.collate.columns import make_conditioning
-
-        report["columns"] = list(config.columns)
-        for entry in report["buckets"]:
-            bucket = store.bucket(entry["name"])
-            requested = make_conditioning(store, [bucket], config).columns
-            names = [name for column in requested for name in (column.name, column.present) if name is not None]
-            row_bytes = sum(bucket.column(name).row_bytes for name in names)
-            entry["column_bytes"] = row_bytes * config.rows_of(bucket)
 
 
 def _batch(store: OpenShards, plan: Plan, step: int, world_size: int) -> dict[str, Any]:
@@ -110,10 +91,9 @@ def _print_report(report: dict[str, Any]) -> None:
     counts = f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered"
     console.print(f"{counts}; {counted(report['requests'], 'request')} to fetch the stores once")
     headings = ("bucket", "rows", "global batch", "batches", "carried", "repeats")
-    table = Table(*headings, *(["columns per micro-batch"] if "columns" in report else []))
+    table = Table(*headings)
     for bucket in report["buckets"]:
-        values = (bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats"))
-        table.add_row(*map(str, values), *([human_bytes(bucket["column_bytes"])] if "columns" in report else []))
+        table.add_row(*(str(bucket[name]) for name in ("name", "rows", "global_batch", "batches", "carried", "repeats")))
     console.print(table)
     for batch in report.get("batches", []):
         console.print(f"step {batch['step']} (epoch {batch['epoch']}) {batch['bucket']}", highlight=False)

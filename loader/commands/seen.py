@@ -15,9 +15,7 @@ from bucketline.store.remote.arguments import RemoteArguments
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bucketline.loader.seen import Counts, Seen, Sighting
+    from bucketline.loader.seen import Seen, Sighting
 
 
 _NAMED = 3  # ids that the run's stores do not have
@@ -67,12 +65,12 @@ class SeenCommand(RemoteArguments):
         run = read_run(self.of_run, "--run")
         from bucketline.loader.seen import Seen
 
-        seen = Seen(run, self.stores, run.reached(self.remote()))
-        faults = [f"steps {one.begin} to {one.end - 1} cannot be told: {one.why}" for one in seen.unknown]
+        seen = Seen(run, self.stores, self.remote())
+        faults = list(seen.unknown)
         if self.all or self.never:
             self._print_all(seen)
         else:
-            faults += self._print_each(seen)
+            faults += self._print_each(seen, run.steps)
         for one in faults:
             print(f"error: {printable(one)}", file=sys.stderr)
         return 1 if faults else 0
@@ -86,68 +84,43 @@ class SeenCommand(RemoteArguments):
             raise UsageError(f"--ids {self.ids} {why_unread(error)}; expected one sample id per line") from error
         return [*self.id, *filter(None, lines)]
 
-    def _print_each(self, seen: Seen) -> list[str]:
+    def _print_each(self, seen: Seen, steps: int) -> list[str]:
         """Print the steps of each sample; return what is wrong with ids that the run's stores do not have."""
         ids = self._ids()
         found = [(sample_id, *one) for sample_id, one in zip(ids, seen.find(ids), strict=True)]
         if self.json:
-            document = {
-                "steps": seen.steps,
-                "samples": [
-                    {"id": sample_id, "count": len(sightings), "buckets": buckets, "seen": encode(sightings)}
-                    for sample_id, sightings, buckets in found
-                ],
-                "unknown": encode(seen.unknown),
-            }
-            print_json(document)
-        else:
-            for sample_id, sightings, buckets in found:
-                where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
-                print(f"{one_line(sample_id)}: seen {_times(len(sightings))} in {counted(seen.steps, 'step')}, {where}")
-                for one in sightings:
-                    print(f"  {printable(_said(one))}")
+            samples = [
+                {"id": sample_id, "count": len(sightings), "buckets": buckets, "seen": encode(sightings)}
+                for sample_id, sightings, buckets in found
+            ]
+            print_json({"steps": steps, "samples": samples, "unknown": seen.unknown})
+        for sample_id, sightings, buckets in found if not self.json else ():
+            where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
+            times = {0: "never", 1: "once"}.get(len(sightings), f"{len(sightings)} times")
+            print(f"{one_line(sample_id)}: seen {times} in {counted(steps, 'step')}, {where}")
+            for one in sightings:
+                print(f"  {printable(_said(one))}")
         missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]
         named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
         about = f"no generation that the run read has {named}; ids are paths in the source, with their extension"
         return [about] if missing else []
 
     def _print_all(self, seen: Seen) -> None:
-        counts = seen.counts()
-        num_listed = 0
-        for sample_id, count, first, last in _listed(seen, counts):
+        total = num_listed = 0
+        for sample_id, count, first, last in seen.every_sample():
+            total += 1
             if self.never and count:
                 continue
             num_listed += 1
             if self.json:
-                line: dict[str, Any] = {"id": sample_id, "count": count, "first": first, "last": last}
-                print_json_line(line if count else {"id": sample_id, "count": 0})
+                steps: dict[str, Any] = {"first": first, "last": last} if count else {}
+                print_json_line({"id": sample_id, "count": count, **steps})
             elif self.never:
                 print(one_line(sample_id))
             else:
                 print(f"{one_line(sample_id)}\t{count}" + (f"\t{first}\t{last}" if count else ""))
-        total = len(counts.digests)
         what = "were not seen" if self.never else "listed: id, times seen, first and last step"
         print(f"{num_listed} of {counted(total, 'sample')} {what}", file=sys.stderr)
-
-
-def _listed(seen: Seen, counts: Counts) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (id, count, first step, last step) of each sample of the generations that were read, the newest first."""
-    from bucketline.store.format.hashing import sample_digest
-    from bucketline.store.read.iter_samples import Selection, live_samples
-
-    views, printed = seen.views(), set[bytes]()
-    for store, split in views:
-        for listed in live_samples(store, Selection(split=split)):
-            digest = sample_digest(listed.record.id)
-            if len(views) > 1:
-                if digest in printed:
-                    continue
-                printed.add(digest)
-            yield (listed.record.id, *counts.of(digest))
-
-
-def _times(count: int) -> str:
-    return {0: "never", 1: "once"}.get(count, f"{count} times")
 
 
 def _said(one: Sighting) -> str:

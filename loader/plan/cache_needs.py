@@ -22,8 +22,6 @@ from bucketline.store.format.text_block import is_bucket
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.remote_source import RemoteSource
@@ -86,9 +84,6 @@ class CacheNeeds:
             return True
         return cache_bytes - ring_share(cache_bytes) >= self.whole_bytes
 
-    def ring_of(self, cache_bytes: int) -> int:
-        return ring_share(cache_bytes, 0 if self.is_held(cache_bytes) else self.ring_bytes)
-
     def window_for(self, cache_bytes: int) -> int | None:
         """Return the rows of a window if none are given: fewer than usual if a cache keeps more of the store then.
 
@@ -104,11 +99,10 @@ class CacheNeeds:
         of_batch = sum(one.num_rows for one in buckets) / lanes * max(one.global_batch / one.num_rows for one in buckets)
         least = self.in_use(min(most, int(max(of_batch, SHARDS_AT_ONCE * LINE_BYTES / self._row_bytes, LEAST_WINDOW))))
         room = min(max(cache_bytes * KEPT_BY_RING, RING_OF_USE * least), cache_bytes - self.kept_bytes)
-        return self._largest(most, room) or LEAST_WINDOW
-
-    def _largest(self, most: int, room: float) -> int | None:
-        """Return the largest window up to `most` of which the lines in use, and as many that arrive, fit into a room."""
-        return next((window for window in _windows(most) if RING_OF_USE * self.in_use(window) <= room), None)
+        window = most
+        while window > LEAST_WINDOW and RING_OF_USE * self.in_use(window) > room:
+            window = max(LEAST_WINDOW, int(window * _SMALLER))
+        return window
 
     def why_too_small(self, cache_bytes: int) -> str | None:
         """Return why the store is not read in this order through a cache of this size, and what would do; None if it may be.
@@ -126,21 +120,9 @@ class CacheNeeds:
         other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
         return (
             f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "
-            f"{order}, lines would be fetched again and again; have a cache of {_rounded_up(needed)} (--cache-bytes), or "
+            f"{order}, lines would be fetched again and again; have a cache of {-(-needed >> 20)}MiB (--cache-bytes), or "
             f"{other}"
         )
-
-
-def _windows(most: int) -> Iterator[int]:
-    """Yield the windows to choose from, from the largest on.
-
-    >>> list(_windows(40))
-    [40, 30, 22, 16]
-    """
-    while most > LEAST_WINDOW:
-        yield most
-        most = max(LEAST_WINDOW, int(most * _SMALLER))
-    yield most
 
 
 def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, world_size: int) -> None:
@@ -182,13 +164,3 @@ def cache_for(num_bytes: int) -> int:
     True
     """
     return num_bytes + min(num_bytes, USUAL_RING_BYTES)
-
-
-def _rounded_up(num_bytes: int) -> str:
-    """Return bytes as text for an option; a cache of so many has no fewer.
-
-    >>> _rounded_up(1 << 30), _rounded_up((1 << 30) + 1), _rounded_up(11 << 30)
-    ('1024MiB', '1025MiB', '11GiB')
-    """
-    unit, name = (1 << 20, "MiB") if num_bytes < 10 << 30 else (1 << 30, "GiB")
-    return f"{-(-num_bytes // unit)}{name}"

@@ -86,21 +86,21 @@ def plan_counts(plan: Plan, epochs: int, split: str) -> dict[str, Any]:
     """Return the steps and rows of some epochs, and each bucket's batches, as `loader plan --json` prints them."""
     if (steps := plan.steps_before(epochs)) == 0:
         raise PlanError(plan.without_step())
-    counts = [plan.count(bucket, epochs) for bucket in plan.buckets]
+    counts = [(bucket, *plan.count(bucket, epochs)) for bucket in plan.buckets]
     return {
         "steps": steps,
-        "rows": sum(count.batches * count.bucket.global_batch for count in counts),
+        "rows": sum(batches * bucket.global_batch for bucket, batches, *_ in counts),
         "plan": plan.digest,
         "buckets": [
             {
-                "name": count.bucket.name,
+                "name": bucket.name,
                 "split": split,
-                "rows": count.bucket.num_rows,
-                "global_batch": count.bucket.global_batch,
-                "batches": count.batches,
-                "carried": count.carried,
-                "repeats": count.repeats,
+                "rows": bucket.num_rows,
+                "global_batch": bucket.global_batch,
+                "batches": batches,
+                "carried": carried,
+                "repeats": repeats,
             }
-            for count in counts
+            for bucket, batches, carried, repeats in counts
         ],
     }

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 SORTED_BELOW = 1 << 16
 _KEPT_BYTES = 64 << 20  # of cached permutations: 512 of the largest, or 32,000 of a thousand rows
 ROUNDS = 12  # small halves (at least 256 values) mix slowly; tests/property/test_permutation.py measures it
-FEW = 6  # up to so many indices are computed one by one in Python, because numpy's call overhead would exceed the work
 _MASK = (1 << 64) - 1
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -151,27 +150,12 @@ def _sorted_order(n: int, key: int) -> NDArray[Any]:
 
 
 def _feistel_walk(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    if len(index) <= FEW:
-        return np.array([_feistel_walk_of_word(value, n, key) for value in index.tolist()], dtype=np.int64)
     high, low = _halves(n)
     keys = mix(np.uint64(key) ^ np.arange(ROUNDS, dtype=np.uint64))
     values = _feistel(index.astype(np.uint64), np.uint64(high), np.uint64(low), keys)
     while (outside := values >= np.uint64(n)).any():
         values[outside] = _feistel(values[outside], np.uint64(high), np.uint64(low), keys)
     return values.view(np.int64)
-
-
-def _feistel_walk_of_word(value: int, n: int, key: int) -> int:
-    num_high, num_low = _halves(n)
-    keys = [mix_word(key ^ number) for number in range(ROUNDS)]
-    while True:
-        high, low = divmod(value, num_low)
-        for number in range(0, ROUNDS, 2):
-            high = (high + _hash_word(low, keys[number])) % num_high
-            low = (low + _hash_word(high, keys[number + 1])) % num_low
-        value = high * num_low + low
-        if value < n:
-            return value
 
 
 def _feistel_walks(
@@ -220,11 +204,3 @@ def _hash(values: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uin
     values *= np.uint64(_SECOND)
     values >>= np.uint64(16)
     return values
-
-
-def _hash_word(value: int, key: int) -> int:
-    """Hash one word like `_hash`."""
-    value ^= key
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
-    return value >> 16

@@ -27,8 +27,7 @@ from bucketline.forks import cached_property
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.loader.plan.lanes import Lanes, ShardRuns, Span
-from bucketline.loader.plan.permutation import extend_key, key_of, permute_all
-from bucketline.loader.plan.shares import PassRows
+from bucketline.loader.plan.permutation import extend_key, key_of, permute, permute_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +41,7 @@ PLAN_VERSION = 1
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
+_ROUND = 3  # of those derived from a bucket's key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +69,7 @@ class PlannedStep:
     bucket: str
     first_position: int  # in the global batch, of the first row
     rows: NDArray[np.int64]  # [B] row numbers of the bucket, by position
-    weight: NDArray[np.float32]  # [B] 1, or 0 for padding; shared between steps, so do not write to it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketCount:
-    """Counts of what E epochs read from one bucket."""
-
-    bucket: PlanBucket
-    batches: int
-    carried: int  # E n - batches G
-    repeats: int  # batches that hold a row twice
+    weight: NDArray[np.float32]  # [B] 1, or 0 for padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +125,17 @@ class Plan:
         else:
             every = [(np.arange(span.first, span.first + span.count, dtype=np.int64), span.n, span.key) for span in spans]
             numbers = permute_all(every) if self.window is None else np.concatenate([index for index, _, _ in every])
-        if not self._has_shares:
-            return numbers
-        at = 0
-        for span in spans:
-            if (shares := self.pass_rows(span.bucket)) is not None:
-                numbers[at : at + span.count] = shares.rows(numbers[at : at + span.count], span.number)
-            at += span.count
+        if any(self._pass_rows):
+            at = 0
+            for span in spans:
+                if (own := self._pass_rows[span.bucket]) is not None:
+                    numbers[at : at + span.count] = own.rows(numbers[at : at + span.count], span.number)
+                at += span.count
         return numbers
 
     @cached_property
-    def _has_shares(self) -> bool:
-        return any(bucket.parts for bucket in self.buckets)
-
-    def pass_rows(self, bucket: int) -> PassRows | None:
-        """Return the rows of a bucket's passes; None if a pass reads all of them."""
-        return self._all_pass_rows[bucket]
-
-    @cached_property
-    def _all_pass_rows(self) -> list[PassRows | None]:
+    def _pass_rows(self) -> list[PassRows | None]:
+        """Return the rows of each bucket's passes; None if a pass reads all of them."""
         return [
             PassRows(bucket.parts, key, is_mixed=self.window is None) if bucket.parts else None
             for bucket, key in zip(self.buckets, self._pass_keys, strict=True)
@@ -211,7 +193,6 @@ class Plan:
         rows, at, drawn = self._rows_of(spans), 0, []
         for (step, _), (first, count, real) in zip(parts, shapes, strict=True):
             epoch, bucket, _ = placed[step]
-            weight = self._ones(count) if real >= count else (np.arange(count) < real).astype(np.float32)
             drawn.append(
                 PlannedStep(
                     step=step,
@@ -219,7 +200,7 @@ class Plan:
                     bucket=self.buckets[bucket].name,
                     first_position=first,
                     rows=rows[at : at + count],
-                    weight=weight,
+                    weight=(np.arange(count) < real).astype(np.float32),
                 )
             )
             at += count
@@ -285,15 +266,6 @@ class Plan:
         names = (hashlib.blake2b(bucket.name.encode(), digest_size=8).digest() for bucket in self.buckets)
         return [key_of(self.seed, _PASS, int.from_bytes(name, "little")) for name in names]
 
-    def _ones(self, count: int) -> NDArray[np.float32]:
-        if count not in self._all_ones:
-            self._all_ones[count] = np.ones(count, dtype=np.float32)
-        return self._all_ones[count]
-
-    @cached_property
-    def _all_ones(self) -> dict[int, NDArray[np.float32]]:
-        return {}
-
     def batch(self, bucket: PlanBucket, number: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the rows and weights of a bucket's global batch `number`."""
         spans: list[Span] = []
@@ -301,8 +273,11 @@ class Plan:
         weight = (np.arange(bucket.global_batch) < real).astype(np.float32)
         return self._rows_of(spans), weight
 
-    def count(self, bucket: PlanBucket, epochs: int) -> BucketCount:
-        """Count what `epochs` epochs read from a bucket. Enumerates only the batches that span two passes."""
+    def count(self, bucket: PlanBucket, epochs: int) -> tuple[int, int, int]:
+        """Count what E epochs read from a bucket: (j batches, carried rows E n - j G, batches that hold a row twice).
+
+        Enumerates only the batches that span two passes.
+        """
         n, size = bucket.num_rows, bucket.global_batch
         batches = self.batches_before(bucket, epochs)
         if size > n and self.remainder is not Remainder.DROP:
@@ -312,7 +287,7 @@ class Plan:
             repeats = sum(len(np.unique(self.batch(bucket, j)[0])) < size for j in spanning if j < batches)
         else:
             repeats = 0  # a partial batch is padded with rows of its own pass that it does not hold yet
-        return BucketCount(bucket=bucket, batches=batches, carried=epochs * n - batches * size, repeats=repeats)
+        return batches, epochs * n - batches * size, repeats
 
     def small_buckets(self, *, can_drop: bool = True) -> str | None:
         """Return one line that names the buckets too small for their global batch, and the remedy; None if there is none.
@@ -354,3 +329,49 @@ class Plan:
             f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks, or "
             f"{others}"
         )
+
+
+def rows_per_pass(num_rows: int, share: float) -> int:
+    """Return how many of a store's rows in a bucket a pass reads; at least one, if it has any.
+
+    >>> rows_per_pass(10, 0.25), rows_per_pass(3, 0.1), rows_per_pass(10, 2.5)
+    (3, 1, 25)
+    """
+    return max(int(num_rows * share + 0.5), min(num_rows, 1))
+
+
+class PassRows:
+    """The rows of a bucket's passes, if a pass reads a share of a store's that is not a whole number of times all of them.
+
+    A pass of a bucket has `per_pass` places for such a store. The places of all passes, one after the other, go through all of
+    the store's rows again and again, each time in another order: so every row comes once before any comes twice. A row's place
+    is a pure function of the seed and the number of the round.
+    """
+
+    def __init__(self, parts: Sequence[StoreRows], key: int, *, is_mixed: bool) -> None:
+        """`key` is the bucket's. `is_mixed`: rounds are; otherwise neighbouring rows stay together."""
+        self._parts, self._key, self._is_mixed = tuple(parts), key, is_mixed
+        self._ends = np.cumsum([part.per_pass for part in parts])
+
+    def rows(self, numbers: NDArray[np.int64], pass_number: int) -> NDArray[np.int64]:
+        """Return the bucket's row for each of the numbers 0 to N - 1 that the order deals with; N rows come in a pass."""
+        part_of = np.searchsorted(self._ends, numbers, side="right")
+        rows = np.empty_like(numbers)
+        for at, part in enumerate(self._parts):
+            own = np.flatnonzero(part_of == at)
+            if not len(own):
+                continue
+            within = numbers[own] - (int(self._ends[at]) - part.per_pass)
+            before, begin = divmod(pass_number * part.per_pass, part.num_rows)  # Python's integers: passes may be many
+            rounds, places = np.divmod(within + begin, part.num_rows)
+            for number in np.unique(rounds).tolist():
+                of_round = rounds == number
+                places[of_round] = self._mixed(places[of_round], part, at, before + number)
+            rows[own] = part.first + places
+        return rows
+
+    def _mixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
+        return permute(places, part.num_rows, self._key_of(at, number)) if self._is_mixed else places
+
+    def _key_of(self, at: int, number: int) -> int:
+        return extend_key(extend_key(extend_key(self._key, _ROUND), at), number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from bucketline.loader.collate.buffer_pool import BufferPool
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
@@ -22,16 +22,32 @@ if TYPE_CHECKING:
 
 FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
 
-_Ready: TypeAlias = "tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]"  # and the copy to a CUDA device
+
+class Buffers:
+    """A loader's buffers, made by its first iteration in each process: a parent's stay the parent's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._made_for = device, (-1, -1)
+
+    def get(self, buffer_bytes: int, num_buffers: int) -> tuple[BufferPool, CudaCopier | None]:
+        """Return buffers of `buffer_bytes`, and what copies them to the device."""
+        if self._made_for != (os.getpid(), buffer_bytes):
+            on_cuda = self._device.type == "cuda"
+            self._pool = BufferPool(buffer_bytes, num_buffers, pinned=on_cuda)
+            self._copier = CudaCopier(self._device) if on_cuda else None
+            self._made_for = os.getpid(), buffer_bytes  # last: after a failure or Ctrl-C above, the next iteration makes them
+        return self._pool, self._copier
 
 
 class Delivery:
-    """An iteration's filled buffers. With a `copier`, a buffer's copy to the device is started as soon as it is filled."""
+    """An iteration's filled buffers, of which at most `depth` are filled ahead; a copy to the device begins at once."""
 
-    def __init__(self, pool: BufferPool, copier: CudaCopier | None, depth: int) -> None:
-        self.pool, self._copier = pool, copier
+    def __init__(self, buffers: Buffers, buffer_bytes: int, num_buffers: int, depth: int) -> None:
+        self.pool, self._copier = buffers.get(buffer_bytes, num_buffers)
         self._copying = threading.Lock()
-        self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
+        self._ready: ReorderBuffer[tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]] = ReorderBuffer(
+            depth, FIRST_DEPTH
+        )  # with the copy on a CUDA device
 
     def acquire(self) -> Tensor:
         """Return a buffer to fill, `[buffer_bytes]` uint8."""
@@ -72,19 +88,3 @@ class Delivery:
         for filled, copy in self._ready.close():
             if copy is None:
                 self.pool.give_back(filled.buffer)
-
-
-class OwnBuffers:
-    """A loader's buffers, allocated once per process; a parent's stay the parent's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._made_for = device, (-1, -1)
-
-    def delivery(self, buffer_bytes: int, num_buffers: int, depth: int) -> Delivery:
-        """Begin an iteration with buffers of `buffer_bytes`, of which at most `depth` are filled ahead."""
-        if self._made_for != (os.getpid(), buffer_bytes):
-            on_cuda = self._device.type == "cuda"
-            self._pool = BufferPool(buffer_bytes, num_buffers, pinned=on_cuda)
-            self._copier = CudaCopier(self._device) if on_cuda else None
-            self._made_for = os.getpid(), buffer_bytes  # last: after a failure or Ctrl-C above, the next iteration makes them
-        return Delivery(self._pool, self._copier, depth)

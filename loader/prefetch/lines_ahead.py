@@ -7,16 +7,12 @@ is copied.
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import human_bytes
 from bucketline.errors import StoreError
-
-log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections import deque
@@ -33,8 +29,6 @@ MAX_PENDING = 512  # micro-batches whose lines are held at most
 PENDING_BYTES = 1 << 30  # of these micro-batches
 PATIENCE_S = (0.1, 0.6)  # before the first micro-batch's own lines are released too; drawn between these
 PAUSE_S = (0.02, 0.3)  # until they are requested again
-TOO_OFTEN = 2  # times as many bytes as the order needs; a cache that is too small for it may fetch 70 times as many
-CHECK_EVERY = 64  # micro-batches
 OTHERS_S = 600.0  # that other processes may leave no room; without them, the deadline counts
 
 
@@ -47,8 +41,6 @@ class LinesAhead:
         self._with_rows = self._with_captions = self.num_ready = 0
         self._popped = 0
         self._gave_way_at = 0.0  # to another process, the last time
-        self._fetched_before, self._first_step = lines.bytes_fetched, 0
-        self._has_warned = False
         self._is_over = False
 
     def stop(self) -> None:
@@ -127,34 +119,16 @@ class LinesAhead:
             if not isinstance(batch, StoreError):
                 released = released or bool(batch.lines)
                 batch.release()
-                batch.captions = None
         self._with_rows = min(self._with_rows, keep)
         self._with_captions = min(self._with_captions, keep)
         self.num_ready = min(self.num_ready, keep)
         return released
 
-    def pop(self, step: int) -> None:
-        """Count the first micro-batch, which is of this step, as planned and gone."""
-        if self._popped == 0:
-            self._first_step = step
+    def pop(self) -> None:
+        """Count the first micro-batch as planned and gone."""
         self._popped += 1
-        if self._popped % CHECK_EVERY == 0 and not self._has_warned:
-            self._warn_of_thrashing(step + 1 - self._first_step)
         self._with_rows, self._with_captions = max(0, self._with_rows - 1), max(0, self._with_captions - 1)
         self.num_ready = max(0, self.num_ready - 1)
-
-    def _warn_of_thrashing(self, num_steps: int) -> None:
-        """Log once if much more has been fetched than so many steps need."""
-        needed = self._builder.needed_bytes(num_steps)
-        fetched = self._lines.bytes_fetched - self._fetched_before
-        if fetched <= TOO_OFTEN * needed:
-            return
-        self._has_warned = True
-        log.warning(
-            "%s were fetched for %d steps, which need at most %s: the cache keeps too few of the lines in use, so they are "
-            "fetched again and again; give it more room (--cache-bytes), or mix fewer rows at a time (--window)",
-            *(human_bytes(fetched), num_steps, human_bytes(needed)),
-        )
 
     def close(self, pending: deque[PendingBatch | StoreError]) -> None:
         """Release everything."""

@@ -110,7 +110,7 @@ class Readahead:
                 self._plan()
             pending = self._pending.popleft()
             if self._lines is not None and not isinstance(pending, StoreError):
-                self._lines.pop(pending.step)
+                self._lines.pop()
             if self._asked[0]:
                 self._asked = [max(0, asked - 1) for asked in self._asked]
             yield self._planned.popleft()

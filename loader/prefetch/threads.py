@@ -13,7 +13,7 @@ import torch
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.joinable_thread import JoinableThread
-from bucketline.loader.prefetch.delivery import OwnBuffers
+from bucketline.loader.prefetch.delivery import Delivery
 from bucketline.loader.prefetch.readahead import Readahead
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.plan.cursor import Cursor
-    from bucketline.loader.prefetch.delivery import Delivery
+    from bucketline.loader.plan.epoch_steps import Cursor
+    from bucketline.loader.prefetch.delivery import Buffers
     from bucketline.loader.stats import Stats
 
 MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
@@ -146,10 +146,11 @@ def _end_all() -> None:
 class ThreadStream(PrefetchThreads):
     """An iteration whose batches are filled by threads of this process."""
 
-    def __init__(self, builder: BatchBuilder, delivery: Delivery, cursor: Cursor) -> None:
+    def __init__(self, builder: BatchBuilder, buffers: Buffers, cursor: Cursor) -> None:
         """Start the threads."""
-        super().__init__(builder, cursor, delivery)
-        self._delivery = delivery
+        depth = depth_of(builder.config, builder.buffer_bytes)
+        self._delivery = Delivery(buffers, builder.buffer_bytes, depth + 1 + builder.config.threads, depth)
+        super().__init__(builder, cursor, self._delivery)
         self.start()
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
@@ -163,19 +164,3 @@ class ThreadStream(PrefetchThreads):
     def release(self) -> None:
         """Let no more be delivered; the threads end soon."""
         self._delivery.close()
-
-
-class ThreadBackend:
-    """Fills batches with threads of this process."""
-
-    def __init__(self, builder: BatchBuilder, device: torch.device) -> None:
-        self._builder, self._buffers = builder, OwnBuffers(device)
-
-    def begin(self, cursor: Cursor) -> ThreadStream:
-        """Start an iteration."""
-        depth = depth_of(self._builder.config, self._builder.buffer_bytes)
-        num_buffers = depth + 1 + self._builder.config.threads
-        return ThreadStream(self._builder, self._buffers.delivery(self._builder.buffer_bytes, num_buffers, depth), cursor)
-
-    def close(self) -> None:
-        """Do nothing: an iteration's threads end with it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import DeliveryError
 from bucketline.loader.mixture import WeightedStore
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
-from bucketline.loader.prefetch.delivery import OwnBuffers
+from bucketline.loader.prefetch.delivery import Buffers
 from bucketline.loader.service.frame_stream import FrameStream
 from bucketline.loader.service.links import Servers
 from bucketline.loader.service.ring_stream import RingStream
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     import torch
 
     from bucketline.loader.mixture import StoreId
-    from bucketline.loader.plan.cursor import Cursor
+    from bucketline.loader.plan.epoch_steps import Cursor
     from bucketline.loader.service.links import Link
     from bucketline.loader.service.wire import Request
-    from bucketline.store.remote.urls import RemoteOptions
 
 
 class ServiceBackend:
@@ -42,7 +41,7 @@ class ServiceBackend:
     def __init__(self, link: Link, request: Request, device: torch.device) -> None:
         """Start nothing. `request` is sent with each iteration's own cursor."""
         self.link, self._request, self._device = link, request, device
-        self._buffers = OwnBuffers(device)
+        self._buffers = Buffers(device)
 
     def turn_to(self, request: Request) -> None:
         """Request other batches from the same service, from the next iteration on."""
@@ -84,9 +83,8 @@ class ServedStore(Store):
     def is_local(self) -> bool:
         return False
 
-    def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
+    def reopened(self, generation: int | None = None) -> Store:
         """Return the store at another generation that the service has."""
-        del remote  # the service's own
         return served_shares(self._link, [WantedStore(store_id=self.manifest.store_id, generation=generation)])[0].store
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import BucketlineError, DeliveryError
-from bucketline.loader.prefetch.threads import ThreadBackend, depth_of
+from bucketline.loader.prefetch.delivery import Buffers
+from bucketline.loader.prefetch.threads import ThreadStream, depth_of
 from bucketline.loader.service import client_connection
 from bucketline.loader.service.client_connection import Client
 from bucketline.loader.service.frames import FrameWriter
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.loader.service.wire import Request
 
 
@@ -81,7 +81,7 @@ class FrameClient(Client):
             raise DeliveryError(
                 f"a batch has up to {builder.buffer_bytes} bytes, the server allows {MAX_BATCH_BYTES}; use smaller batches"
             )
-        self._stream = ThreadBackend(builder, torch.device("cpu")).begin(wanted.cursor)
+        self._stream = ThreadStream(builder, Buffers(torch.device("cpu")), wanted.cursor)
         self.answer(asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth_of(builder.config, builder.buffer_bytes))))
         self._writer = FrameWriter(self.sock)
         self._show = self._writer.alive

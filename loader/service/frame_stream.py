@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.joinable_thread import JoinableThread
+from bucketline.loader.prefetch.delivery import Delivery
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.frames import FrameReader
 from bucketline.loader.service.layouts import FrameKind
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.prefetch.delivery import OwnBuffers
+    from bucketline.loader.prefetch.delivery import Buffers
     from bucketline.loader.service.links import Servers
     from bucketline.loader.service.wire import Request, ServiceAnswer
     from bucketline.loader.stats import Stats
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 class FrameStream:
     """An iteration whose batches a server sends; if it is lost, the next one continues at the same batch."""
 
-    def __init__(self, servers: Servers, wanted: Request, answer: ServiceAnswer, buffers: OwnBuffers) -> None:
+    def __init__(self, servers: Servers, wanted: Request, answer: ServiceAnswer, buffers: Buffers) -> None:
         """Begin to receive from the server that has answered."""
         self._servers, self._wanted = servers, wanted
         buffer_bytes = answer.granted().buffer_bytes
         depth = depth_of(wanted.config, buffer_bytes)
-        self._delivery = buffers.delivery(buffer_bytes, depth + 2, depth)
+        self._delivery = Delivery(buffers, buffer_bytes, depth + 2, depth)
         self._owner, self._over = OwnerProcess(), threading.Event()
         self._sock = answer.sock
         self._turn = 0

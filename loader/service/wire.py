@@ -19,7 +19,7 @@ from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - likewise
-from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
+from bucketline.loader.plan.epoch_steps import Cursor  # noqa: TC001 - likewise
 from bucketline.loader.service.tokens import proof_of
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 

@@ -130,8 +130,7 @@ def commit_change(
             finish()
             return manifest, changed
     place.refuse_read_only()
-    if first is None:
-        newest_generation(place, lists=True)  # which raises if there is none
+    found = None if first is not None else newest_generation(place, lists=True)  # which raises if there is none
     refuse_without_put_if_absent(place)
     with work_folder(work) as held:
         prepare_store(held.made)
@@ -139,7 +138,8 @@ def commit_change(
         for tries in range(ATTEMPTS):
             if tries:
                 time.sleep(pause_after(tries))
-            newest = find_newest(place, lists=True) or first or newest_generation(place, lists=True)
+                found = None
+            newest = found or find_newest(place, lists=True) or first or newest_generation(place, lists=True)
             base = _base_there(place, newest, held)
             if newest is not first:
                 complete_first(place, newest)

@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import UsageError
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.commit import commit_change, newest_base, on_this_disk
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
-from bucketline.store.folder import as_folder
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.remote.generations import listed_generations
 from bucketline.store.write.describe import describe_shard
 
 if TYPE_CHECKING:
@@ -95,7 +93,10 @@ def compact(
     if shard_bytes < 1:
         raise UsageError(f"the shard size is {shard_bytes} bytes, expected 1 or more")
     if dry_run:
-        return _foretold(place, shard_bytes, gc_older_than_s)
+        with newest_base(place) as base:
+            manifest = base.manifest
+        found = None if gc_older_than_s is None else collect(place, gc_older_than_s, dry_run=True)
+        return _report(manifest, plan_runs(manifest, shard_bytes), None, manifest.generation, found)
     copies = list[_CopiedRuns]()  # of the last attempt
     collected = list[Collected]()
 
@@ -114,23 +115,6 @@ def compact(
     _, after = commit_change(place, compacted, finish=collect_garbage)
     done = copies[-1]
     return _report(done.base, done.runs, done.new, after.generation, next(iter(collected), None))
-
-
-def _foretold(place: Path | ObjectFolder, shard_bytes: int, gc_older_than_s: float | None) -> Compacted:
-    """Return what a compaction would do, without a lock; retried if another process changed the generations."""
-    folder = as_folder(place)
-    while True:
-        before = listed_generations(folder).keys()
-        try:
-            with newest_base(place) as base:
-                manifest = base.manifest
-            found = None if gc_older_than_s is None else collect(place, gc_older_than_s, dry_run=True)
-        except StoreError:
-            if listed_generations(folder).keys() == before:
-                raise
-        else:
-            if listed_generations(folder).keys() == before:
-                return _report(manifest, plan_runs(manifest, shard_bytes), None, manifest.generation, found)
 
 
 def plan_runs(manifest: Manifest, shard_bytes: int) -> list[ShardRun]:

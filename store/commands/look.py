@@ -202,7 +202,7 @@ class Get(ReadingArguments):
 
     def run(self) -> int:
         from bucketline.files.atomic_folder import refuse_existing
-        from bucketline.store.export.sample_file import write_sample
+        from bucketline.store.read.verified_sample import write_sample
 
         refuse_existing(self.output, "file")
         report = write_sample(self.open_store(self.store), self.id, self.output)

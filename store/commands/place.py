@@ -15,14 +15,13 @@ from bucketline.option_value import ByteSize
 from bucketline.options import Arg
 from bucketline.progress import progress_bar
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
-from bucketline.store.remote.urls import is_url, parse_url, refuse_misspelt
+from bucketline.store.remote.urls import is_url, refuse_misspelt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.store.read.store import Store
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.remote.urls import RemoteOptions
 
 
 def store_place(text: str) -> Path | str:
@@ -53,8 +52,10 @@ class StorageArguments(ObjectArguments):
     """Options that reach object storage, as every command shows them."""
 
     def objects(self, url: Path | str) -> ObjectFolder:
-        """Return the folder at a URL; see `objects_at`."""
-        return objects_at(url, self.remote())
+        """Return the folder at a URL."""
+        from bucketline.store.remote.objects import ObjectFolder
+
+        return ObjectFolder.open(str(url), self.remote())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class ChangingArguments(StorageArguments):
     """Options of commands that write a store, or read all of it."""
 
     def path_or_objects(self, store: Path | str) -> Path | ObjectFolder:
-        """Return a path as it is, and of a URL the folder; see `objects_at`."""
+        """Return a path as it is, and of a URL the folder."""
         return store if isinstance(store, Path) else self.objects(store)
 
 
@@ -120,14 +121,6 @@ def show_each(command: AboutStore) -> int:
     if command.json:
         print_json({"stores": reports})
     return max(codes)
-
-
-def objects_at(url: Path | str, options: RemoteOptions) -> ObjectFolder:
-    """Return the folder of a store in object storage."""
-    from bucketline.store.remote.objects import ObjectFolder
-
-    parse_url(str(url))
-    return ObjectFolder.open(str(url), options)
 
 
 def shown(place: Path | str) -> str:

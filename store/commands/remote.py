@@ -35,7 +35,7 @@ class Push(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.store.commands.place import Tally, byte_progress
-        from bucketline.store.sync.push import push
+        from bucketline.store.sync.push_pull import push
 
         refuse_below(1, jobs=self.jobs)
         folder = self.objects(self.url)
@@ -73,7 +73,7 @@ class Pull(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.store.commands.place import Tally, byte_progress
-        from bucketline.store.sync.pull import pull
+        from bucketline.store.sync.push_pull import pull
 
         refuse_below(1, jobs=self.jobs)
         folder = self.objects(self.url)

@@ -141,7 +141,8 @@ class KohyaExporter(Exporter):
             with zipfile.ZipFile(path, "w" if is_first_of_file else "a", zipfile.ZIP_STORED) as archive:
                 _add(archive, self._latents(record, arrays))
             if is_first_of_image and record.captions:
-                (folder / f"{stem}.txt").write_bytes(_caption_lines(record))
+                lines = (text.replace("\n", " ") + "\n" for text in record.captions)
+                (folder / f"{stem}.txt").write_bytes(text_bytes("".join(lines)))
             if is_first_of_image and self._has_text(record):
                 with zipfile.ZipFile(folder / f"{stem}{_SUFFIX[self.form.family]}.npz", "w", zipfile.ZIP_STORED) as archive:
                     _add(archive, self._texts(arrays))
@@ -190,10 +191,6 @@ class KohyaExporter(Exporter):
         ids, mask = np.zeros((len(tokens), 3), dtype="<f4"), np.ones(len(tokens), dtype="<i8")
         applied = {"apply_t5_attn_mask": not_applied}
         return {"l_pooled": pooled, "t5_out": tokens, "txt_ids": ids, "t5_attn_mask": mask, **applied}
-
-
-def _caption_lines(record: SampleRecord) -> bytes:
-    return b"".join(text_bytes(text.replace("\n", " ")) + b"\n" for text in record.captions)
 
 
 def _add(archive: zipfile.ZipFile, arrays: dict[str, NDArray[Any]]) -> None:

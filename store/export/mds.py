@@ -154,7 +154,7 @@ class _Stream:
         """Write the shard of the samples so far."""
         count = len(self._lengths)
         offsets = list(accumulate(self._lengths, initial=self._head_bytes(count)))
-        name = shard_name(len(self._entries))
+        name = f"shard.{len(self._entries):05d}.mds"
         with (self._folder / name).open("wb") as shard:
             shard.write(struct.pack(f"<{count + 2}I", count, *offsets) + self._described)
             self._samples.seek(0)
@@ -184,11 +184,6 @@ def latents_name(bucket: str) -> str:
     """
     height, _, width = bucket.rpartition("/")[2].partition("x")
     return f"latents_{height}" if height == width else f"latents_{height}x{width}"
-
-
-def shard_name(number: int) -> str:
-    """Return a shard's file name."""
-    return f"shard.{number:05d}.mds"
 
 
 def _caption(record: SampleRecord) -> bytes:

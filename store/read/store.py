@@ -591,8 +591,10 @@ class Store(OpenShards):
         """True if looking for a newer generation is a look at a folder."""
         return self.source is None
 
-    def reopened(self, generation: int | None = None, remote: RemoteOptions | None = None) -> Store:
-        return Store.open(self.place, generation, plain_reads=self.plain_reads, remote=remote)
+    def reopened(self, generation: int | None = None) -> Store:
+        """Return the store at another generation, by default at its newest, opened with the same options; see `open`."""
+        options = None if self.source is None else self.source.options
+        return Store.open(self.place, generation, plain_reads=self.plain_reads, remote=options)
 
     def fetch_indexes(self) -> None:
         """Get the indexes of all shards and their lists of dropped rows, if they are in object storage, many at a time."""

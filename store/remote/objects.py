@@ -30,7 +30,7 @@ from bucketline.store.folder import (
     NoRangesError,
     refuse_name,
 )
-from bucketline.store.remote.urls import Kind, RemoteOptions, identity_of, is_url, parse_url
+from bucketline.store.remote.urls import Kind, RemoteOptions, is_url, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -165,7 +165,7 @@ class ObjectFolder:
     """
 
     url: str  # without user and password, for messages
-    identity: str  # of the place: two folders of equal identity are the same one
+    identity: str  # of the place: two folders of equal identity are the same one; one may be written in several ways
     options: RemoteOptions
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
@@ -173,7 +173,7 @@ class ObjectFolder:
         self._secret_url = url.rstrip("/")
         self.url = self._address.url
         self.options = options or RemoteOptions()
-        self.identity = identity_of(self._address, self.options)
+        self.identity = f"{self.url} {self.options.endpoint or ''}"
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
 

@@ -160,42 +160,6 @@ def working_cache(work: Path | str | None) -> Path | None:
     return Path(work) / "cache" if work else None
 
 
-_DECIDING: dict[Kind, tuple[tuple[str, ...], ...]] = {  # settings that decide what a URL names, each with its other names
-    "s3": (("endpoint", "endpoint_url", "endpoint_url_s3"), ("region", "default_region")),
-    "gcs": (("base_url",),),
-    "azure": (("endpoint",), ("account_name", "storage_account_name"), ("use_emulator",)),
-}
-_PARTITIONS = ("cn-", "us-gov-", "us-iso", "eu-isoe-", "eusc-")  # of AWS, besides the one that most know
-_PREFIX: dict[Kind, str] = {"s3": "aws", "gcs": "google", "azure": "azure_storage"}
-
-
-def identity_of(address: Address, options: RemoteOptions) -> str:
-    """Return a text that is equal for equal places: the URL, and the settings that decide which server it names.
-
-    Settings that only say how to get there, such as credentials, are not part of it.
-
-    >>> options = RemoteOptions(endpoint="http://127.0.0.1:9000/")
-    >>> identity_of(parse_url("s3://bucket/a.store/"), options)
-    's3 bucket a.store endpoint=http://127.0.0.1:9000'
-    >>> identity_of(parse_url("HTTPS://Host:443/a%2Db/"), options)
-    'https host a-b'
-    """
-    scheme = address.url.partition("://")[0].lower() if address.kind == "http" else address.kind
-    host = "" if address.kind == "file" else address.host
-    if address.kind == "http":
-        host = re.sub({"http": ":80$", "https": ":443$"}[scheme], "", host.lower())
-    given, prefix = options.client_options(), _PREFIX.get(address.kind, "")
-    parts = [scheme, host, address.path]
-    for names in _DECIDING.get(address.kind, ()):
-        value = options.endpoint if names[0] in ("endpoint", "base_url") else None
-        for name in names:
-            value = value or given.get(name) or given.get(f"{prefix}_{name}") or os.environ.get(f"{prefix}_{name}".upper())
-        if names[0] == "region":  # a bucket has one; only the regions of another partition have buckets of the same name
-            value = next((begin for begin in _PARTITIONS if (value or "").startswith(begin)), None)
-        parts += [f"{names[0]}={value.rstrip('/')}"] if value else []
-    return " ".join(parts)
-
-
 def parse_url(url: str) -> Address:
     """Return the parts of a store's URL."""
     match = _SCHEME.match(url)

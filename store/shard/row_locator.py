@@ -63,17 +63,6 @@ class BlockRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """All blocks of a bucket (or of the captions): shard after shard, by row. `[N]` each."""
-
-    shard: NDArray[np.int64]  # ordinal
-    offset: NDArray[np.int64]  # in the shard's file, in bytes
-    length: NDArray[np.int64]  # in bytes
-    first_row: NDArray[np.int64]  # in the shard, dropped rows included
-    rows: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """The manifest's entries of one bucket (or of the captions), by shard."""
 
@@ -195,21 +184,6 @@ class BlockTable:
         rows = ranks.copy()
         rows[with_dropped] += j
         return rows
-
-    def every_block(self, group: str) -> Blocks:
-        """Return all blocks of a group (a bucket, or `text`) by shard, from all shards' extents.
-
-        Those of added columns are not among them.
-        """
-        entry = self._group(group)
-        of_shard = np.array([at for at, one in enumerate(self._entries) if not one.is_of_column], dtype=np.int64)
-        blocks = entry.blocks[of_shard]
-        shard = np.repeat(of_shard, blocks)
-        self.extents.open(shard)
-        ends = np.cumsum(blocks)
-        at = np.arange(len(shard)) - np.repeat(ends - blocks - entry.first_block[of_shard], blocks)
-        offset, length, first_row, rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
-        return Blocks(shard=shard, offset=offset, length=length, first_row=first_row, rows=rows)
 
     def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
         """Return the blocks that contain rows of a group (a bucket, or `text`)."""

@@ -23,7 +23,7 @@ from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import is_url, refuse_misspelt, working_cache, working_folder
-from bucketline.store.sync.pull import get_lists
+from bucketline.store.sync.push_pull import get_lists
 from bucketline.store.transfer.files import Uploader, send_lists, shard_of
 from bucketline.store.transfer.sender import (
     ShardSender,

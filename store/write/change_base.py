@@ -89,7 +89,3 @@ class ChangeBase:
         """Get the indexes of all shards, and their lists of dropped rows, before shards are read one after the other."""
         if not isinstance(self.folder, LocalFolder):
             self.store.fetch_indexes()
-
-    def write_list(self, shard: SealedShard, data: bytes) -> None:
-        """Write a shard's list of dropped rows, which the generation that is being made is going to list."""
-        self.folder.write(f"shards/{shard_paths(self.made, shard.name).dropped(self.number).name}", data)

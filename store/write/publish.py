@@ -330,7 +330,7 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
         if is_bucket(group)
     }
     data = encode_dropped({group: values for group, values in merged.items() if len(values)}, entry.shard_id)
-    base.write_list(shard, data)
+    base.folder.write(f"shards/{shard_paths(base.made, shard.name).dropped(base.number).name}", data)
     groups: Mapping[str, GroupEntry] = {
         name: group._replace(dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }

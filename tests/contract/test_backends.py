@@ -21,7 +21,7 @@ from bucketline.errors import CorruptError, DeliveryError, StateError, UsageErro
 from bucketline.loader import Loader, LoaderConfig, ServiceAddress, WeightedStore
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.commands import kept_port
 from tests.conditioned import Form, conditioned_store
 from tests.kit import add_samples, flip_bit, make_store, samples_of, store_writer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.store import Store
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from tests.commands import call, torchrun
 from tests.forked_ranks import ForkedRanks
 from tests.models import SMALL, write_images

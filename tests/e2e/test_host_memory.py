@@ -15,14 +15,13 @@ from diffusers import FluxTransformer2DModel
 
 from bucketline.train.checkpoint import copied
 from bucketline.train.config import Precision
-from bucketline.train.ema import Average
+from bucketline.train.load import load
 from bucketline.train.lora import add_adapters
-from bucketline.train.models.load import load
-from bucketline.train.models.weights import weights_of
-from bucketline.train.sharding import place_model
+from bucketline.train.model import place_model
+from bucketline.train.weight_layout import layout_of
 from tests.process_memory import forget_highest, in_memory
 from tests.unit.train.forked import fork_ranks
-from tests.unit.train.models.test_families import offered
+from tests.unit.train.test_loading import offered
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     family, model = load(asked.model, offered("flux"), 0, dtype=dtype, on_meta=not ranks.is_main)
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
-    weights = weights_of(family, adapters=asked.lora_rank is not None)
-    average = place_model(model, asked, ranks, torch.device("cpu"), weights, None, functools.partial(Average, decay=0.9))
+    weights = layout_of(family, adapters=asked.lora_rank is not None)
+    average = place_model(model, asked, ranks, torch.device("cpu"), weights, None)
     placed = in_memory("VmHWM") - before
     begin_again()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], fused=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from tests.commands import call
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images

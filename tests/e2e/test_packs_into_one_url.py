@@ -15,7 +15,7 @@ import pytest
 from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import torchrun
 from tests.kit import everything

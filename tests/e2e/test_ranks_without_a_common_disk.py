@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.verify.verify import verify_folder
 from tests.commands import ROOT, call, spawn
 from tests.fault.same_store import compare

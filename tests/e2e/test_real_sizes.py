@@ -21,10 +21,9 @@ from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.families.family import StoreFacts
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
+from bucketline.train.load import load
 from bucketline.train.lora import add_adapters
-from bucketline.train.models.load import load
-from bucketline.train.parallel import TrainRanks, local, repeated_blocks
-from bucketline.train.sharding import shard, shard_mesh, shard_ranks_of, tensors_of
+from bucketline.train.parallel import TrainRanks, local, repeated_blocks, shard, shard_mesh, shard_ranks_of, tensors_of
 from bucketline.train.values import Sharding
 from tests.unit.train.tiny_run import config
 

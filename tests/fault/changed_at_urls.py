@@ -57,10 +57,10 @@ class _Place:
 
     def push(self) -> None:
         """Push, in the process that calls this: the client of object storage must not be used before a fork."""
-        importlib.import_module("bucketline.store.sync.push").push(self.own, self._url())
+        importlib.import_module("bucketline.store.sync.push_pull").push(self.own, self._url())
 
     def pull(self) -> None:
-        importlib.import_module("bucketline.store.sync.pull").pull(self._url(), self.copy)
+        importlib.import_module("bucketline.store.sync.push_pull").pull(self._url(), self.copy)
 
     def collect(self, older_than_s: float) -> None:
         collect(self._url(), older_than_s)
@@ -156,7 +156,7 @@ def killed_pushes(asked: Asked) -> Iterator[Record]:
 
 def _push_and_die(place: _Place, at: int) -> None:
     """Push, and be killed at the n-th of the moments after it has sent the lists, and after each commit."""
-    module = importlib.import_module("bucketline.store.sync.push")
+    module = importlib.import_module("bucketline.store.sync.push_pull")
     moments = [0]
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +211,7 @@ def _with_clock(ahead_s: float, work: Callable[[], None]) -> None:
 
 def _push_slowly(place: _Place, ahead_s: float) -> None:
     """Push with a clock that is wrong, and collect at the moment at which everything is sent and nothing is listed."""
-    module: Any = importlib.import_module("bucketline.store.sync.push")
+    module: Any = importlib.import_module("bucketline.store.sync.push_pull")
     lists = module.send_lists
 
     def collecting(*arguments: Any) -> None:

@@ -120,7 +120,7 @@ def linked_stores(asked: Asked) -> Iterator[Record]:
 def _pushed_twice(own: Path, place: Path) -> None:
     """Push a store, drop a sample and push again; in a process of its own, since the client must not be used before a fork."""
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.store.sync.push import push
+    from bucketline.store.sync.push_pull import push
 
     folder = ObjectFolder.open(f"file://{place}")
     push(own, folder)

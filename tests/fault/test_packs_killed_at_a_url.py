@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.store.remote.generations import find_newest, newest_generation
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.verify.verify import verify_folder
 from tests.commands import ROOT, call, spawn
 from tests.fault.same_store import compare

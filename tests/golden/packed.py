@@ -144,7 +144,7 @@ def _batches(store: Path, asked: dict[str, Any]) -> dict[str, Any]:
     with Loader(store, LoaderConfig(**asked)) as loader:
         for batch in loader:
             order.append(f"{batch.bucket}: {' '.join(loader.names(batch))}")
-            for name, array in batch.numpy().arrays.items():
+            for name, array in batch.numpy().items():
                 tensors.setdefault(name, []).extend((str(array.shape).encode(), array.tobytes()))
     return {"order": order, "tensors": {name: of_bytes(*parts) for name, parts in sorted(tensors.items())}}
 

@@ -51,7 +51,7 @@ CHOICES: dict[str, dict[str, tuple[object, ...]]] = {
         "average on the cpu": ("--ema", "0.9:cpu:2", "--clip-norm", 0.5, "--weight-decay", 0.1, "--betas", "0.8,0.9,1e-6"),
         "no average": ("--ema", "off", "--lr-schedule", f"wsd:2@{END}", "--clip-norm", "None"),
         "bf16": ("--precision", "bf16"),
-        "weights in bf16": ("--weights", "bf16", "--precision", "bf16"),
+        "weights in bf16": ("--weights", "bf16", "--precision", "bf16", "--optimizer", "adamw-8bit"),
         "recomputed": ("--recompute", 1),
         "pixels in a window": ("--batch", "0.002MP", "--window", 16, "--verify"),
         "tokens": ("--batch", "0.4ktok", "--log-every", 2),

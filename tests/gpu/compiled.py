@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from bucketline.loader import Batch
-from bucketline.train.compile import compile_blocks, graphs_compiled, warm_up
+from bucketline.train.compile import compile_blocks, warm_up
 from bucketline.train.config import Compile
-from bucketline.train.lowbit.float8 import CAPABILITY
+from bucketline.train.log import graphs_compiled
+from bucketline.train.lowbit import PRODUCTS_CAPABILITY
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, loss_of, train_step
 from tests.gpu.material import DEVICE, NAMES, ON_GPU, sync, tell, tiny_batch, tiny_training
@@ -120,7 +121,7 @@ def _ms_per_step(training: Training, batches: list[Batch]) -> float:
 
 def fp8() -> None:
     """Training in 8-bit floats follows bf16, compiles nothing after the warm-up; ms per step of both."""
-    if ON_GPU and torch.cuda.get_device_capability(DEVICE) < CAPABILITY:
+    if ON_GPU and torch.cuda.get_device_capability(DEVICE) < PRODUCTS_CAPABILITY:
         tell("fp8: needs an H100 or later", device=torch.cuda.get_device_name(DEVICE))
         return
     sizes: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 4, "axes_dims_rope": (4, 6, 6)}

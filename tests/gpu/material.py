@@ -16,16 +16,12 @@ from bucketline.families.family import StoreFacts
 from bucketline.families.registry import family_named
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
-from bucketline.loader.commands.batch_options import BatchSize
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.train.config import Compile, Objective, Precision, TrainConfig
-from bucketline.train.ema import Average
+from bucketline.train.config import Compile, Objective, Precision
 from bucketline.train.lora import add_adapters
-from bucketline.train.lowbit.float8 import use_float8
-from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
+from bucketline.train.lowbit import use_float8
 from bucketline.train.step import Training
 from tests.family_models import T5_WIDTH, tiny_model
-from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae
+from tests.unit.train.tiny_run import config, make_training, make_training_store, write_unet, write_vae
 
 DEVICE = torch.device(os.environ.get("ACCEPT_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
@@ -111,20 +107,15 @@ def tiny_training(
     facts = StoreFacts(latent_channels=4, text={"tokens": 8, "pooled": 8}, shows_padding=name not in ("sd", "pixart_alpha"))
     family = kind(dict(model.config), facts)
     family.prepare(model)
-    asked = TrainConfig(
-        store=(Path("x"),),
-        model=Path("m"),
-        output_dir=Path("o"),
-        max_steps=9,
-        batch=BatchSize(batch_size=2),
-        learning_rate=1e-4,
-        lora_rank=2 if lora else None,
-        accumulation=accumulation,
-        compile=compiled,
-        precision=Precision.BF16 if bf16 else Precision.FP32,
-    )
+    asked: dict[str, Any] = {
+        "learning_rate": 1e-4,
+        "lora_rank": 2 if lora else None,
+        "accumulation": accumulation,
+        "compile": compiled,
+        "precision": Precision.BF16 if bf16 else Precision.FP32,
+    }
     if lora:
-        add_adapters(model, family, asked)
+        add_adapters(model, family, config(ROOM, **asked))
     if float8:
         use_float8(model, emulates=not ON_GPU)
     if checkpointing:
@@ -132,28 +123,19 @@ def tiny_training(
     if layout is None:
         layout = torch.channels_last if ON_GPU else torch.contiguous_format
     model = model.to(device=DEVICE, memory_format=layout)
-    average = Average(model, 0.99)
+    training = make_training(
+        ROOM,
+        loaded=(family, model),
+        optimizer_of=lambda one: torch.optim.AdamW([own for own in one.parameters() if own.requires_grad], lr=1e-3, fused=True),
+        decay=0.99,
+        objective=Objective.FLOW if name in ("sd3", "flux") else Objective.EPSILON,
+        **{"clip_norm": 1.0, **asked},
+    )
     if compiled is not Compile.OFF:
         compile_blocks(model, family, BACKEND)
-    is_flow = name in ("sd3", "flux")
-    schedule: Any = (
-        FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
-        if is_flow
-        else NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), DEVICE)
-    )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Training(
-        config=asked,
-        family=family,
-        model=model,
-        average=average,
-        optimizer=torch.optim.AdamW(trained, lr=1e-3, fused=True),
-        prep=Prep(
-            scale=LatentScale(scale=0.5, shift=0.0),
-            schedule=schedule,
-            objective=Objective.FLOW if is_flow else Objective.EPSILON,
-            compiled=compiled is not Compile.OFF and BACKEND == "inductor",
-        ),
+    return dataclasses.replace(
+        training,
+        prep=dataclasses.replace(training.prep, compiled=compiled is not Compile.OFF and BACKEND == "inductor"),
         autocast=torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16),
     )
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from bucketline.train.config import Compile, Precision, WeightDtype
-from bucketline.train.optim import ADAMWS, NAMED
+from bucketline.train.optim import NAMED
 from bucketline.train.run import train
 from tests.gpu.material import run_folder, tell
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
@@ -22,7 +22,7 @@ def optimizers(*names: str) -> None:
         if names and name not in names:
             continue
         cases: list[dict[str, Any]] = [{}]
-        if name in ADAMWS:
+        if name == "adamw-8bit":
             cases.append(BF16)
         for case in cases:
             folder = run_folder("optimizers")

@@ -41,14 +41,6 @@ def test_sizes_too_large_to_enumerate_stay_in_range_and_apart(bits: int, above: 
     assert len(np.unique(values)) == len(np.unique(index))
 
 
-@given(n=st.one_of(st.integers(1, 100_000), st.integers(1, 1 << 61)), key=KEYS, data=st.data())
-@settings(max_examples=100)
-def test_an_index_goes_where_it_goes_whatever_else_is_asked(n: int, key: int, data: st.DataObject) -> None:
-    index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
-    together = permute(index, n, key)
-    assert [int(permute(index[k : k + 1], n, key)[0]) for k in range(len(index))] == together.tolist()
-
-
 def chi_square(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
     """Return the statistic in standard deviations from what chance gives, for equally likely cells."""
     expected = counts.sum() / counts.size

@@ -199,9 +199,8 @@ def test_counts_equal_what_is_found_by_looking_at_every_batch(drawn: Drawn) -> N
     for bucket in plan.buckets:
         count = plan.count(bucket, epochs)
         batches = [plan.batch(bucket, number)[0] for number in range(plan.batches_before(bucket, epochs))]
-        assert count.batches == len(batches)
-        assert count.carried == epochs * bucket.num_rows - len(batches) * bucket.global_batch
-        assert count.repeats == sum(len(np.unique(rows)) < len(rows) for rows in batches)
+        carried = epochs * bucket.num_rows - len(batches) * bucket.global_batch
+        assert count == (len(batches), carried, sum(len(np.unique(rows)) < len(rows) for rows in batches))
 
 
 @given(drawn=plans(), step=st.integers(0, 1 << 50))

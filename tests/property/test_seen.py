@@ -18,7 +18,6 @@ from bucketline.loader.recorded_run import PLANS, append_plan, read_run
 from bucketline.loader.seen import Seen
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import sample_digest
 from tests.conditioned import Form, growing_store, tokens_of
 
 if TYPE_CHECKING:
@@ -137,17 +136,14 @@ def check(seed: int, stores: Stores, folder: Path) -> int:
             continue
     seen = Seen(read_run(folder / "state.json"))
     assert not seen.unknown
-    counts, known = seen.counts(), {row.record.id for row in stores.rows.values()}
-    assert set(counts.digests.tolist()) <= {sample_digest(name) for name in known} | {
-        sample_digest(name).rstrip(b"\0") for name in known
-    }
-    for digest in stores.rows:
-        name = stores.rows[digest].record.id
-        recorded = recording.seen.get(name, [])
-        if recorded:
-            steps = [one[0] for one in recorded]
-            assert counts.of(digest) == (len(recorded), min(steps), max(steps)), (seed, name)
-    assert int(counts.count.sum()) == sum(map(len, recording.seen.values())), seed
+    counts, known = {name: own for name, *own in seen.every_sample()}, {row.record.id for row in stores.rows.values()}
+    assert set(counts) <= known
+    for name, recorded in recording.seen.items():
+        steps = [one[0] for one in recorded]
+        assert counts[name] == [len(recorded), min(steps), max(steps)], (seed, name)
+    total = sum(map(len, recording.seen.values()))
+    assert sum(count for count, *_ in counts.values()) == total, seed
+    assert all((count == 0) == (first == last == -1) for count, first, last in counts.values())
     names = draw.sample(sorted(known), 6)
     for name, (sightings, _) in zip(names, seen.find(names), strict=True):
         found = [
@@ -160,7 +156,7 @@ def check(seed: int, stores: Stores, folder: Path) -> int:
             for one in sightings
         ]
         assert sorted(found) == sorted(recording.seen.get(name, [])), (seed, name)
-    return int(counts.count.sum())
+    return total
 
 
 @pytest.mark.parametrize("seed", range(4))

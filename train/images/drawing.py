@@ -24,7 +24,7 @@ from bucketline.train.checkpoint import folder_of_step, way_on
 from bucketline.train.images.image_files import PER_ROW, DrawnSample, write_images
 from bucketline.train.images.pipeline import draw_latents, guidance_of
 from bucketline.train.images.prompts import DrawingBatch, prompt_batches
-from bucketline.train.models.load import UNREADABLE, VAE_FOLDER, locate, read_vae
+from bucketline.train.load import UNREADABLE, VAE_FOLDER, locate, read_vae
 from bucketline.train.noise import sample_noise
 
 if TYPE_CHECKING:

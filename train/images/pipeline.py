@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from bucketline.families import vaes
-from bucketline.train.models.load import locate, read_index
+from bucketline.train.load import locate, read_index
 from bucketline.train.noise import FlowSchedule
 
 if TYPE_CHECKING:

@@ -30,27 +30,29 @@ from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, sing
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.config import Objective
+from bucketline.train.load import locate, read_model, read_model_config
 from bucketline.train.lora_file import read_tensors
-from bucketline.train.models.load import locate, read_model, read_model_config
-from bucketline.train.models.weights import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.noise import load_schedule
 from bucketline.train.outputs.model_card import pipeline_card
 from bucketline.train.outputs.pipeline_folder import fused, other_parts, write_parts
 from bucketline.train.outputs.single_file import in_original_layout
+from bucketline.train.weight_layout import ADAPTERS, AVERAGE_SUFFIX, MODEL_FILE, save_tensors, weights_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-    from bucketline.train.models.weights import Weights
+    from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
 _PARTS = ("unet", "transformer", ADAPTERS)
 
 
-def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str) -> None:
+def write_export(
+    folder: Path, weights: WeightLayout, config: str, tensors: dict[str, Tensor], *, dtype: str, card: str
+) -> None:
     """Write an export to a temporary folder and rename it; a folder that exists is replaced."""
     with checkpoint.written_aside(folder, card) as aside:
         weights.write(aside / weights_folder(weights.folder), config, _in_dtype(tensors, dtype))

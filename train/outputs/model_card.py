@@ -14,9 +14,9 @@ from bucketline.loader.mixture import StoreId
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train.checkpoint import CARD, folder_of_step
 from bucketline.train.log import versions
-from bucketline.train.models.weights import Adapters, average_folder, weights_folder
 from bucketline.train.parallel import plain_class
 from bucketline.train.run_file import config_as_json
+from bucketline.train.weight_layout import Adapters, average_folder, weights_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
-    from bucketline.train.models.weights import Weights
     from bucketline.train.step import Training
     from bucketline.train.validation import ValidationResult
+    from bucketline.train.weight_layout import WeightLayout
 
 
 _LOADING, _DATA = "## Load it\n", "## Data\n"
@@ -37,7 +37,7 @@ _LICENSE = ("license", "license_name", "license_link")
 
 def model_card(
     training: Training,
-    weights: Weights,
+    weights: WeightLayout,
     shares: Sequence[WeightedStore],
     steps_done: int,
     validation: ValidationResult | None,
@@ -99,7 +99,7 @@ The digest is the manifest's, which holds the digest of every file of the store.
 {_table([{"package": name, "version": version} for name, version in versions().items()])}"""
 
 
-def _example(weights: Weights, kind: str, folder: str) -> str:
+def _example(weights: WeightLayout, kind: str, folder: str) -> str:
     """Return Python lines that load the weights in a `folder`, of a model's class `kind`."""
     if not isinstance(weights, Adapters):
         return f"""from diffusers import {kind}

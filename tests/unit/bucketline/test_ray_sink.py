@@ -19,7 +19,7 @@ from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer import sender
 from bucketline.store.transfer.sender import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify

@@ -30,8 +30,8 @@ from bucketline.train.config import Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import DrawingBatch
+from bucketline.train.load import load
 from bucketline.train.lora import ADAPTER, Layers, add_adapters, layers_by_word
-from bucketline.train.models.load import load
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
 from bucketline.train.step import Training
 from tests.commands import ROOT

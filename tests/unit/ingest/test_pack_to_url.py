@@ -21,7 +21,7 @@ from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer import files
 from bucketline.store.transfer.sender import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder

@@ -15,7 +15,7 @@ from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import newest_generation
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import LocalTarget, StoreTarget

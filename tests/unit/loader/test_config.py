@@ -48,23 +48,28 @@ def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_mul
         ({"batch_pixels": 5, "batch_multiple": 0}, "batch_multiple is 0, expected 1 or more"),
         ({"batch_size": 5, "batch_multiple": 4}, "batch_multiple is 4 with a batch_size of 5"),
         ({"batch_size": 5, "window": 15}, "window is 15, expected 16 or more, or 0"),
+        ({"batch_size": 1, "lanes": 2}, "lanes is 2 with window None"),
+        ({"batch_size": 1, "lanes": 2, "window": 0}, "lanes is 2 with window 0"),
+        ({"batch_size": 1, "rewind": True, "epochs": 3}, "rewind is set and epochs is 3"),
+        *(
+            ({"batch_size": 1, field: value}, f"{field} is {value}, expected")
+            for field, value in [
+                *(
+                    ("batch_size", 0),
+                    ("accumulation", 0),
+                    ("prefetch_bytes", 0),
+                    ("epochs", 0),
+                    ("seed", -1),
+                    ("seed", 1 << 63),
+                ),
+                *(("caption_dropout", -0.1), ("caption_dropout", 1.1)),
+            ]
+        ),
     ],
 )
-def test_a_senseless_batch_or_window_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_senseless_setting_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LoaderConfig(**changes)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"lanes": 2}, r"lanes is 2 with window None; .* or set window=4096"),
-        ({"lanes": 2, "window": 0}, "lanes is 2 with window 0"),
-    ],
-)
-def test_lanes_without_a_window_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        LoaderConfig(batch_size=1, **given)
 
 
 def test_plain_words_are_the_choices_of_their_names_and_others_are_refused() -> None:

@@ -17,7 +17,7 @@ from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.cache.cached_shard import CachedShard
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from bucketline.store.write import publish, shard_writer
 from tests.kit import Sample, add_samples, make_sample, make_store, store_writer
 from tests.unit.loader.test_remote import bits

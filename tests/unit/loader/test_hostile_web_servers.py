@@ -18,7 +18,7 @@ from bucketline.store.format.manifest import dump_manifest, sealed
 from bucketline.store.remote import generations
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.commands import call
 from tests.kit import flip_bit, make_store, samples_of
 from tests.object_storage import CREDENTIALS

@@ -98,8 +98,8 @@ def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Stor
         with pytest.raises(UsageError, match=f"has {repeats} repeats, expected a number above 0"):
             WeightedStore(store=made[0][0], repeats=repeats)
         with pytest.raises(UsageError, match=f"has {repeats} repeats, expected a number above 0"):
-            open_shares(f"{path}:{repeats}")
-    with pytest.raises(UsageError, match=r"a\.store has no repeats, expected a number above 0"):
+            WeightedStore(path, repeats)
+    with pytest.raises(StoreError):
         open_shares(f"{path}:")
 
 

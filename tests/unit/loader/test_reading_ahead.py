@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bucketline.loader import Loader, LoaderConfig, follow, loader
+from bucketline.loader import Loader, LoaderConfig, loader
 from bucketline.loader.plan.make_plan import plan_of
 from bucketline.store import Store
 from tests.kit import add_samples, make_store, samples_of, store_writer
@@ -25,8 +25,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         made.append(given)
         return plan_of(*given)  # type: ignore[arg-type]
 
-    for module in (loader, follow):
-        monkeypatch.setattr(module, "plan_of", noting)
+    monkeypatch.setattr(loader, "plan_of", noting)
     return made
 
 

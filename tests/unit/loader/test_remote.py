@@ -17,13 +17,12 @@ import torch
 
 from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
-from bucketline.loader.prefetch import lines_ahead
 from bucketline.store import Store
 from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.cached_shard import ABSENT
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.commands import spawn
 from tests.kit import ANY, make_store, samples_of
 from tests.serving import serving_here
@@ -124,19 +123,6 @@ def test_a_cache_smaller_than_the_store_gives_the_same_batches(
     assert small.source._cache.room.used() <= size // 2
     on_disk = sum(path.stat().st_blocks * 512 - 4096 for path in (tmp_path / "cache").rglob("*.lmdb"))
     assert on_disk <= size // 2  # but for a block of the file system's own for each file that is in many pieces
-
-
-@pytest.mark.parametrize(("times", "num_said"), [(lines_ahead.TOO_OFTEN, 0), (0.01, 1)])
-def test_lines_that_are_fetched_too_often_are_said_once(
-    times: float, num_said: int, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hundredth of what the order needs is more than that, too."""
-    monkeypatch.setattr(lines_ahead, "CHECK_EVERY", 8)
-    monkeypatch.setattr(lines_ahead, "TOO_OFTEN", times)
-    batches_of(pushed(store), epochs=2, window=4096, columns=roles(store), cache=str(tmp_path / "cache"))
-    found = [record.getMessage() for record in caplog.records if record.name == lines_ahead.__name__]
-    assert len(found) == num_said
-    assert all("fetched again and again; give it more room (--cache-bytes)" in message for message in found)
 
 
 def test_a_window_is_chosen_if_the_cache_does_not_hold_the_store(store: Store, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from bucketline.loader.collate.window import CopyPlan, PendingBatch
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.kit import make_store, samples_of
 
 ROWS = {"train/64x64": 12}

@@ -14,7 +14,7 @@ from bucketline.errors import UsageError
 from bucketline.families.family import Family
 from bucketline.families.ideogram4 import Ideogram4
 from bucketline.families.packing import pack
-from bucketline.loader import Batch, LatentScale, Loader, LoaderConfig, numpy_batches
+from bucketline.loader import Batch, LatentScale, Loader, LoaderConfig
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store import Axis, RowColumn, Store, StoreWriter
 from bucketline.train.config import Objective
@@ -136,13 +136,6 @@ def test_a_mixture_and_a_service_scale_as_one_store_does(tmp_path: Path) -> None
 
 def _drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return batch.latents, normal(batch.keys, Purpose.POSTERIOR, (4, 6, 8))
-
-
-def test_numpy_has_the_same(tmp_path: Path) -> None:
-    with Loader(write(tmp_path / "s", VAES["shift"]), ALL) as loader:
-        batch = next(numpy_batches(loader))
-    assert np.array_equal(batch.scaled(), batch.batch.scaled().numpy())
-    assert batch.scaled().dtype == np.float32
 
 
 NOT_SAID: dict[str, object] = {

@@ -14,7 +14,7 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.recorded_run import PLANS, append_plan
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.commands import Ran, call
 from tests.kit import make_store, samples_of
 

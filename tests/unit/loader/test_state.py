@@ -38,6 +38,7 @@ def refused(store: Store, state: dict[str, object]) -> str:
         ("remainder", {"remainder": Remainder.PARTIAL}, ("'partial'", "'carry'")),
         ("caption_dropout", {"caption_dropout": 0.1}, (0.1, 0.0)),
         ("window", {"window": 0}, ("0", "None")),
+        ("split", {"split": "val"}, ("'val'", "'train'")),
     ],
 )
 def test_a_state_of_another_configuration_is_refused_with_field_and_both_values(
@@ -45,12 +46,6 @@ def test_a_state_of_another_configuration_is_refused_with_field_and_both_values(
 ) -> None:
     message = refused(store, state_of(store, **changes))
     assert f"the loader's {field} was {values[0]} when its state was saved and is {values[1]} now" in message
-
-
-def test_a_state_of_the_other_split_is_refused(store: Store) -> None:
-    with Loader(store, LoaderConfig(**BASE, split="val")) as loader:
-        state = loader.state_dict()
-    assert "the loader's split was 'val'" in refused(store, state)
 
 
 def test_ranks_that_do_not_divide_the_global_batch_alike_are_refused_with_what_to_choose(store: Store) -> None:

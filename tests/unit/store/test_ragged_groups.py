@@ -23,8 +23,7 @@ from bucketline.store.format.manifest import dump_manifest, parse_manifest, read
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.shard.address_range import ZERO_BYTES
-from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.shard import Fault
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
-from bucketline.train.compile import recomputed
 from bucketline.train.config import Objective
 from bucketline.train.log import read_metrics
+from bucketline.train.model import recomputed
 from bucketline.train.run import train
 from bucketline.train.values import Ema, LrSchedule
-from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
+from tests.unit.train.tiny_run import ALONE, built, config, train_in_two_parts
 
 CHOICES: dict[str, dict[str, Any]] = {
     "no average, a cosine, a flow's weights": {
@@ -91,8 +91,11 @@ def test_the_installed_torch_knows_what_it_is_told() -> None:
         assert setting.partition(":")[0].encode() in library
 
 
-def test_recomputing_saves_no_generators_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_saves_no_generators_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be read from the device for each block and step."""
+    run = built(config(folder, recompute=1.0))
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in run.training.model.modules()]
+    assert {function for function in functions if function} == {recomputed}
 
     def refused() -> torch.Tensor:
         raise AssertionError("a state was read")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
-import math
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SD3Transformer2DModel, optimization
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SD3Transformer2DModel
 
 from bucketline.coming_from import answer
 from bucketline.families.flux import Flux
@@ -22,17 +20,13 @@ from bucketline.families.qwenimage import QwenImage
 from bucketline.families.registry import family_of_pipeline
 from bucketline.families.sana import Sana
 from bucketline.loader.latent_scale import LatentScale
-from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.options import options_of
 from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
 from bucketline.train.lora import adapted_layers
-from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
-from bucketline.train.optim import learning_rate_at
-from bucketline.train.step import loss_of
-from bucketline.train.values import LossWeight, Timesteps
+from bucketline.train.noise import FlowSchedule, Prep, load_schedule, squared_error
+from bucketline.train.values import LossWeight
 from tests.commands import ROOT
 from tests.family_models import FORMS, tiny_model
-from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import config, facts, make_batch
 
 if TYPE_CHECKING:
@@ -82,38 +76,6 @@ def test_the_settings_of_the_table_are_options(given: str, tmp_path: Path) -> No
     config(tmp_path, **asked)
 
 
-def scripts_sigmas(u: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return the noise at the timesteps that the scripts take for draws in [0, 1)."""
-    kind: Any = FlowMatchEulerDiscreteScheduler
-    scheduler = kind(shift=shift)  # whose timesteps fall
-    found: torch.Tensor = scheduler.sigmas[(u * 1000).long()]
-    return found
-
-
-def test_a_logit_mean_has_the_other_sign() -> None:
-    """Theirs draws an index into timesteps that fall: u near 1 has little noise."""
-    z = normal(KEYS, Purpose.TIMESTEP, (1,)).squeeze(1).double()
-    theirs = scripts_sigmas(torch.sigmoid(0.5 + 1.0 * -z), shift=3.0)  # -z is as likely as z
-    drawn = draw_timesteps(ObjectiveOptions(timesteps=Timesteps.parse("logit-normal:-0.5,1", "--timesteps")), KEYS, 1000)
-    ours = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(drawn, 8, 8).noise.flatten()
-    torch.testing.assert_close(ours, theirs)
-    assert float(theirs.mean()) < float(scripts_sigmas(torch.sigmoid(-0.5 + z), shift=3.0).mean())
-
-
-def test_fluxs_noise_is_theirs_without_a_shift(tmp_path: Path) -> None:
-    path = tmp_path / "scheduler" / "scheduler_config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(Flux.scheduler), encoding="utf-8")
-    kind: Any = FlowMatchEulerDiscreteScheduler
-    theirs = kind.from_config(Flux.scheduler).sigmas.flip(0)  # the script reads them as they are
-    torch.testing.assert_close(theirs, torch.arange(1, 1001) / 1000)
-    noise = load_schedule(tmp_path, CPU, shift=1.0, patch_size=2).noise
-    torch.testing.assert_close(noise.at(torch.arange(1000), 128, 128).noise.flatten(), theirs)
-    own = load_schedule(tmp_path, CPU, patch_size=2).noise
-    by_size = math.exp(1.15) / (math.exp(1.15) + 1 / theirs - 1)  # of 4096 tokens, as the pipeline draws 1024 px
-    torch.testing.assert_close(own.at(torch.arange(1000), 128, 128).noise.flatten(), by_size)
-
-
 @pytest.mark.parametrize(("scheme", "setting"), [("logit_normal", "sigma-squared"), ("sigma_sqrt", "none")])
 def test_sd3s_loss_is_theirs_of_preconditioned_outputs(scheme: str, setting: str) -> None:
     schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
@@ -130,46 +92,6 @@ def test_sd3s_loss_is_theirs_of_preconditioned_outputs(scheme: str, setting: str
     weighting = sigmas**-2.0 if scheme == "sigma_sqrt" else torch.ones_like(sigmas)
     theirs = (weighting * (model_pred - model_input) ** 2).reshape(len(ours), -1).mean(1)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_rate_of_a_warm_up_is_theirs_one_step_later(tmp_path: Path, accumulation: int) -> None:
-    asked = config(tmp_path, warmup_steps=500, learning_rate=1e-4, max_steps=2000, accumulation=accumulation)
-    theirs = [1e-4 * min(1.0, step / 500) for step in range(2001)]  # get_constant_schedule_with_warmup
-    assert [learning_rate_at(step, asked) for step in range(2000)] == pytest.approx(theirs[1:])
-    assert scripts_rates("constant_with_warmup", 2001) == pytest.approx(theirs)
-    plain = config(tmp_path, warmup_steps=0, learning_rate=1e-4, max_steps=2000)
-    assert [learning_rate_at(step, plain) for step in range(5)] == scripts_rates("constant", 5) == [1e-4] * 5
-
-
-def scripts_rates(name: str, steps: int) -> list[float]:
-    """Return the rates of the scripts' `get_scheduler`."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-4)
-    schedule = optimization.get_scheduler(name, optimizer, num_warmup_steps=500, num_training_steps=2000)
-    rates = []
-    for _ in range(steps):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    return rates
-
-
-@pytest.mark.parametrize("prior", [1.0, 0.5])
-def test_a_priors_gradients_are_theirs_by_a_factor_and_clipped_where_theirs_are(prior: float, tmp_path: Path) -> None:
-    training = make_training(tmp_path, accumulation=1)
-    weighing = dataclasses.replace(training, mean_weight=(1 + prior) / 2)
-    batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
-    noised = training.prep.for_training(batch)
-    errors = squared_error(training.predict(training.model, noised.noisy, noised.timesteps, batch), noised.target)
-    theirs = torch.autograd.grad(errors[:2].mean() + prior * errors[2:].mean(), training.trained)
-    ours = torch.autograd.grad(loss_of(weighing, batch), training.trained)
-    limit = float(torch.nn.utils.get_total_norm(theirs)) / 2
-    for gradients, norm in ((theirs, limit), (ours, limit * round(1 / (1 + prior), 3))):  # as the table has the setting
-        for parameter, gradient in zip(training.trained, gradients, strict=True):
-            parameter.grad = gradient
-        assert torch.nn.utils.clip_grad_norm_(training.trained, norm) > norm
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one * (1 + prior), other, rtol=1e-3, atol=1e-6)
 
 
 FLUX_SCRIPT = (
@@ -234,15 +156,6 @@ def test_hidreams_experts_learn_nothing_in_a_model_for_inference(*, inference: b
     layer(torch.randn(2, 8, layer.gate.weight.shape[1])).sum().backward()
     gradients = [one.grad for expert in layer.experts for one in expert.parameters()]
     assert all(one is None for one in gradients) is inference
-
-
-def test_a_priors_weights_are_those_of_the_whole_batch_in_some_scripts() -> None:
-    """Theirs: `weighting.float() * (model_pred_prior.float() - target_prior.float()) ** 2`, weighting not cut in half."""
-    weighting = torch.tensor([1.0, 9.0]).view(2, 1, 1, 1)
-    error = torch.full((1, 2, 3, 3), 2.0)
-    assert float((weighting * error).reshape(1, -1).mean(1)) == 10.0  # not 1 or 9 times 2
-    with pytest.raises(RuntimeError, match="must match the size"):
-        torch.ones(4, 1, 1, 1) * torch.ones(2, 2, 3, 3)
 
 
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")

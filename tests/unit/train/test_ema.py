@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train.ema import Average, decay_at
+from bucketline.train.ema import Average, decay_at, rounded
 from bucketline.train.values import EmaPlace
 
 PLACES = pytest.mark.parametrize("place", EmaPlace)
@@ -130,3 +130,30 @@ def test_without_an_average_the_weights_themselves_are_evaluated() -> None:
     average.update(0)
     assert torch.equal(averaged(model, average), model.weight)
     assert average._averages == []
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_are_rounded_to_a_neighbour_in_bf16_and_right_on_average(sign: int) -> None:
+    value = sign * (1.0 + 2.0**-7 / 4)  # a quarter of the way from one bf16 to the next
+    found = rounded(torch.full((200, 2, 10, 10), value).to(memory_format=torch.channels_last))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert set(found.flatten().tolist()) == {sign * 1.0, sign * (1.0 + 2.0**-7)}
+    torch.testing.assert_close(found.mean().item(), value, rtol=2e-4, atol=0)
+
+
+def test_what_a_bf16_holds_stays_and_infinities_stay_infinite() -> None:
+    values = torch.cat([torch.randn(1000).bfloat16().float(), torch.tensor([0.0, -0.0, float("inf"), -float("inf")])])
+    assert torch.equal(rounded(values), values)
+
+
+@PLACES
+def test_a_bf16_average_moves_by_less_than_its_last_bit_on_average(place: EmaPlace) -> None:
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    average = Average(model, 0.999, place=place)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for step in range(9991, 10_091):
+        average.update(step)
+    mean = averaged(model, average).float().mean().item()
+    assert abs(mean - (2.0 - 0.999**100)) < 0.005  # rounded to the nearest it would be 1

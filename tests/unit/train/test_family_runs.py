@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from bucketline.train.checkpoint import Start
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.log import read_metrics
-from bucketline.train.models.weights import KOHYA_FILE
 from bucketline.train.run import Run, train
 from bucketline.train.step import train_step
+from bucketline.train.weight_layout import KOHYA_FILE
 from bucketline.weight_files import LORA_FILE
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import FAMILIES, pack_family
@@ -54,9 +54,8 @@ def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_p
 
 @pytest.mark.slow
 def test_weights_of_bf16_learn_and_open_as_such(packed: Packed, tmp_path: Path) -> None:
-    asked = packed.config(
-        tmp_path, max_steps=4, learning_rate=1e-2, num_images=1, weights=WeightDtype.BF16, precision=Precision.BF16
-    )
+    bf16: dict[str, Any] = {"weights": WeightDtype.BF16, "precision": Precision.BF16, "optimizer": "adamw-8bit"}
+    asked = packed.config(tmp_path, max_steps=4, learning_rate=1e-2, num_images=1, **bf16)
     summary = train(asked, ALONE)
     for folder in (packed.part, f"{packed.part}_ema"):
         (file,) = (summary.checkpoint / folder).glob("*.safetensors")

@@ -18,8 +18,7 @@ from bucketline.train.noise import draw_timesteps, squared_error
 from bucketline.train.run import train
 from bucketline.train.step import loss_of
 from bucketline.train.values import TimestepRange, Timesteps, TimestepSampling
-from tests.unit.train.test_step import make_training
-from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_batch, samples
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_batch, make_training, samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +60,7 @@ def test_each_stores_rows_have_its_weight(folder: Path) -> None:
 @pytest.mark.parametrize("prior", [1.0, 0.25, 0.0])
 def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path, prior: float) -> None:
     """As diffusers' scripts add two means, of as many instances as priors, but on the scale of a run without weights."""
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
     noised = training.prep.for_training(batch)
     weighing = dataclasses.replace(training, mean_weight=(1.0 + prior) / 2)
@@ -76,7 +75,7 @@ def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path, prior: floa
 
 def test_a_row_that_is_a_batch_of_its_own_keeps_its_weight(tmp_path: Path) -> None:
     """So does one in a bucket that only one store has, on any rank."""
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     weighing = dataclasses.replace(training, mean_weight=0.5)
     batch = dataclasses.replace(make_batch(1), weight=torch.tensor([0.25]))
     with torch.no_grad():

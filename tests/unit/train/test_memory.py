@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from bucketline.errors import UsageError
+from bucketline.option_value import as_option
 from bucketline.train import checkpoint, memory
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import forward_backward
-from bucketline.train.config import Base, parse
+from bucketline.train.config import Base
 from bucketline.train.data import open_loader, open_stores
-from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, try_step
+from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, stepped_optimizer, try_step
 from bucketline.train.model import build_training
 from bucketline.train.run import resolve, train
 from bucketline.train.values import Ema, EmaPlace
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch, Loader
     from bucketline.train.config import TrainConfig
-    from bucketline.train.models.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
 
@@ -43,7 +44,10 @@ ADAPTERS = (*WHOLE[:4], "--base int8", "--base nf4", "--offload-blocks 99")
 
 
 def names(asked: TrainConfig, world_size: int = 1) -> tuple[str, ...]:
-    return tuple(map(str, savings_of(asked, world_size)))
+    return tuple(
+        " ".join(f"{as_option(name)} {value}" for name, value in options.items())
+        for options, _ in savings_of(asked, world_size)
+    )
 
 
 def test_what_saves_memory_is_tried_in_order_of_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +83,13 @@ def test_a_given_option_wins(tmp_path: Path, given: dict[str, Any], left: tuple[
     }
 
 
-def built(asked: TrainConfig, ranks: TrainRanks = ALONE) -> tuple[Loader, Callable[[TrainConfig], tuple[Training, Weights]]]:
-    loader = open_loader(asked, ranks, open_stores(asked, ranks, NEW), CPU)
-    return loader, lambda one: build_training(one, ranks, NEW, loader)
+def opened(asked: TrainConfig, ranks: TrainRanks = ALONE) -> Loader:
+    return open_loader(asked, ranks, open_stores(asked, ranks, NEW), CPU)
+
+
+def fitted(asked: TrainConfig, loader: Loader, ranks: TrainRanks = ALONE) -> TrainConfig:
+    """Return the options that a run is built with."""
+    return built_to_fit(asked, ranks, NEW, loader, lambda _: None)[0].config
 
 
 def ends_unless(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TrainConfig], bool]) -> None:
@@ -111,28 +119,14 @@ def test_a_run_turns_on_what_it_needs_says_so_and_is_the_one_that_has_it_given(
     train(dataclasses.replace(asked, output_dir=folder / "given", memory=None, recompute=0.5), ALONE)
     assert losses(folder / "fitted") == losses(folder / "given")
 
-    with monkeypatch.context() as unused:  # it was tried in the first part
-        unused.setattr(memory, "try_step", None)
-        train(dataclasses.replace(asked, max_steps=2, resume=True), ALONE)
+    train(dataclasses.replace(asked, max_steps=2, resume=True), ALONE)
     assert recompute_of(folder / "fitted") == 0.5
+    with monkeypatch.context() as short:
+        ends_unless(short, lambda one: one.recompute == 1)
+        with pytest.raises(UsageError, match=r"short for a step .* --recompute 1,"):
+            train(dataclasses.replace(asked, max_steps=3, resume=True), ALONE)
     train(dataclasses.replace(asked, memory=None, recompute=0.0, max_steps=3, resume=True), ALONE)
     assert recompute_of(folder / "fitted") == 0
-
-
-@pytest.mark.parametrize(("more", "fits"), [({}, "recompute"), ({"recompute": 1.0}, "ema"), ({"lora_rank": 2}, "recompute")])
-def test_a_run_that_is_resumed_by_its_folder_with_less_memory_is_fitted_again(
-    folder: Path, more: dict[str, Any], fits: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = config(folder, max_steps=1, memory="24GiB", **more)
-    train(asked, ALONE)
-    before = checkpoint.read_state(checkpoint.last_whole(asked.output_dir)).config
-    for steps, memory_now in enumerate(("24GiB", "8GiB", "8GiB"), 2):
-        with monkeypatch.context() as short:
-            ends_unless(short, lambda one: (one.recompute or 0) >= 0.5 if fits == "recompute" else one.ema.every == 10)
-            train(parse(["--resume", str(asked.output_dir), "--memory", memory_now, f"--max-steps={steps}"], "train"), ALONE)
-        now = checkpoint.read_state(checkpoint.last_whole(asked.output_dir)).config
-        changed = {} if memory_now == "24GiB" else {"recompute": 0.5} if fits == "recompute" else {"ema": "0.9999:cpu:10"}
-        assert now == {**before, "max_steps": steps, "resume": True, "memory": now["memory"], **changed}
 
 
 def recompute_of(run: Path) -> float:
@@ -142,46 +136,59 @@ def recompute_of(run: Path) -> float:
     return recorded
 
 
-def test_a_model_that_cannot_be_placed_is_tried_with_less(folder: Path) -> None:
+def test_a_model_that_cannot_be_placed_is_tried_with_less(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config(folder, memory="1GiB", lora_rank=2, recompute=1.0)
-    loader, build_one = built(asked)
     tried: list[tuple[Any, Any]] = []
 
-    def placed(one: TrainConfig) -> tuple[Training, Weights]:
+    def placed(one: TrainConfig, *given: Any) -> Any:
         tried.append((one.base, one.offload_blocks))
         if one.base is not Base.NF4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return build_one(one)
+        return build_training(one, *given)
 
-    with loader:
-        training, _ = built_to_fit(asked, ALONE, NEW, loader, placed, lambda _: None)
-    assert training.config.base is Base.NF4
+    monkeypatch.setattr(memory, "build_training", placed)
+    with opened(asked) as loader:
+        assert fitted(asked, loader).base is Base.NF4
     assert tried == [(None, 0), (Base.INT8, 0), (Base.NF4, 0)]
 
 
 def test_a_run_that_never_fits_is_refused_and_another_error_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config(folder, memory="1GiB", recompute=0.0, optimizer="adamw", ema="off")
-    loader, build_one = built(asked)
-    with loader:
+    with opened(asked) as loader:
         ends_unless(monkeypatch, lambda _: False)
         with pytest.raises(UsageError, match=r"short for a step of 2 rows of .*: CUDA out of memory.* Use a smaller --batch"):
-            built_to_fit(asked, ALONE, NEW, loader, build_one, lambda _: None)
+            fitted(asked, loader)
         monkeypatch.setattr(memory, "try_step", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
         with pytest.raises(RuntimeError, match="a bug"):
-            built_to_fit(asked, ALONE, NEW, loader, build_one, lambda _: None)
+            fitted(asked, loader)
 
 
-def test_nothing_is_tried_on_a_cpu_without_a_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = config(folder)
-    loader, build_one = built(asked)
-    monkeypatch.setattr(memory, "try_step", None)
-    with loader:
-        for given in (None, "off"):
-            built_to_fit(config(folder, memory=given), ALONE, NEW, loader, build_one, lambda _: None)
-        with pytest.raises(TypeError):
-            built_to_fit(config(folder, memory="3GiB"), ALONE, NEW, loader, build_one, lambda _: None)
-    with pytest.raises(UsageError, match="--memory is 'much', expected off, or 1MiB or more"):
-        config(folder, memory="much")
+@pytest.mark.parametrize(
+    ("device", "given", "share", "limit"),
+    [
+        ("cpu", None, [], []),
+        ("cpu", "off", [], []),
+        ("cpu", "3GiB", [], [3 << 30]),
+        ("cuda", None, [], [None]),
+        ("cuda", "off", [], []),
+        ("cuda", "20GiB", [0.25], [20 << 30]),
+        ("cuda", "90GiB", [1.0], [90 << 30]),
+    ],
+)
+def test_what_is_tried_and_how_a_gpu_is_capped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, given: str | None, share: list[float], limit: list[int | None]
+) -> None:
+    """By a device that is none: the calls to torch's allocator are those of a GPU."""
+    shares: list[float] = []
+    limits: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda given, _: shares.append(given))
+    monkeypatch.setattr(memory, "try_step", lambda _training, _batch, given: limits.append(given))
+    monkeypatch.setattr(memory, "largest_batch", lambda *_: None)
+    monkeypatch.setattr(memory, "build_training", lambda *_: (None, None))
+    loader = cast("Loader", SimpleNamespace(device=torch.device(device)))
+    built_to_fit(config(folder, memory=given), ALONE, NEW, loader, lambda _: None)
+    assert (shares, limits) == (share, limit)
 
 
 OPTIMIZERS = ("adamw", "muon", "prodigy", "torch.optim:NAdam", pytest.param("adamw-8bit", marks=pytest.mark.slow))
@@ -194,9 +201,8 @@ def test_a_trial_changes_no_number(folder: Path, name: str) -> None:
     asked = resolve(
         asked if name == "prodigy" else dataclasses.replace(asked, lora_rank=None, lora_dropout=0.0), NEW, NO_LOADER, CPU
     )
-    loader, build_one = built(asked)
-    with loader:
-        training, _ = build_one(decided(asked))
+    with opened(asked) as loader:
+        training, _ = build_training(decided(asked), ALONE, NEW, loader)
         before = [tensor.clone() for tensor in training.model.state_dict().values()]
         groups = [{**group, "params": None} for group in training.optimizer.param_groups]
         torch.manual_seed(3)
@@ -206,7 +212,6 @@ def test_a_trial_changes_no_number(folder: Path, name: str) -> None:
         assert torch.equal(torch.rand(4), expected)
     assert not training.optimizer.state
     assert [{**group, "params": None} for group in training.optimizer.param_groups] == groups
-    assert [one for group in training.optimizer.param_groups for one in group["params"]]
     assert all(one.grad is None for one in training.trained)
     for tensor, own in zip(before, training.model.state_dict().values(), strict=True):
         assert torch.equal(tensor, own)
@@ -223,24 +228,31 @@ def test_a_trial_has_the_state_of_a_later_step_and_gradients_of_an_earlier_micro
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = resolve(config(folder, accumulation=3), NEW, NO_LOADER, CPU)
-    loader, build_one = built(asked)
     seen: list[tuple[int, bool]] = []
+    made: list[weakref.ref[Any]] = []
+
+    def stepped(training: Training) -> Any:
+        optimizer = stepped_optimizer(training)
+        made.append(weakref.ref(optimizer))
+        return optimizer
 
     def passes(training: Training, batch: Batch) -> None:
-        seen.append((len(training.optimizer.state), training.trained[0].grad is not None))
+        (optimizer,) = (one() for one in made)
+        assert optimizer is not None
+        seen.append((len(optimizer.state), training.trained[0].grad is not None))
         forward_backward(training, batch)
 
+    monkeypatch.setattr(memory, "stepped_optimizer", stepped)
     monkeypatch.setattr(memory, "forward_backward", passes)
-    with loader:
-        training, _ = build_one(decided(asked))
+    with opened(asked) as loader:
+        training, _ = build_training(decided(asked), ALONE, NEW, loader)
         try_step(training, largest_batch(asked, ALONE, loader), None)
     assert seen == [(len(training.trained), False), (len(training.trained), True)]
 
 
 def test_the_largest_batch_is_of_the_largest_bucket_with_the_longest_captions(folder: Path) -> None:
     asked = config(folder)
-    loader, _ = built(asked)
-    with loader:
+    with opened(asked) as loader:
         batch = largest_batch(asked, ALONE, loader)
     assert batch.bucket == "train/192x128"
     assert batch.latents.shape[2:] == (24, 16)
@@ -250,31 +262,12 @@ def test_the_largest_batch_is_of_the_largest_bucket_with_the_longest_captions(fo
 
 def test_a_rank_that_has_memory_enough_chooses_what_another_needs(folder: Path) -> None:
     def body(ranks: TrainRanks) -> None:
-        asked = config(folder, memory="1GiB", accumulation=1)
-        with pytest.MonkeyPatch.context() as patched:
+        asked = resolve(config(folder, memory="1GiB", accumulation=1), NEW, NO_LOADER, CPU)
+        with pytest.MonkeyPatch.context() as patched, opened(asked, ranks) as loader:
             ends_unless(patched, lambda one: ranks.rank == 0 or one.recompute == 1)
-            loader, build_one = built(resolve(asked, NEW, NO_LOADER, CPU), ranks)
-            with loader:
-                training, _ = built_to_fit(resolve(asked, NEW, NO_LOADER, CPU), ranks, NEW, loader, build_one, lambda _: None)
-        assert training.config.recompute == 1
+            assert fitted(asked, loader, ranks).recompute == 1
 
     fork_ranks(folder, body)
-
-
-def test_a_gpu_is_capped_and_tried_without_a_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a device that is none: the calls to torch's allocator are those of a GPU."""
-    fractions: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: fractions.append(share))
-    tried: list[int | None] = []
-    monkeypatch.setattr(memory, "try_step", lambda _training, _batch, limit: tried.append(limit))
-    monkeypatch.setattr(memory, "largest_batch", lambda *_: None)
-    loader = cast("Loader", SimpleNamespace(device=torch.device("cuda")))
-    for given in (None, "off", "20GiB", "90GiB"):
-        asked = config(folder, memory=given)
-        built_to_fit(asked, ALONE, NEW, loader, lambda _: cast("Any", (None, None)), lambda _: None)
-    assert fractions == [0.25, 1.0]
-    assert tried == [None, 20 << 30, 90 << 30]
 
 
 @pytest.fixture(autouse=True)

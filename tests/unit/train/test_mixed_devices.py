@@ -17,16 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.train.config import Objective
-from bucketline.train.ema import Average
-from bucketline.train.models.load import load
-from bucketline.train.noise import NoiseSchedule, Prep
+from bucketline.train.load import load
 from bucketline.train.step import Training, train_step
-from bucketline.train.validation import ValidationResult, validate
-from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
+from bucketline.train.validation import validate
+from tests.unit.train.tiny_run import facts, make_batch, make_training, write_unet
+
+BATCHES = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
 
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,51 +59,31 @@ class Unfused(torch.optim.AdamW):
         return super().step(closure)
 
 
-def make_training(folder: Path, device: str) -> Training:
-    asked = config(folder, accumulation=1)
+def training_on(folder: Path, device: str) -> Training:
     family, model = load(write_unet(folder), facts(), seed=0)
-    model = model.to(device)
-    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device(device))
-    return Training(
-        config=asked,
-        family=family,
-        model=model,
-        optimizer=Unfused(model.parameters(), foreach=True),
-        average=Average(model, 0.99),
-        prep=Prep(scale=LatentScale(scale=0.5, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
-        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+    return make_training(
+        folder, loaded=(family, model.to(device)), optimizer_of=lambda one: Unfused(one.parameters(), foreach=True)
     )
 
 
-def run_validation(training: Training, batches: Iterable[Batch]) -> ValidationResult:
+def run_validation(training: Training) -> None:
     # What is reduced is read by the host; the meta device has nothing to read.
-    return validate(training, batches, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
+    validate(training, BATCHES, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
 
 
-def test_validation_runs_on_one_device(tmp_path: Path) -> None:
-    training = make_training(tmp_path, "meta")
-    batches = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
+def test_a_training_step_and_a_validation_run_on_one_device(tmp_path: Path) -> None:
+    training = training_on(tmp_path, "meta")
     with OneDevice() as mode:
-        run_validation(training, batches)
-    assert mode.num_operations > 100
-
-
-def test_a_training_step_runs_on_one_device(tmp_path: Path) -> None:
-    training = make_training(tmp_path, "meta")
-    batches = iter([make_batch(device="meta")])
-    with OneDevice() as mode:
-        outcome = train_step(training, batches, 0)
-    assert mode.num_operations > 100
+        outcome = train_step(training, iter(BATCHES), 0)
+        assert mode.num_operations > 100
+        run_validation(training)
     assert outcome.loss.device == outcome.grad_norm.device == torch.device("meta")
 
 
-def test_a_model_left_on_another_device_is_caught(tmp_path: Path) -> None:
-    training, batches = make_training(tmp_path, "cpu"), [make_batch(device="meta")]
+def test_the_mode_catches_a_model_on_another_device_and_what_the_meta_device_lets_pass(tmp_path: Path) -> None:
+    training = training_on(tmp_path, "cpu")
     with OneDevice(), pytest.raises(AssertionError, match=r"saw tensors on \['cpu', 'meta'\]"):
-        run_validation(training, batches)
-
-
-def test_the_mode_catches_what_the_meta_device_lets_pass() -> None:
+        run_validation(training)
     on_meta, on_cpu = torch.ones(3, device="meta"), torch.ones(())
     assert (on_meta * on_cpu).device.type == "meta"
     with OneDevice(), pytest.raises(AssertionError, match=r"mul.* saw tensors on \['cpu', 'meta'\]"):

@@ -1,36 +1,342 @@
-"""Ranks that wait for one another, in processes forked from this one."""
+"""Ranks that wait for one another, and a model of which only rank 0 has the weights: whole, or in shards of some copies."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import Any
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, UsageError
+from bucketline.families.stable_diffusion import StableDiffusion
+from bucketline.files.run_marker import CHECKPOINTS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_together, host_group
+from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
+from bucketline.train.config import Precision
+from bucketline.train.ema import Average
+from bucketline.train.load import load
+from bucketline.train.lora import add_adapters
+from bucketline.train.model import place_model, replicated
 from bucketline.train.parallel import (
     TrainRanks,
-    first_of_each_machine_first,
+    fill_from_rank_zero,
+    free_gathered,
     from_rank_zero,
+    keep_layout,
+    repeated_blocks,
+    separate_blocks,
+    shard,
+    shard_mesh,
+    shard_ranks_of,
+    tensors_of,
+    without_sync,
 )
+from bucketline.train.parallel import whole as whole_tensor
+from bucketline.train.step import train_step
+from bucketline.train.weight_layout import layout_of
+from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
+from tests.unit.families.forms import predicted as predicted_of
 from tests.unit.train.forked import fork_ranks
+from tests.unit.train.outputs.test_checkpoint import state
+from tests.unit.train.tiny_run import config, facts, make_batch, make_training, write_unet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from bucketline.families.family import Family
+    from bucketline.loader import Batch
+
+CPU = torch.device("cpu")
 
 
-def test_the_first_rank_of_a_machine_goes_first(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+def expect_same(found: dict[str, Any], expected: dict[str, Any], *parts: str) -> None:
+    for part in parts:
+        one, other = found[part], expected[part]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(whole_tensor(tensor), other[name]) for name, tensor in one.items())
+
+
+def make_moved(model: nn.Module) -> torch.optim.Optimizer:
+    """Take an optimizer step from gradients at random."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    for parameter in trained:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, lora_rank: int | None) -> None:
+    """Saved by one rank; loaded and saved by four with a copy each, a quarter each, and half of one of two copies each."""
+    write_unet(tmp_path / "model")
+    asked = config(tmp_path, lora_rank=lora_rank, precision=Precision.BF16)
+
+    def loaded(*, on_meta: bool) -> tuple[Family, nn.Module]:
+        dtype = torch.float32 if lora_rank is None else torch.bfloat16
+        family, model = load(tmp_path / "model", facts(), 0, dtype=dtype, on_meta=on_meta)
+        if lora_rank is not None:
+            add_adapters(model, family, asked)
+        return family, model
+
+    family, model = loaded(on_meta=False)
+    frozen = {name: tensor.clone() for name, tensor in tensors_of(model).items() if tensor.dtype is torch.bfloat16}
+    weights, average = layout_of(family, adapters=lora_rank is not None), Average(model, 0.9)
+    saved = copied(weights, model, average, make_moved(model))
+    folder = tmp_path / CHECKPOINTS / folder_of_step(1)
+    write(folder, weights, weights.config(model), saved, state(1), card="", keep=1)
 
     def body(ranks: TrainRanks) -> None:
-        with first_of_each_machine_first(ranks):
-            if ranks.is_main:
-                time.sleep(0.2)  # long enough for the other one to overtake
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"{ranks.rank} ")
+        for sharding, part in (("ddp", 1), ("fsdp", 4), ("fsdp:2", 2)):
+            asked = config(tmp_path, sharding=sharding, precision=Precision.BF16)
+            _, model = loaded(on_meta=not ranks.is_main)
+            assert all(tensor.is_meta is not ranks.is_main for tensor in tensors_of(model).values())
+            average = place_model(model, asked, ranks, CPU, weights, folder)
+            for parameter in model.parameters():
+                assert isinstance(parameter, DTensor) is (part > 1)
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                assert own.numel() <= -(-parameter.shape[0] // part) * parameter[0].numel()
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+            load_optimizer(folder, model, optimizer)
+            again = copied(weights, model, average, optimizer, keeps=ranks.is_main)
+            expect_same(again, saved, "optimizer", *(("last", "average") if ranks.is_main else ()))
+            found = tensors_of(model)
+            assert all(torch.equal(whole_tensor(found[name]), tensor) for name, tensor in frozen.items())
 
+    fork_ranks(tmp_path, body, num=4)
+
+
+def sharded(folder: Path, ranks: TrainRanks, *, keeps_gathered: bool = False) -> tuple[Family, nn.Module]:
+    """Load a model whose configuration is in a folder, in shards that are gathered in 16 bits."""
+    made, model = load(folder, facts(), 0, on_meta=not ranks.is_main)
+    whole = tensors_of(model)
+    torch.nn.Module.to(model, "meta")
+    shard(model, shard_mesh(CPU, ranks.world_size), torch.bfloat16, keeps_gathered=keeps_gathered)
+    model.to_empty(device="cpu")
+    fill_from_rank_zero(tensors_of(model), whole)
+    return made, model
+
+
+def predicted(family: Family, model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return family.predict(model, batch.latents.float(), batch.keys % 1000, batch).float()
+
+
+def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_path: Path) -> None:
+    """Weights are gathered in 16 bits; their shards and gradients keep 32, and no rank holds whole gradients meanwhile."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = sharded(tmp_path / "model", ranks)
+        _, expected = load(tmp_path / "model", facts(), 0)
+        for name, tensor in tensors_of(model).items():
+            assert tensor.dtype is torch.float32
+            assert torch.equal(whole_tensor(tensor), tensors_of(expected)[name])
+        seen: set[torch.dtype] = set()
+        for block in repeated_blocks(model):
+            block.register_forward_pre_hook(lambda one, _: seen.update(p.dtype for p in one.parameters()), prepend=False)
+        batch = make_batch()
+        for is_last in (False, True):
+            with without_sync(model, is_last=is_last):
+                predicted(family, model, batch).square().mean().backward()  # type: ignore[no-untyped-call]
+            assert all(isinstance(p.grad, DTensor) and p.grad.dtype is torch.float32 for p in model.parameters())
+        assert seen == {torch.bfloat16}
+        with torch.no_grad():
+            found, wanted = (predicted(family, one, batch) for one in (model, expected))
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+    write_unet(tmp_path / "model")
     fork_ranks(tmp_path, body)
-    assert log.read_text(encoding="utf-8") == "0 1 "
+
+
+def test_convolutions_with_weights_of_no_layout_follow_the_one_of_a_gpu(tmp_path: Path) -> None:
+    """FSDP2 gathers weights without a layout, and attention's output has none either."""
+    write_unet(tmp_path / "model")
+    family, model = load(tmp_path / "model", facts(), 0)
+    with torch.no_grad():
+        expected = predicted(family, model, make_batch())
+    keep_layout(model, torch.channels_last)
+    seen: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            assert module.weight.is_contiguous()
+            module.register_forward_hook(
+                lambda _, given, output: seen.extend(
+                    one.is_contiguous(memory_format=torch.channels_last) for one in (given[0], output)
+                )
+            )
+    with torch.no_grad():
+        found = predicted(family, model, make_batch())
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
+    assert len(seen) > 20
+    assert all(seen)
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the collectives of a step by name, those within operations on shards as well."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its own operations come here
+        if "c10d" in func.namespace and "wait" not in func.name():
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sharded_step_gathers_the_root_and_reduces_the_norm_once(tmp_path: Path) -> None:
+    """Blocks are gathered for either pass; what is outside them once for both."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = sharded(tmp_path / "model", ranks)
+        training = make_training(tmp_path, loaded=(family, model), is_bf16=True, clip_norm=0.01)
+        for step in range(2):
+            with Collectives() as seen:
+                outcome = train_step(training, iter([dataclasses.replace(make_batch(2), step=step)]), step)
+            counts = seen.counts
+            blocks = len(separate_blocks(model))
+            gathered = sum(count for name, count in counts.items() if "allgather" in name)
+            reduced = sum(count for name, count in counts.items() if "all_reduce" in name)
+            assert type(outcome.grad_norm) is torch.Tensor
+            assert (gathered, reduced) == (2 * blocks + 1, 1), counts
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def test_ranks_that_have_the_weights_are_not_sent_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(ranks: TrainRanks) -> None:
+        family, model = load(tmp_path / "model", facts(), 0, on_meta=not ranks.is_main)
+        asked = config(tmp_path, ema="off")
+        weights = layout_of(StableDiffusion({}, facts()), adapters=False)
+        place_model(model, asked, ranks, CPU, weights, None)
+        sent: list[object] = []
+        monkeypatch.setattr(distributed, "_sync_module_states", lambda **given: sent.append(given))
+        wrapped = replicated(model, family, asked, CPU)
+        assert sent == []
+        more: dict[str, Any] = {"lora_rank": 2, "recompute": 1.0, "offload_blocks": 2}
+        replicated(model, family, config(tmp_path, **more), CPU)
+        assert len(sent) == 1, "ranks that have each read a model for themselves make sure"
+        _, expected = load(tmp_path / "model", facts(), 0)
+        wanted = tensors_of(expected)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors_of(wrapped.module).items())
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def test_weights_that_stay_gathered_are_those_of_the_shards_by_the_next_forward_pass(tmp_path: Path) -> None:
+    """A validation has no backward pass, which would free them: with the averages, the next step ran on the averages."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = sharded(tmp_path / "model", ranks, keeps_gathered=True)
+        training, batch = make_training(tmp_path, loaded=(family, model), is_bf16=True), make_batch()
+        with torch.no_grad():
+            before = predicted(family, model, batch)
+            free_gathered(model)
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+            after = predicted(family, model, batch)
+            assert not torch.equal(before, after)
+            free_gathered(model)
+            with training.averaged() as averaged:
+                assert torch.equal(predicted(family, averaged, batch), before)
+            assert torch.equal(predicted(family, model, batch), after)
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def placed(folder: Path, ranks: TrainRanks, sharding: str, output: Path) -> tuple[Family, nn.Module]:
+    """Load a model as a run of several ranks does, and place it."""
+    family, model = load(folder, facts_for(folder), 0, on_meta=not ranks.is_main)
+    asked = config(output, sharding=sharding, ema="off")
+    place_model(model, asked, ranks, CPU, layout_of(family, adapters=False), None)
+    return family, model if asked.is_sharded(ranks.world_size) else replicated(model, family, asked, CPU)
+
+
+def test_no_tensor_of_a_placed_model_of_any_form_is_left_on_the_meta_device(tmp_path: Path) -> None:
+    """Tables of positions are neither parameters nor buffers in some models, and a model on the meta device computes none."""
+
+    def body(ranks: TrainRanks) -> None:
+        for folder in folders:
+            _, model = placed(folder, ranks, "ddp", tmp_path)
+            held = [(path, *one) for path, module in model.named_modules() for one in vars(module).items()]
+            tensors = [(*names, one) for *names, value in held for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+            assert [names for *names, one in tensors if one.is_meta] == [], folder.name
+
+    folders = [write_form(tmp_path, form) for form in EVERY_FORM]
+    fork_ranks(tmp_path, body)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of Sana's convolutions of one channel, which are as fast
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # which would be wrong gradients, if it mattered
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_ranks_have_the_predictions_and_gradients_of_one_in_every_form(tmp_path: Path, sharding: str) -> None:
+    def body(ranks: TrainRanks) -> None:
+        for folder in folders:
+            family, model = placed(folder, ranks, sharding, tmp_path)
+            _, expected = load(folder, facts_for(folder), 0)
+            first, lengths = 2 * ranks.rank, (5, 9, 2, 7)
+            found = of_batch(family, model, batch_of_lengths(family, lengths[first : first + 2], 9, first=first))
+            wanted = of_batch(family, expected, batch_of_lengths(family, lengths, 9))
+            torch.testing.assert_close(found, wanted[first : first + 2], rtol=1e-4, atol=1e-5)
+            gradients = [one.grad for one in model.parameters()]
+            for (name, one), gradient in zip(expected.named_parameters(), gradients, strict=True):
+                item = f"{folder.name} {name}"
+                assert (gradient is None) == (one.grad is None), item
+                if one.grad is not None and gradient is not None:
+                    assert torch.allclose(whole_tensor(gradient), one.grad, rtol=1e-3, atol=1e-5), item
+
+    def of_batch(family: Family, model: nn.Module, batch: Batch) -> Tensor:
+        prediction = predicted_of(family, model, batch)
+        prediction.square().mean().backward()  # type: ignore[no-untyped-call]
+        return prediction.detach()
+
+    folders = [write_form(tmp_path, form) for form in EVERY_FORM]
+    fork_ranks(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_of_copy", "found"),
+    [(8, ":2", 2), (8, ":machine", 4), (8, ":8", 8), (8, "", 8), (1, ":machine", 1), (1, ":4", 1), (8, ":3", 0)],
+)
+def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, ranks_of_copy: str, found: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    asked, ranks = config(tmp_path, sharding=f"fsdp{ranks_of_copy}"), TrainRanks(rank=0, world_size=world_size)
+    if found:
+        assert shard_ranks_of(asked, ranks) == found
+    else:
+        with pytest.raises(UsageError, match="--sharding is fsdp:3, over 3 processes, expected a divisor of all 8"):
+            shard_ranks_of(asked, ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sharding": "hsdp"}, "--sharding is 'hsdp', expected ddp, fsdp, "),
+        ({"sharding": "fsdp:1"}, "--sharding is 'fsdp:1', expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
+        ({"keep_gathered": True}, "keep_gathered is for --sharding fsdp, and"),
+    ],
+)
+def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config(tmp_path, **changes)
 
 
 def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from bucketline.store import Store
 from bucketline.train import data as data_module
 from bucketline.train import noise as noise_module
 from bucketline.train.config import Objective
-from bucketline.train.models.load import facts_of
+from bucketline.train.load import facts_of
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.run import train
 from tests.kit import quantised

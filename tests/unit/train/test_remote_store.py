@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from bucketline.train.run import train
 from tests.forked_ranks import ForkedRanks
 from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses

@@ -26,12 +26,12 @@ from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import checkpoint, log
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
+from bucketline.train import weight_layout as weights
 from bucketline.train.checkpoint import read_state
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.images import drawing
 from bucketline.train.log import read_metrics
 from bucketline.train.main import main
-from bucketline.train.models import weights
 from bucketline.train.run import TrainSummary, rare_collection, train
 from tests.kit import flip_bit, tree
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
@@ -327,20 +327,22 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
     assert checkpoints(first) == ["02"]
 
 
-def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, asked = config(folder, output_dir=folder / "plain", max_steps=2), config(folder, max_steps=2)
-    train(plain, ALONE)
-
+@pytest.mark.parametrize("at", ["build_training", "train_step"])
+def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
+    asked = config(folder, max_steps=2)
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, "train_step", fail)
+        patched.setattr(run_module, at, fail)
         with pytest.raises(MemoryError):
-            train(config(folder, max_steps=2, seed=3), ALONE)
-    assert (asked.output_dir / "metrics.jsonl").read_bytes()
+            train(replace(asked, seed=3), ALONE)
+    assert (asked.output_dir / "metrics.jsonl").exists() is (at == "train_step")
     assert status(asked.output_dir) == {"state": "failed", "step": 0, "reason": "MemoryError()"}
+    (asked.output_dir / "prompts").mkdir(exist_ok=True)
     train(asked, ALONE)
+    plain = replace(asked, output_dir=folder / "plain")
+    train(plain, ALONE)
     assert losses(asked.output_dir) == losses(plain.output_dir)
 
 

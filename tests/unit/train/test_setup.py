@@ -1,74 +1,91 @@
-"""The columns that the trainer takes from a store, and those that it refuses because it would ignore them."""
+"""What a run decides before its first step: the precision, the dtype of the weights, what it tells of that."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
-from bucketline.families.family import Family
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.store import Store
-from bucketline.store.format.manifest import read_manifest
-from bucketline.train import model
-from bucketline.train.compile import recomputed, share_cores_of_compiler
+from bucketline.train.checkpoint import RunState, Start
 from bucketline.train.config import Precision
-from bucketline.train.models.load import load
-from bucketline.train.run import start_processes, train
-from tests.kit import rewrite_manifest
-from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, built, config, make_training_store
+from bucketline.train.load import load
+from bucketline.train.run import resolve, set_up_device, start_processes, train
+from tests.unit.train.tiny_run import ALONE, built, config, facts, losses
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-
-CPU = torch.device("cpu")
-
-
-def rewritten(path: Path, **changes: Any) -> Store:
-    rewrite_manifest(path, **changes)
-    return Store(path, read_manifest(path))
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def with_vae(path: Path, **fields: Any) -> Store:
-    make_training_store(path)
-    return rewritten(path, encoders={"vae": {**VAE, **fields}, "text_encoder": dict(TEXT_ENCODER)})
+def start(precision: str | None) -> Start:
+    if precision is None:
+        return Start(checkpoint=None, state=None)
+    fields: dict[str, Any] = dict.fromkeys(RunState.__dataclass_fields__)
+    return Start(checkpoint=None, state=RunState(**{**fields, "config": {"precision": precision}}))
 
 
-def latent_scale(store: Store) -> LatentScale:
-    vae: Any = store.manifest.encoders["vae"]
-    return LatentScale.of(Family.scaling(vae), CPU)
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "before", "meant"),
+    [
+        (CPU, True, None, Precision.FP32),
+        (CUDA, True, None, Precision.BF16),
+        (CUDA, False, None, Precision.FP32),
+        (CUDA, True, "fp32", Precision.FP32),
+        (CPU, True, "bf16", Precision.BF16),
+    ],
+)
+def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    has_bf16: object,
+    before: str | None,
+    meant: Precision,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: has_bf16 or including_emulation)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert resolve(config(tmp_path), start(before), cast("Any", None), device).precision is meant
 
 
-def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) -> None:
-    store = with_vae(tmp_path / "s")
-    latents = torch.randn(3, 2, 4, 4)
-    torch.testing.assert_close(latent_scale(store).apply(latents), (latents - 0.25) * 0.5)
+def test_fp32_on_a_gpu_uses_tf32_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    plain = config(tmp_path, precision=Precision.FP32)
+    with caplog.at_level(logging.WARNING):
+        set_up_device(plain, CPU)
+        assert (asked, caplog.messages) == ([], [])
+        set_up_device(plain, CUDA)
+    assert (asked, len(caplog.messages)) == (["high"], 1)
+    assert "TF32" in caplog.text
 
 
-def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeline_undoes_it(tmp_path: Path) -> None:
-    mean, std = [0.5, -1.0], [2.0, 4.0]
-    store = with_vae(tmp_path / "s", shift_factor=None, latents_mean=mean, latents_std=std)
-    scale, latents = latent_scale(store), torch.randn(3, 2, 4, 4)
-    seen = scale.apply(latents)
-    means, stds = (torch.tensor(values).view(1, 2, 1, 1) for values in (mean, std))
-    torch.testing.assert_close(seen * stds / 0.5 + means, latents)  # Source: StableDiffusionXLPipeline.__call__
-    torch.testing.assert_close(scale.invert(seen), latents)
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_cudnn_searches_for_its_fastest_convolutions_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    set_up_device(config(tmp_path, precision=Precision.BF16), device)
+    assert torch.backends.cudnn.benchmark is (device == CUDA)
 
 
-def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: Path) -> None:
-    from diffusers import Flux2Pipeline
-
-    mean, std = torch.randn(8), torch.rand(8) + 0.5
-    statistics: Any = {"mean": mean.tolist(), "std": std.tolist()}
-    store = with_vae(tmp_path / "s", scaling_factor=1.0, shift_factor=0.0, batch_norm=statistics)
-    scale, latents = latent_scale(store), torch.randn(3, 2, 4, 6)
-    packed: Any = Flux2Pipeline._patchify_latents(scale.apply(latents))
-    undone = Flux2Pipeline._unpatchify_latents(packed * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1))
-    torch.testing.assert_close(undone, latents)
-    torch.testing.assert_close(scale.invert(scale.apply(latents)), latents)
+def test_a_resume_keeps_the_precision_of_its_run_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=4, precision=Precision.BF16)
+    train(whole, ALONE)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
+    train(parts, ALONE)
+    capsys.readouterr()
+    train(dataclasses.replace(parts, max_steps=4, resume=True, precision=Precision.AUTO), ALONE)
+    assert "warning" not in capsys.readouterr().err
+    assert losses(whole.output_dir) == losses(parts.output_dir)
 
 
 @pytest.mark.parametrize(
@@ -82,32 +99,21 @@ def test_latents_in_patches_are_scaled_as_flux_2s_pipeline_undoes_it(tmp_path: P
 def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], wanted: torch.dtype
 ) -> None:
-    """No rank holds a base in 32 bits, not even for a moment."""
+    """No rank holds a base in 32 bits, not even for a moment; what is read has the bits of a cast."""
+    _, random = load(folder / "model", facts(), 0)
+    random.save_pretrained(folder / "model" / "unet")  # type: ignore[operator]
     asked: list[object] = []
+    plain = UNet2DConditionModel.from_pretrained
 
-    def noting(*given: Any, **named: Any) -> Any:
-        asked.append(named["dtype"])
-        return load(*given, **named)
+    def noting(*given: Any, torch_dtype: torch.dtype, **named: Any) -> Any:
+        asked.append(torch_dtype)
+        return plain(*given, torch_dtype=torch_dtype, **named)
 
-    monkeypatch.setattr(model, "load", noting)
+    monkeypatch.setattr(UNet2DConditionModel, "from_pretrained", noting)
     run = built(config(folder, **changes))
     assert asked == [wanted]
+    assert torch.equal(run.training.model.state_dict()["conv_in.bias"], random.state_dict()["conv_in.bias"].to(wanted))
     assert {parameter.dtype for parameter in run.training.model.parameters() if parameter.requires_grad} == {torch.float32}
-
-
-def test_blocks_are_recomputed_without_saving_generators(folder: Path) -> None:
-    run = built(config(folder, recompute=1.0))
-    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in run.training.model.modules()]
-    assert {function for function in functions if function} == {recomputed}
-
-
-def test_ranks_of_a_machine_share_the_cores_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    for threads, ranks, each in ((16, 8, 2), (4, 8, 1)):
-        monkeypatch.setattr(inductor, "compile_threads", threads)
-        share_cores_of_compiler(ranks)
-        assert inductor.compile_threads == each
 
 
 def test_a_run_computes_no_attention_by_cudnn(tmp_path: Path) -> None:
@@ -121,5 +127,5 @@ def test_a_run_tells_once_what_it_chooses(folder: Path, capsys: pytest.CaptureFi
     train(asked, ALONE)
     said = " ".join(capsys.readouterr().err.split())
     assert "left open: --precision fp32, --optimizer adamw, --learning-rate 0.0001" in said
-    train(replace(asked, max_steps=2, resume=True), ALONE)
+    train(dataclasses.replace(asked, max_steps=2, resume=True), ALONE)
     assert "left open" not in capsys.readouterr().err

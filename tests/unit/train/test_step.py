@@ -9,40 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.train.config import Objective, ObjectiveOptions
-from bucketline.train.ema import Average
-from bucketline.train.models.load import load
-from bucketline.train.noise import NoiseSchedule, Prep, squared_error
-from bucketline.train.step import Training, train_step
+from bucketline.train.config import ObjectiveOptions
+from bucketline.train.noise import squared_error
+from bucketline.train.step import train_step
 from bucketline.train.values import LossWeight, Weighting
-from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
-
-
-def make_training(folder: Path, *, accumulation: int) -> Training:
-    family, model = load(write_unet(folder), facts(), seed=0)
-    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    return Training(
-        config=config(folder, accumulation=accumulation, warmup_steps=0, clip_norm=0.1),
-        family=family,
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
-        average=Average(model, 0.9999),
-        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.V_PREDICTION),
-        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
-    )
+from tests.unit.train.tiny_run import make_batch, make_training
 
 
 def test_a_step_looks_through_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing the parameters of SDXL takes 5 ms; they are known from the start."""
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     assert [id(one) for one in training.trained] == [id(one) for one in training.model.parameters()]
     monkeypatch.setattr(torch.nn.Module, "named_modules", None)
     train_step(training, iter([make_batch(2)]), 0)
 
 
 def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     model = copy.deepcopy(training.model)
     batch = make_batch(4)
     outcome = train_step(training, iter([batch]), 0)
@@ -66,7 +49,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
 
 
 def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     options = ObjectiveOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
     training = dataclasses.replace(training, prep=dataclasses.replace(training.prep, options=options))
     batch = make_batch(4)
@@ -79,7 +62,7 @@ def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
 
 
 def test_accumulating_two_batches_is_one_batch_of_both(tmp_path: Path) -> None:
-    whole, parts = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=2)
+    whole, parts = make_training(tmp_path), make_training(tmp_path, accumulation=2)
     first = train_step(whole, iter([make_batch(4)]), 0)
     halves = [make_batch(2), dataclasses.replace(make_batch(2, first=2), micro_step=1)]
     second = train_step(parts, iter(halves), 0)
@@ -92,7 +75,7 @@ def test_accumulating_two_batches_is_one_batch_of_both(tmp_path: Path) -> None:
 def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments(
     tmp_path: Path, clip_norm: float | None, value: float
 ) -> None:
-    plain, spoiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
+    plain, spoiled = make_training(tmp_path), make_training(tmp_path)
     spoiled = dataclasses.replace(spoiled, config=dataclasses.replace(spoiled.config, clip_norm=clip_norm))
     plain = dataclasses.replace(plain, config=spoiled.config)
     good = [dataclasses.replace(make_batch(2, first=number), step=number) for number in range(3)]

@@ -9,30 +9,15 @@ import pytest
 import torch
 
 from bucketline.loader import Batch
-from bucketline.loader.latent_scale import LatentScale
 from bucketline.train.config import Objective
-from bucketline.train.ema import Average
-from bucketline.train.models.load import load
-from bucketline.train.noise import NoiseSchedule, Prep
-from bucketline.train.step import Training
 from bucketline.train.validation import ValidationResult, validate
-from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import make_batch, make_training
 
 FAR = 1000
 
 
 def run(folder: Path, *batches: Batch) -> ValidationResult:
-    family, model = load(write_unet(folder), facts(), seed=0)
-    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    training = Training(
-        config=config(folder, val_timesteps=3),
-        family=family,
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        average=Average(model, 0.9),
-        prep=Prep(scale=LatentScale(scale=1.0, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
-        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
-    )
+    training = make_training(folder, val_timesteps=3, objective=Objective.EPSILON)
     return validate(training, batches, lambda sums: sums)
 
 

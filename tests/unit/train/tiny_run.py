@@ -14,14 +14,19 @@ from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.store import Store
 from bucketline.store.prompt_file import Prompt, encode_prompts
-from bucketline.train.config import TrainConfig
+from bucketline.train.config import Objective, TrainConfig
 from bucketline.train.parallel import TrainRanks
 from tests.kit import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, make_sample, store_writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from bucketline.families.family import Family
     from bucketline.train.run import Run
+    from bucketline.train.step import Training
     from bucketline.typed_json import Json
 
 CHANNELS = 2
@@ -188,6 +193,38 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     }
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **as_fields(on_device))
+
+
+def make_training(
+    folder: Path,
+    *,
+    loaded: tuple[Family, nn.Module] | None = None,
+    optimizer_of: Callable[[nn.Module], Optimizer] | None = None,
+    decay: float | None = 0.9999,
+    objective: Objective = Objective.V_PREDICTION,
+    is_bf16: bool = False,
+    **changes: Any,
+) -> Training:
+    """Return a training of the tiny UNet, or of a family and its model that were `loaded`, without a store."""
+    from bucketline.loader.latent_scale import LatentScale
+    from bucketline.train.ema import Average
+    from bucketline.train.load import load
+    from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
+    from bucketline.train.step import Training
+
+    family, model = loaded or load(write_unet(folder), facts(), seed=0)
+    schedule: Any = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), next(model.parameters()).device)
+    if objective is Objective.FLOW:
+        schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=family.patch_size)
+    return Training(
+        config=config(folder, **{"accumulation": 1, "warmup_steps": 0, "clip_norm": 0.1, **changes}),
+        family=family,
+        model=model,
+        optimizer=optimizer_of(model) if optimizer_of else torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
+        average=Average(model, decay),
+        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=objective),
+        autocast=torch.autocast("cpu", torch.bfloat16, enabled=is_bf16),
+    )
 
 
 def built(asked: TrainConfig) -> Run:

@@ -11,7 +11,7 @@ from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer import files
 from bucketline.store.verify.verify import verify_folder
 from tests import object_storage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,32 +11,9 @@ import pytest
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, _chunk_items, _item_bytes
-from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
 from tests.commands import spawn
 from tests.kit import flip_bit, make_store, samples_of
-from tests.loading import loaders_of, rows_of
-
-ROWS = {"train/64x64": 40, "train/96x64": 9, "val/64x64": 3, "train/8x8": 2}
-
-
-def batches_of(store: Store, **options: Any) -> list[bytes]:
-    """Every value of every row in batches, after holding the rows against plain reads."""
-    loaded, found = rows_of(loaders_of(store, **options)), []
-    for bucket in store.buckets():
-        values, rows = loaded[bucket.name], np.arange(bucket.num_rows)
-        for name, column in (("latents", "latent"), ("original_size", "original_size"), ("crop", "crop"), ("ids", "id")):
-            assert values[name].tobytes() == bucket.read(rows, column, verify=True).tobytes()
-        found += [values[name].tobytes() for name in sorted(values)]
-    return found
-
-
-@pytest.mark.parametrize("cold", [False, True])
-def test_the_map_and_plain_reads_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cold: bool) -> None:
-    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
-    both = make_store(tmp_path, samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
-    assert batches_of(both) == batches_of(both, plain_reads=True) == batches_of(both, verify=True)
-
 
 REFUSED = """
 import resource, sys, warnings

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, UsageError
-from bucketline.loader import Batch, Loader, LoaderConfig, numpy_batches
+from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.collate.window import Window
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import RowColumn, Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.torch_dtypes import as_stored
-from tests.commands import call
 from tests.kit import ANY, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
 
 ROWS = {"train/64x64": 23, "train/64x96": 10, "val/64x64": 3}
@@ -74,12 +73,6 @@ def test_a_flipped_row_has_all_of_its_mirror_image(store: Store) -> None:
     assert 0 < int(present.sum()) < len(present)
 
 
-def test_a_service_delivers_the_same(store: Store) -> None:
-    config = LoaderConfig(batch_size=5, epochs=1, columns=ASKED[:3][::-1])
-    with Loader(store, config, service="auto") as loader:
-        assert check(loader, ANY.samples(ROWS), config) == 35
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown role": (
         {"columns": ("control/pose",)},
@@ -131,17 +124,6 @@ def test_a_batch_without_a_target_says_so(store: Store) -> None:
         batch.latents.sum()
 
 
-def test_numpy_has_the_columns_by_the_same_names(store: Store) -> None:
-    with Loader(store, LoaderConfig(batch_size=4, columns=ASKED)) as loader:
-        batch = next(loader.forever())
-        (found,) = numpy_batches([batch])
-    assert found.dtypes["columns.features/dino"] == "F8_E4M3"
-    assert found.dtypes["columns.control/depth"] == "BF16"
-    assert found.dtypes["present.control/depth"] == "bool"
-    for name in ("columns.features/dino", "columns.control/depth", "latents"):
-        assert found.float32(name).tolist() == batch.by_name()[name].float().tolist(), name
-
-
 def test_a_state_resumes_with_other_columns_at_the_same_rows(store: Store) -> None:
     config = LoaderConfig(batch_size=4, columns=ASKED)
     with Loader(store, config) as loader:
@@ -187,16 +169,3 @@ def test_rows_without_a_size_are_flipped_without_a_crop(tmp_path: Path) -> None:
     with Loader(store, config) as loader:
         batches = [batch for batch in loader.forever() if check([batch], items, config)]
     assert not any(batch.crop.any() or batch.target_size.any() for batch in batches)
-
-
-def test_a_plan_tells_the_bytes_of_requested_columns_per_micro_batch(store: Store) -> None:
-    asked = ("loader", "plan", store.path, "--batch", 3, "--accumulation", 2)
-    report = call(*asked, "--columns", "target, control/depth", "--json").json
-    assert report["columns"] == ["target", "control/depth"]
-    bucket = store.bucket("train/64x64")
-    row_bytes = sum(bucket.spec.column(name).row_bytes for name in ("latent", "control/depth")) + 1  # and the presence
-    assert {entry["name"]: entry["column_bytes"] for entry in report["buckets"]}["train/64x64"] == 3 * row_bytes
-    assert "columns per" in call(*asked, "--columns", "target").out
-    assert "column_bytes" not in call(*asked, "--json").json["buckets"][0]
-    ran = call(*asked, "--columns", "target,depth")
-    assert (ran.code, "columns has 'depth', and" in ran.err) == (2, True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bucketline.errors import StateError, UsageError
+from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.config import LEAST_WINDOW, USUAL_WINDOW
 from bucketline.loader.plan import cache_needs
@@ -124,8 +124,3 @@ def test_a_state_has_the_window_and_a_loader_without_one_takes_it(store: Store) 
         with Loader(store, config(window=None)) as shuffled:
             other.load_state_dict(shuffled.state_dict())
             assert other.plan.digest == shuffled.plan.digest
-
-
-def test_windows_smaller_than_the_least_are_refused() -> None:
-    with pytest.raises(UsageError, match="window is 3, expected 16 or more"):
-        config(window=3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bucketline.command_line import machines_of
-from bucketline.errors import PlanError, StateError, UsageError
+from bucketline.errors import PlanError, StateError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.mixture import join
@@ -227,8 +227,6 @@ def test_lanes_that_do_not_divide_a_batch_are_refused_with_what_fits() -> None:
             source="s",
             window=4096,
         )
-    with pytest.raises(UsageError, match="lanes is 2 with window None; only rows that are mixed in windows have lanes"):
-        LoaderConfig(batch_size=1, lanes=2)
 
 
 @pytest.mark.parametrize(

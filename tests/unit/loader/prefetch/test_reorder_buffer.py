@@ -14,144 +14,111 @@ from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
 from tests.leftovers import wait_until
 
 
-def test_items_arrive_in_order_and_then_comes_the_end() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(3)
-
-    def fill() -> None:
-        for n in range(1000):
-            assert handover.put(n, n)
-        handover.end(1000)
-
-    thread = threading.Thread(target=fill)
-    thread.start()
-    found = []
-    while (item := handover.take()) is not None:
-        found.append(item)
-    thread.join()
-    assert found == list(range(1000))
-    assert handover.take() is None
-
-
-def test_never_more_wait_than_there_is_room_for() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(2)
-    most = []
-
-    def fill() -> None:
-        for n in range(200):
-            handover.put(n, n)
-            most.append(len(handover))
-        handover.end(200)
-
-    thread = threading.Thread(target=fill)
-    thread.start()
-    while handover.take() is not None:
-        pass
-    thread.join()
-    assert max(most) <= 2
-
-
 def test_a_failure_is_raised_after_what_came_before_it_and_again_when_asked_again() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(4)
-    handover.put(0, 1)
-    handover.end(1, ValueError("sample x"))
-    assert handover.take() == 1
+    buffer: ReorderBuffer[int] = ReorderBuffer(4)
+    buffer.put(0, 1)
+    buffer.end(1, ValueError("sample x"))
+    assert buffer.take() == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="sample x"):
-            handover.take()
+            buffer.take()
 
 
 def test_closing_lets_a_waiting_filler_go() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(1)
+    buffer: ReorderBuffer[int] = ReorderBuffer(1)
     outcomes: list[bool] = []
 
     def fill() -> None:
-        while handover.put(len(outcomes), 0):
+        while buffer.put(len(outcomes), 0):
             outcomes.append(True)
         outcomes.append(False)
 
     thread = threading.Thread(target=fill)
     thread.start()
-    assert handover.take() == 0
-    handover.close()
+    assert buffer.take() == 0
+    buffer.close()
     thread.join(timeout=30)
     assert not thread.is_alive()
     assert outcomes[-1] is False
-    assert handover.take() is None
+    assert buffer.take() is None
 
 
 def test_closing_lets_a_waiting_taker_go() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(1)
+    buffer: ReorderBuffer[int] = ReorderBuffer(1)
     found: list[int | None] = []
-    thread = threading.Thread(target=lambda: found.append(handover.take()))
+    thread = threading.Thread(target=lambda: found.append(buffer.take()))
     thread.start()
-    handover.close()
+    buffer.close()
     thread.join(timeout=30)
     assert found == [None]
 
 
 def test_several_threads_hand_over_in_turn_and_a_failure_waits_for_its_own() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(3)
+    buffer: ReorderBuffer[int] = ReorderBuffer(3)
     turns = iter(range(400))
-    lock = threading.Lock()
+    lock, most = threading.Lock(), list[int]()
 
     def fill() -> None:
         while True:
             with lock:
                 turn = next(turns)
+            most.append(len(buffer))
             if turn == 300:
-                handover.end(turn, ValueError("at 300"))
+                buffer.end(turn, ValueError("at 300"))
                 return
-            if not handover.put(turn, turn):
+            if not buffer.put(turn, turn):
                 return
 
     threads = [threading.Thread(target=fill) for _ in range(4)]
     for thread in threads:
         thread.start()
-    found = [handover.take() for _ in range(300)]
+    found = [buffer.take() for _ in range(300)]
     with pytest.raises(ValueError, match="at 300"):
-        handover.take()
+        buffer.take()
     for thread in threads:
         thread.join(timeout=30)
     assert found == list(range(300))
+    assert max(most) <= 3
     assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_filling_side_that_is_gone_without_a_word_is_an_error() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(1)
-    handover.put(0, 7)
-    assert handover.take(lambda: False) == 7
+    buffer: ReorderBuffer[int] = ReorderBuffer(1)
+    buffer.put(0, 7)
+    assert buffer.take(lambda: False) == 7
     with pytest.raises(DeliveryError, match="the prefetch threads are gone"):
-        handover.take(lambda: False)
+        buffer.take(lambda: False)
 
 
 def test_what_is_done_before_its_turn_lies_ready_and_nobody_waits_for_another() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(3)
-    assert handover.put(2, 2)
-    assert handover.put(1, 1)
-    assert len(handover) == 2
-    assert handover.put(0, 0)
-    assert [handover.take() for _ in range(3)] == [0, 1, 2]
+    buffer: ReorderBuffer[int] = ReorderBuffer(3)
+    assert buffer.put(2, 2)
+    assert buffer.put(1, 1)
+    assert len(buffer) == 2
+    assert buffer.put(0, 0)
+    buffer.end(3)
+    assert [buffer.take() for _ in range(5)] == [0, 1, 2, None, None]
 
 
 def test_the_earliest_failure_counts_and_what_comes_after_it_is_not_taken() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(4)
-    handover.end(3, ValueError("at 3"))
-    assert handover.put(2, 2)
-    handover.end(1, ValueError("at 1"))
-    assert not handover.put(3, 3)
-    assert handover.put(0, 0)
-    assert handover.take() == 0
+    buffer: ReorderBuffer[int] = ReorderBuffer(4)
+    buffer.end(3, ValueError("at 3"))
+    assert buffer.put(2, 2)
+    buffer.end(1, ValueError("at 1"))
+    assert not buffer.put(3, 3)
+    assert buffer.put(0, 0)
+    assert buffer.take() == 0
     with pytest.raises(ValueError, match="at 1"):
-        handover.take()
+        buffer.take()
 
 
 def test_an_interrupt_between_any_two_bytecodes_of_taking_loses_no_turn() -> None:
     outcomes = set()
     for number in range(200):
-        handover: ReorderBuffer[int] = ReorderBuffer(4)
+        buffer: ReorderBuffer[int] = ReorderBuffer(4)
         for turn in range(3):
-            assert handover.put(turn, turn)
-        handover.end(3)
+            assert buffer.put(turn, turn)
+        buffer.end(3)
         left = [number]
 
         def interrupt(frame: FrameType, event: str, _: object, left: list[int] = left) -> Any:
@@ -167,13 +134,13 @@ def test_an_interrupt_between_any_two_bytecodes_of_taking_loses_no_turn() -> Non
         before = sys.gettrace()
         sys.settrace(interrupt)
         try:
-            first = handover.take()
+            first = buffer.take()
         except KeyboardInterrupt:
             first = None
         finally:
             sys.settrace(before)
         rest = []
-        while (item := handover.take(lambda: False)) is not None:
+        while (item := buffer.take(lambda: False)) is not None:
             rest.append(item)
         assert (first, rest) in [(0, [1, 2]), (None, [0, 1, 2]), (None, [1, 2])]
         outcomes.add(first)
@@ -183,37 +150,37 @@ def test_an_interrupt_between_any_two_bytecodes_of_taking_loses_no_turn() -> Non
 
 
 def test_closing_gives_what_was_not_taken() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(3)
-    handover.put(0, 5)
-    handover.put(2, 7)
-    assert handover.close() == [5, 7]
-    assert not handover.put(1, 6)
+    buffer: ReorderBuffer[int] = ReorderBuffer(3)
+    buffer.put(0, 5)
+    buffer.put(2, 7)
+    assert buffer.close() == [5, 7]
+    assert not buffer.put(1, 6)
 
 
 def test_room_grows_only_once_both_sides_have_had_to_wait() -> None:
-    handover: ReorderBuffer[int] = ReorderBuffer(7, first_depth=2)
+    buffer: ReorderBuffer[int] = ReorderBuffer(7, first_depth=2)
     left: list[int] = []
 
     def fill(turns: range) -> threading.Thread:
-        thread = threading.Thread(target=lambda: left.extend(turn for turn in turns if not handover.put(turn, turn)))
+        thread = threading.Thread(target=lambda: left.extend(turn for turn in turns if not buffer.put(turn, turn)))
         thread.start()
         return thread
 
-    assert [handover.put(turn, turn) for turn in (0, 1)] == [True, True]
-    assert [handover.take() for _ in range(2)] == [0, 1]
+    assert [buffer.put(turn, turn) for turn in (0, 1)] == [True, True]
+    assert [buffer.take() for _ in range(2)] == [0, 1]
     waiting = fill(range(2, 3))
-    assert handover.take() == 2  # the taking side may have waited, the filling side has not
+    assert buffer.take() == 2  # the taking side may have waited, the filling side has not
     waiting.join()
-    assert handover.depth == 2
+    assert buffer.depth == 2
     first = fill(range(3, 6))
-    assert wait_until(lambda: handover._fillers_waiting)
-    assert [handover.take() for _ in range(3)] == [3, 4, 5]
+    assert wait_until(lambda: buffer._fillers_waiting)
+    assert [buffer.take() for _ in range(3)] == [3, 4, 5]
     first.join()
     with pytest.raises(DeliveryError):
-        handover.take(lambda: False)
-    assert handover.depth == 4
+        buffer.take(lambda: False)
+    assert buffer.depth == 4
     second = fill(range(6, 12))
-    assert wait_until(lambda: handover._fillers_waiting)
-    assert len(handover) == 4
-    handover.close()
+    assert wait_until(lambda: buffer._fillers_waiting)
+    assert len(buffer) == 4
+    buffer.close()
     second.join()

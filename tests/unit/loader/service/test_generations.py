@@ -20,7 +20,7 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.serving import serving, serving_here

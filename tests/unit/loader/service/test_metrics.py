@@ -27,7 +27,7 @@ from bucketline.loader.service.sockets import Security
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from tests.commands import spawn
 from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until

@@ -22,11 +22,11 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
-from bucketline.store.export.sample_file import sample_file
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX
 from bucketline.store.format.manifest import parse_manifest, read_manifest
 from bucketline.store.read.info import info
+from bucketline.store.read.verified_sample import sample_file
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.describe import ADDING_LOCK, column_files

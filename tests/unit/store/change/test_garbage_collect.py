@@ -205,29 +205,6 @@ def test_a_time_without_gc_is_refused(tmp_path: Path) -> None:
     call("store", "compact", tmp_path, "--older-than", "0s").fails("--older-than 0s requires --gc; add --gc", code=2)
 
 
-@pytest.mark.parametrize("moment", ["listed_generations", "read_generation", "_unlisted"])
-def test_a_dry_run_beside_another_collection_says_what_is_there_now(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dry run takes no lock: what it looks at may go, at any moment."""
-    store = tmp_path
-    changed_store(store)
-    own, times = getattr(collect_module, moment), [0]
-
-    def meanwhile(*args: object) -> object:
-        found = own(*args)
-        times[0] += 1
-        if times[0] == 1:
-            compact(store, shard_bytes=1 << 30, gc_older_than_s=0.0)
-        return found
-
-    monkeypatch.setattr(collect_module, moment, meanwhile)
-    found = compact(store, shard_bytes=1 << 30, gc_older_than_s=0.0, dry_run=True)
-    assert found.collected is not None
-    monkeypatch.undo()
-    assert found == compact(store, shard_bytes=1 << 30, gc_older_than_s=0.0, dry_run=True)
-
-
 def test_a_dry_run_that_cannot_read_a_generation_says_so(tmp_path: Path) -> None:
     store = tmp_path
     changed_store(store)

@@ -19,8 +19,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.repair import Repaired, repair
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.shard.sidecar import encode_paged
-from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.commands import call

@@ -23,9 +23,9 @@ from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_folder import staged_folder, staging_path
 from bucketline.store import Store
 from bucketline.store.export.exporter import ExportRequest, check_samples, export, open_export
-from bucketline.store.export.sample_file import write_sample
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.read.verified_sample import write_sample
 from bucketline.store.write.publish import lock_store, publish
 from tests.commands import BIN, Ran, call, spawn
 from tests.kit import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree

@@ -18,7 +18,7 @@ import pytest
 from bucketline.errors import LockedError, RankError, SourceError, UsageError
 from bucketline.store import RowColumn, Store, StoreWriter, write_store
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer.sender import ShardSender, send_shard
 from tests.commands import ROOT, spawn
 from tests.fault.apart import HANG_S, How, apart

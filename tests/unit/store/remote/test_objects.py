@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,7 +18,7 @@ from bucketline.files.redact import redacted
 from bucketline.store.folder import ExistsError, MissingObjectError
 from bucketline.store.remote import objects
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions, is_url
-from bucketline.store.remote.urls import identity_of, parse_url, refuse_misspelt
+from bucketline.store.remote.urls import parse_url, refuse_misspelt
 from tests.commands import call
 from tests.object_storage import SECRET, S3Bucket, in_memory
 
@@ -251,34 +251,16 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
         ({}, {"deadline_s": 5.0, "options": ("skip_signature=true",)}, True),
         ({}, {"url": "s3://bucket/b.store"}, False),
         ({}, {"endpoint": "http://127.0.0.1:9000"}, False),
-        ({"endpoint": "http://127.0.0.1:9000/"}, {"options": ("aws_endpoint_url=http://127.0.0.1:9000",)}, True),
-        ({"endpoint": "http://127.0.0.1:9000"}, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}, True),
-        ({}, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}, False),
-        ({"options": ("region=eu-central-1",)}, {"AWS_REGION": "us-east-1"}, True),
-        ({}, {"AWS_REGION": "cn-north-1"}, False),
-        ({"url": "az://c/a"}, {"url": "az://c/a", "AZURE_STORAGE_ACCOUNT_NAME": "other"}, False),
         ({"url": "http://host/a"}, {"url": "https://host/a"}, False),
-        ({"url": "http://HOST:80/a"}, {"url": "HTTP://host/%61/"}, True),
         ({"url": "http://me:hidden@host/a"}, {"url": "http://host/a"}, True),
-        ({"url": "file:///data/a"}, {"url": "file://localhost/data/a/"}, True),
     ],
 )
-def test_equal_places_have_equal_identities(
-    one: dict[str, object], other: dict[str, object], *, is_same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
-        monkeypatch.delenv(name)
+def test_equal_places_have_equal_identities(one: dict[str, Any], other: dict[str, Any], *, is_same: bool) -> None:
+    def identity(url: str = "s3://bucket/a.store", **options: Any) -> str:
+        return ObjectFolder(url, RemoteOptions(**options)).identity
 
-    def identity(given: dict[str, object]) -> str:
-        with monkeypatch.context() as patch:
-            for name in [name for name in given if name.isupper()]:
-                patch.setenv(name, str(given[name]))
-            options = {name: value for name, value in given.items() if name.islower() and name != "url"}
-            url = str(given.get("url", "s3://bucket/a.store"))
-            return identity_of(parse_url(url), RemoteOptions(**options))  # type: ignore[arg-type]
-
-    assert (identity(one) == identity(other)) is is_same
-    assert "hidden" not in identity(one)
+    assert (identity(**one) == identity(**other)) is is_same
+    assert "hidden" not in identity(**one)
 
 
 class _Recorder(BaseHTTPRequestHandler):

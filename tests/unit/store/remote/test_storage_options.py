@@ -14,7 +14,7 @@ from bucketline.options import parse_options
 from bucketline.store.commands.change import Drop
 from bucketline.store.commands.look import Info
 from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
-from bucketline.store.remote.urls import RemoteOptions, identity_of, parse_url
+from bucketline.store.remote.urls import RemoteOptions
 from tests.every_command import COMMANDS_OF
 
 STORAGE = ("endpoint", "store_option", "deadline", "cache", "cache_bytes")
@@ -67,8 +67,6 @@ def test_what_is_left_out_is_the_environments(monkeypatch: pytest.MonkeyPatch) -
     ):
         assert found == usual
     assert replace(usual, cache=Path("c")).options == usual.options  # once, also in a copy
-    address = parse_url("s3://b/s")
-    assert identity_of(address, RemoteOptions()) == identity_of(address, RemoteOptions(endpoint="http://127.0.0.1:9000/"))
     asked = [
         "s3://b/s",
         "--endpoint",

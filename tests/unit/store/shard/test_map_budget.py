@@ -16,7 +16,6 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.store import Store
 from bucketline.store.shard import address_range, map_budget
 from tests.kit import make_store, samples_of
@@ -104,8 +103,7 @@ def test_plain_reads_map_nothing_at_all_and_read_the_same(many: Path) -> None:
     expected, _, _ = read(many)
     with Loader(Store.open(many), LoaderConfig(batch_size=3, epochs=1, plain_reads=True)) as loader:
         assert [(batch.step, batch.ids.tolist(), batch.latents.tolist()) for batch in loader] == expected
-        assert isinstance(loader._backend, ThreadBackend)
-        assert loader._backend._builder._store.shards[0].name_of("train/64x64", 0) is not None
+        assert loader._builder._store.shards[0].name_of("train/64x64", 0) is not None
         assert maps_of(many) == []
 
 

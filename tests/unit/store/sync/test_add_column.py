@@ -16,8 +16,7 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify_folder
 from tests.added_columns import expect_clean, expect_masks, mask_of
 from tests.kit import make_store, samples_of

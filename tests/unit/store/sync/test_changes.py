@@ -24,8 +24,7 @@ from bucketline.store.change.repair import repair
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.kit import add_samples, everything, make_store, samples_of, store_writer

@@ -16,7 +16,7 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import push
 from bucketline.store.transfer.sender import remove_pending
 from bucketline.store.verify.verify import verify
 from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree

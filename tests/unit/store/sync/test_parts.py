@@ -9,7 +9,7 @@ import pytest
 from bucketline.store.read.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.parts import PartStore, SentShard, take_sent
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.sync.working import WorkingStore
 from tests.kit import COLUMNS, IMAGES, Form, everything, samples_of
 from tests.object_storage import in_memory

@@ -13,8 +13,7 @@ from bucketline.errors import CorruptError
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify_folder
 from tests.kit import flip_bit, make_store, samples_of
 

@@ -21,13 +21,13 @@ from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer.sender import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.kit import add_samples, everything, make_sample, make_store, rewrite_manifest, samples_of, store_writer
 from tests.object_storage import in_memory
 
-push_module = importlib.import_module("bucketline.store.sync.push")
+push_module = importlib.import_module("bucketline.store.sync.push_pull")
 push = push_module.push
 BUCKET = "train/64x64"
 FIRST = samples_of({BUCKET: 8})
@@ -262,7 +262,7 @@ def test_an_unfinished_pull_does_not_keep_another_shard_of_a_name(
     folder, out = in_memory(), tmp_path / "pulled.store"
     push(own, folder)
     with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.pull.get_lists", lambda *_: 1 / 0)
+        patched.setattr("bucketline.store.sync.push_pull.get_lists", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pull(folder, out)
     use_a_name_again(own)

@@ -17,8 +17,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.pull import pull
-from bucketline.store.sync.push import push
+from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.transfer import files
 from bucketline.store.verify.verify import verify
 from tests.commands import call
@@ -174,7 +173,7 @@ def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
     add_more(own, "third/")
     add_more(own, "fourth/")
     with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.push.commit", lambda *_, **__: 1 / 0)
+        patched.setattr("bucketline.store.sync.push_pull.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             push(own, folder)
     assert newest_generation(folder).generation == 2
@@ -189,7 +188,7 @@ def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
 
     with monkeypatch.context() as patched:
         patched.setattr(
-            "bucketline.store.sync.push.commit",
+            "bucketline.store.sync.push_pull.commit",
             lambda folder, number, data, **more: (commit(folder, number, data, **more) and number < 5) or 1 / 0,
         )
         with pytest.raises(ZeroDivisionError):
@@ -201,7 +200,7 @@ def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
 def test_what_was_left_long_ago_is_sent_again(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_memory()
     with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.push.commit", lambda *_, **__: 1 / 0)
+        patched.setattr("bucketline.store.sync.push_pull.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             push(own, folder)
     monkeypatch.setattr(files, "FRESH_S", -60.0)
@@ -249,7 +248,7 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
         barrier.wait(30)
         return commit(*args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("bucketline.store.sync.push.commit", together)
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", together)
 
     def run(path: Path) -> None:
         try:

@@ -18,8 +18,7 @@ from bucketline.train.images.prompts import DrawingBatch
 from bucketline.train.noise import load_schedule, sample_noise
 from bucketline.train.run import train
 from tests.family_models import tiny_vae
-from tests.unit.train.test_step import make_training
-from tests.unit.train.tiny_run import ALONE, config, facts, make_batch
+from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, make_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +42,7 @@ def test_images_have_the_guidance_of_the_familys_pipeline(family: type[Family]) 
 
 def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
     """One step of DDIM is affine in the prediction, so its results are mixed as the predictions are."""
-    training = make_training(tmp_path, accumulation=1)
+    training = make_training(tmp_path)
     one_step = dataclasses.replace(training.config, image_steps=1)
     training = dataclasses.replace(training, config=one_step, scheduler=load_schedule(tmp_path, torch.device("cpu")).config)
     batch, other = make_batch(2), make_batch(2, first=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from typing import TYPE_CHECKING
@@ -13,20 +14,16 @@ from diffusers import AutoencoderKL
 
 from bucketline.errors import TrainError
 from bucketline.loader import WeightedStore
-from bucketline.loader.latent_scale import LatentScale
 from bucketline.store import Store
-from bucketline.train.config import Objective
-from bucketline.train.ema import Average
 from bucketline.train.images import drawing, pipeline
 from bucketline.train.images.drawing import draw_images
-from bucketline.train.noise import Prep, load_schedule
-from bucketline.train.parallel import whole
+from bucketline.train.noise import load_schedule
+from bucketline.train.parallel import tensors_of, whole
 from bucketline.train.run import train
-from bucketline.train.sharding import tensors_of
 from bucketline.train.step import Training
 from tests.unit.train.forked import fork_ranks
-from tests.unit.train.test_sharding import CPU, sharded
-from tests.unit.train.tiny_run import ALONE, config, losses
+from tests.unit.train.test_parallel import CPU, sharded
+from tests.unit.train.tiny_run import ALONE, config, losses, make_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,21 +85,10 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
     asked = config(folder, num_images=2, image_guidance=1.0)
 
     def training_of(ranks: TrainRanks) -> Training:
-        family, model = sharded(folder / "model", ranks)
-        average = Average(model, 0.5)
-        for parameter in model.parameters():
+        training = make_training(folder, loaded=sharded(folder / "model", ranks), is_bf16=True)
+        for parameter in training.model.parameters():
             parameter.data.mul_(1.5)
-        schedule = load_schedule(folder / "model", CPU)
-        return Training(
-            config=asked,
-            family=family,
-            model=model,
-            optimizer=torch.optim.AdamW(model.parameters()),
-            average=average,
-            prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule.noise, objective=Objective.EPSILON),
-            autocast=torch.autocast("cpu", torch.bfloat16),
-            scheduler=schedule.config,
-        )
+        return dataclasses.replace(training, config=asked, scheduler=load_schedule(folder / "model", CPU).config)
 
     def body(ranks: TrainRanks) -> None:
         signal.alarm(100)
@@ -125,6 +111,6 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
             pytest.raises(TrainError, match="with --num-images 0") as told,
         ):
             drawn()
-        assert "start over with the same command" in str(told.value)
+        assert "there is no checkpoint yet" in str(told.value)
 
     fork_ranks(folder, body)

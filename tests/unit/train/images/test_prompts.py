@@ -20,7 +20,7 @@ from bucketline.store import Store
 from bucketline.train.images import drawing, image_files
 from bucketline.train.images.pipeline import draw_latents
 from bucketline.train.images.prompts import encode_given, load_prompts, prompt_batches
-from bucketline.train.models.load import facts_of
+from bucketline.train.load import facts_of
 from bucketline.train.run import train
 from tests.commands import call
 from tests.kit import flip_bit

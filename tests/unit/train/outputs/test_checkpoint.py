@@ -36,8 +36,8 @@ from bucketline.train.checkpoint import (
     set_aside,
 )
 from bucketline.train.ema import Average
-from bucketline.train.models.weights import WholeModel
 from bucketline.train.step import Training
+from bucketline.train.weight_layout import WholeModel
 from tests.commands import spawn
 from tests.kit import flip_bit, tree
 from tests.unit.train.tiny_run import ALONE, UNET, config

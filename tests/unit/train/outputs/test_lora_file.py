@@ -20,8 +20,8 @@ from bucketline.families.registry import family_of_pipeline
 from bucketline.train.log import read_metrics
 from bucketline.train.lora import Layers, layers_by_word
 from bucketline.train.lora_file import start_from
-from bucketline.train.models.weights import KOHYA_FILE, Adapters
 from bucketline.train.run import train
+from bucketline.train.weight_layout import KOHYA_FILE, Adapters
 from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import FORMS, PIPELINES, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, losses

@@ -16,7 +16,7 @@ from peft.utils import get_peft_model_state_dict
 
 from bucketline.families.registry import family_of_pipeline
 from bucketline.train.lora import Layers, layers_by_word
-from bucketline.train.models.weights import weights_of
+from bucketline.train.weight_layout import layout_of
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.outputs.test_lora_file import changes_of
 from tests.unit.train.tiny_run import facts
@@ -100,7 +100,7 @@ def written(kind: Any, model: Any, folder: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of the file for other tools."""
     from safetensors.torch import load_file
 
-    weights = weights_of(kind, adapters=True)
+    weights = layout_of(kind, adapters=True)
     weights.write(folder, weights.config(model), weights.tensors(model))
     return load_file(folder / "kohya_lora.safetensors")
 

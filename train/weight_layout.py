@@ -99,11 +99,11 @@ class Adapters:
         return LORA_FILE if self.pipeline else PEFT_FILE
 
 
-Weights = WholeModel | Adapters
+WeightLayout = WholeModel | Adapters
 """How a model's trained tensors are laid out in a checkpoint."""
 
 
-def average_folder(weights: Weights) -> str:
+def average_folder(weights: WeightLayout) -> str:
     """Return the folder of the moving average in a checkpoint."""
     return weights.folder + AVERAGE_SUFFIX
 
@@ -114,7 +114,7 @@ def weights_folder(folder: str) -> str:
     return "." if part == ADAPTERS else part
 
 
-def weights_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> Weights:
+def layout_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> WeightLayout:
     """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
     if adapters:
         return Adapters(part=family.folder, pipeline=family.lora_pipeline, other_names=family.other_names)
@@ -129,12 +129,3 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     mode = path.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
     path.chmod(mode)
-    # sort the metadata in the header, which safetensors writes in another order each time
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header = {name: dict(sorted(own.items())) if name == "__metadata__" else own for name, own in header.items()}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-        if len(text) == length:  # in the same notation
-            file.seek(8)
-            file.write(text)

@@ -196,40 +196,36 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
     )
 
 
-def refuse_no_model(folder: Path) -> None:
-    """Reject a folder without a denoiser."""
-    if not any((folder / name / "config.json").exists() for name in DENOISER_FOLDERS):
-        kind = "is a file" if folder.is_file() else "has neither unet/config.json nor transformer/config.json"
-        raise ModelError(
-            f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
-            "configuration without weights starts at random), or a .safetensors file"
-        )
-
-
 def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
     """Return the folder of a model's configuration, the configuration with the name of its present class, and the family."""
-    refuse_no_model(model_folder)
-    path = next(path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists())
+    paths = [path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists()]
+    if not paths:
+        kind = "is a file" if model_folder.is_file() else "has neither unet/config.json nor transformer/config.json"
+        raise ModelError(
+            f"{model_folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
+            "configuration without weights starts at random), or a .safetensors file"
+        )
+    path = paths[0]
     config = read_model_json(path)
-    index, kind, folder = read_index(model_folder), str(class_name(config)), path.parent
+    index, kind, folder, name = read_index(model_folder), str(class_name(config)), path.parent, index_path(model_folder).name
     if (wrong := takes_images(index)) is not None:
-        raise ModelError(f"{model_folder}: {index_path(model_folder).name} {wrong}")
+        raise ModelError(f"{model_folder}: {name} {wrong}")
     if (wrong := crossed(index, config, folder.name)) is not None:
-        raise ModelError(f"{model_folder}: {index_path(model_folder).name} {wrong}, or remove {index_path(model_folder).name}")
+        raise ModelError(f"{model_folder}: {name} {wrong}, or remove {name}")
     pipeline = index.get("_class_name")
     family = family_of_model(config, folder.name, pipeline)
-    if family is not None and family.is_shared_class and pipeline not in (None, *family.pipelines):
+    if family is None:
+        classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
         raise ModelError(
-            f"{model_folder}: {index_path(model_folder).name} names the pipeline {pipeline!s:.80}, and a {kind} can be trained "
-            f"as that of {family.pipelines[0]} only; name such a model"
+            f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
+            f"{nearest(kind, classes)}; name a model of one of these"
         )
-    if family is not None:
-        return folder, {**config, "_class_name": family.model_class}, family
-    classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
-    raise ModelError(
-        f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
-        f"{nearest(kind, classes)}; name a model of one of these"
-    )
+    if family.is_shared_class and pipeline not in (None, *family.pipelines):
+        raise ModelError(
+            f"{model_folder}: {name} names the pipeline {pipeline!s:.80}, and a {kind} can be trained as that of "
+            f"{family.pipelines[0]} only; name such a model"
+        )
+    return folder, {**config, "_class_name": family.model_class}, family
 
 
 def read_index(model_folder: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,15 +47,17 @@ def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path:
     assert rates == [learning_rate_at(step, long) for step in range(6)]
 
 
-def test_cosine_restarts_and_linear_are_the_librarys(tmp_path: Path) -> None:
-    restarts = functools.partial(optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_cycles=3)
-    for schedule, theirs in (
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
         ("cosine", optimization.get_cosine_schedule_with_warmup),
-        ("cosine-restarts:3", restarts),
+        ("cosine-restarts:3", partial(optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_cycles=3)),
         ("linear", optimization.get_linear_schedule_with_warmup),
-    ):
-        own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
-        assert own == pytest.approx(library(theirs, WARM, STEPS), abs=1e-12)
+    ],
+)
+def test_a_schedule_is_the_librarys(tmp_path: Path, schedule: str, theirs: Any) -> None:
+    own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
+    assert own == pytest.approx(library(theirs, WARM, STEPS), abs=1e-12)
 
 
 def test_wsd_is_the_librarys(tmp_path: Path) -> None:

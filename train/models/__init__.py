@@ -1,1 +1,0 @@
-"""Load a model of any family, check its encoders, add adapters."""
