@@ -31,7 +31,6 @@ from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, StoreWriter
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.remote.cache.folder import cache_folder
 from tests.fault.apart import Apart, How
 from tests.fault.record import Asked, Kind, Outcome, Record, expect
 from tests.fault.servers import LARGE, Served, check_batch, check_cache, digest_of, in_lines, served
@@ -39,7 +38,6 @@ from tests.leftovers import children
 
 CACHE_BYTES = 256 << 20  # less than the store: half of it is pinned, the rest passes through the other half
 COPIES_BYTES = 192 << 20  # as much as both copies need, and what passes through
-SLACK_BYTES = 8 << 20  # of what belongs to the cache itself
 LATENCY_S = 0.004  # of the server, so that a process is often killed while it waits
 BATCH, EPOCHS = 8, 2
 PACE_S = 0.002  # a reader's own time for a batch
@@ -106,17 +104,6 @@ def kill_readers(record: Record, readers: list[Reader], kills: int, draw: random
             record.add(Outcome.DEFECT, f"reader {number}: {ended.how}: {ended.said}")
     for number, reader in enumerate(readers):
         record.trial(f"reader {number}", reader.check)
-    record.trial("the cache", room_is_kept, readers[0].config)
-
-
-def room_is_kept(config: LoaderConfig) -> Outcome:
-    """See that what killed processes had reserved is free again, and that the cache has not outgrown its limit."""
-    cache = Path(str(config.cache))
-    used = cache_folder(cache).room.used()
-    expect(used <= int(str(config.cache_bytes)), f"the cache holds {used} bytes of {config.cache_bytes}")
-    on_disk = sum(path.stat().st_blocks * 512 for path in cache.rglob("*") if path.is_file())
-    expect(on_disk <= used + SLACK_BYTES, f"the cache's files take {on_disk} bytes, it holds {used}")
-    return Outcome.COMPLETED
 
 
 def kill_service(url: str, store: Served, config: LoaderConfig, kills: int, draw: random.Random) -> int:
@@ -153,7 +140,7 @@ def kill_service(url: str, store: Served, config: LoaderConfig, kills: int, draw
 
 def killed_readers(asked: Asked) -> Iterator[Record]:
     """Kill ranks, machines and services, a third of the kills each."""
-    draw, kills, store = random.Random(asked.seed), asked.of(6, 30), served(asked.folder, LARGE)
+    draw, kills, store = random.Random(asked.seed), asked.of(2, 30), served(asked.folder, LARGE)
     with ServerProcess(asked.folder / "served") as server:
         server.set_latency(LATENCY_S)
         url = f"{server.url}/{store.name}"
