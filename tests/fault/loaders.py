@@ -156,7 +156,7 @@ def remove_file(bench: Bench) -> Outcome:
     file = path / "shards" / f"{shard}.{suffix}"
     with bench.loader(path) as loader:
         file.rename(bench.folder / "away")
-        words = rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
+        words = rf"(row \d+ in shard {shard}|step \d+, bucket \S+): .*{shard}.{suffix} is miss"
         until_error(loader.forever(), 0, StoreError, words)
         (bench.folder / "away").rename(file)
         goes_on(loader)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.train.report.page import page_of
-from bucketline.train.report.read_run import MAX_FRAMES, by_timestep, frames_of, read_reported_run, read_runs, run_differences
+from bucketline.train.loss_curve import points_of
+from bucketline.train.report import MAX_FRAMES, frames_of, page_of, read_runs, run_differences
 from bucketline.train.run import train
 from tests.commands import BIN, spawn
 from tests.pages import parsed
@@ -24,6 +24,8 @@ from tests.unit.train.tiny_run import ALONE, config
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from bucketline.train.report import ReportedRun
 
 WINDOW: dict[str, Any] = {
     "skipped_steps": 0,
@@ -59,8 +61,9 @@ def grid(path: Path, shade: int) -> None:
     Image.fromarray(np.full((40, 1600, 3), shade, np.uint8)).save(path)
 
 
-def wrong_in(*runs: Path) -> dict[str, str]:
-    return {one.title: one.detail for one in page_of([read_reported_run(run) for run in runs])[1] if one.level != "good"}
+def read(path: Path) -> ReportedRun:
+    (run,) = read_runs([path])
+    return run
 
 
 def test_a_page_has_what_a_run_has_measured(tmp_path: Path) -> None:
@@ -80,20 +83,23 @@ def test_a_page_has_what_a_run_has_measured(tmp_path: Path) -> None:
     assert page.count("data:image/jpeg") == 3
 
 
-def test_the_prompts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
+def test_the_texts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     grid(run / "images" / "step-00000010.png", 10)
     about = {"negative_prompt": "rain", "seed": 7, "height_px": 768, "width_px": 512, "guidance": None}
     long = "a red barn & " + " ".join(["in the snow"] * 20)
-    (run / "images" / "step-00000010.json").write_text(json.dumps([{"id": "default/1", "caption": long, **about}, 3]))
+    (run / "images" / "step-00000010.json").write_text(json.dumps([{"id": "default/1", "caption": long, **about}]))
 
     def page() -> str:
-        return re.sub(r"(<[^>]*>\s*)+", "|", page_of([read_reported_run(run)])[0].decode())
+        return re.sub(r"(<[^>]*>\s*)+", "|", page_of([read(run)])[0].decode())
 
-    assert f"|1|{html.escape(long)}|rain|7|768x512|as the run|" in page()
+    assert (
+        f"|id|caption|negative prompt|seed|height px|width px|guidance|1|default/1|{html.escape(long)}|rain|7|768|512|"
+        in page()
+    )
     grid(run / "images.png", 30)
     (run / "images.json").write_text(json.dumps([{"id": "cats/a.png", "caption": "a cat"}]))
-    assert "|sample|caption|1|cats/a.png|a cat|" in page()
+    assert "|id|caption|1|cats/a.png|a cat|" in page()
     (run / "images.json").write_text("[{")
     assert "a cat" not in page()
 
@@ -112,7 +118,7 @@ def test_the_newest_images_are_on_the_page_at_their_own_sizes_with_what_they_are
         {"id": "default/2", "caption": "snow", "negative_prompt": "", "seed": 0, "guidance": None},
     ]
     (run / "images.json").write_text(json.dumps(entries))
-    page = page_of([read_reported_run(run)])[0].decode()
+    page = page_of([read(run)])[0].decode()
     figures = [one for one in re.findall(r"<figure>.*?</figure>", page, re.DOTALL) if "data:image/jpeg" in one]
     found = []
     for one in figures:
@@ -126,13 +132,10 @@ def test_the_newest_images_are_on_the_page_at_their_own_sizes_with_what_they_are
     ]
 
 
-def test_a_good_run_has_no_finding(tmp_path: Path) -> None:
-    assert wrong_in(write_run(tmp_path / "a")) == {}
-
-
 @pytest.mark.parametrize(
     ("changes", "title", "detail"),
     [
+        ({}, None, ""),
         ({"status": "failed"}, "the run failed", "the disk is full"),
         ({"skipped_steps": 2}, "6 steps skipped", "not finite"),
         ({"data_wait_fraction": 0.25}, "25.0 % of the time was spent waiting for data", "loader plan"),
@@ -141,10 +144,11 @@ def test_a_good_run_has_no_finding(tmp_path: Path) -> None:
         ({"losses": (1.2, 1.1, 1.0)}, "nothing was learned", "predicting zero scores 1.0000"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, changes: dict[str, Any], title: str, detail: str) -> None:
-    found = wrong_in(write_run(tmp_path / "a", **changes))
-    assert list(found) == [title]
-    assert detail in found[title]
+def test_what_is_wrong_is_said(tmp_path: Path, changes: dict[str, Any], title: str | None, detail: str) -> None:
+    _, findings = page_of([read(write_run(tmp_path / "a", **changes))])
+    found = {one.title: one.detail for one in findings if one.level != "good"}
+    assert list(found) == ([] if title is None else [title])
+    assert title is None or detail in found[title]
 
 
 def test_runs_are_shown_next_to_each_other_with_what_differs(tmp_path: Path) -> None:
@@ -152,8 +156,9 @@ def test_runs_are_shown_next_to_each_other_with_what_differs(tmp_path: Path) -> 
     grid(a / "images" / "step-00000010.png", 10)
     grid(a / "images.png", 30)
     grid(b / "images.png", 90)
-    assert run_differences([read_reported_run(a), read_reported_run(b)]) == [("config.learning_rate", ["0.001", "0.0003"])]
-    data, findings = page_of([read_reported_run(a), read_reported_run(b)])
+    runs = read_runs([a, b])
+    assert run_differences(runs) == [("config.learning_rate", "0.001", "0.0003")]
+    data, findings = page_of(runs)
     (tmp_path / "r.html").write_bytes(data)
     found = parsed(tmp_path / "r.html")
     assert {one.title.partition(":")[0] for one in findings} == {"a", "b"}
@@ -175,7 +180,7 @@ def test_long_runs_show_a_part_of_their_grids(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     for step in range(1, 40):
         grid(run / "images" / f"step-{step:08d}.png", step)
-    frames = frames_of(read_reported_run(run))
+    frames = frames_of(read(run))
     assert len(frames) == MAX_FRAMES
     assert (min(frames), max(frames)) == (1, 39)
     with Image.open(io.BytesIO(frames[1])) as image:
@@ -189,19 +194,17 @@ def test_a_sheet_that_is_damaged_is_left_out_of_the_page(tmp_path: Path, caplog:
     cut = run / "images" / "step-00000002.png"
     cut.write_bytes(cut.read_bytes()[:60])
     (run / "images" / "step-00000003.png").write_bytes(b"")
-    (run / "images" / "step-00000004.png").mkdir()
-    assert list(frames_of(read_reported_run(run))) == [1]
-    assert len(caplog.records) == 3
-    page_of([read_reported_run(run)])
+    assert list(frames_of(read(run))) == [1]
+    assert len(caplog.records) == 2
+    page_of([read(run)])
 
 
-def test_a_run_without_steps_yet_and_damaged_lines_make_a_page_too(tmp_path: Path) -> None:
+def test_a_run_without_steps_yet_makes_a_page_too(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", losses=())
     (run / "status.json").write_text("{", encoding="ascii")
-    strange = [{"step": 1, "loss": None, "buckets": 3}, {"step": "x"}, [1], {"step": 2, "val_loss": "NaN"}]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in strange) + "\n{", encoding="ascii")
-    data, _ = page_of([read_reported_run(run)])
-    (tmp_path / "r.html").write_bytes(data)
+    line = '{"step": 2, "val_loss": NaN, "val_loss_per_timestep": {"5": NaN}}'
+    (run / "metrics.jsonl").write_text(f'{{"step": 1, "loss": null}}\n{line}\n{{"buckets"', encoding="ascii")
+    (tmp_path / "r.html").write_bytes(page_of([read(run)])[0])
     assert "not recorded" in parsed(tmp_path / "r.html").text
 
 
@@ -218,11 +221,11 @@ def test_a_real_run_is_read(folder: Path) -> None:
     asked = config(folder, num_images=2, images_every=2, max_steps=4, log_every=2, validate_every=2)
     with contextlib.redirect_stderr(io.StringIO()):
         train(asked, ALONE)
-    run = read_reported_run(asked.output_dir)
+    run = read(asked.output_dir)
     assert run.status["state"] == "done"
-    assert run.series("loss").steps == (2.0, 4.0)
-    assert run.series("val_loss").steps == (0.0, 2.0, 4.0)
-    assert len(by_timestep(run.validations[-1]).steps) == 2
+    assert [step for step, _ in points_of(run.lines, "loss")] == [2, 4]
+    assert [step for step, _ in points_of(run.lines, "val_loss")] == [0, 2, 4]
+    assert len(run.lines[-1]["val_loss_per_timestep"]) == 2
     assert sum(run.buckets.values()) == 4
     assert list(frames_of(run)) == [2, 4]
     page_of([run])

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+import math
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bucketline.files.atomic_write import write_durably
-from bucketline.train.report.read_run import series_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 CURVES: dict[str, dict[str, Any]] = {
@@ -28,12 +24,16 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     It is drawn by Agg, whatever the window system and the user's configuration are.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, style in CURVES.items():
-        if steps := (found := series_of(lines, name)).steps:
-            axes.plot(steps, found.values, **({"marker": "o"} if len(steps) == 1 else {}) | style)
+        if points := points_of(lines, name):
+            axes.plot(*zip(*points, strict=True), **({"marker": "o"} if len(points) == 1 else {}) | style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("Loss")
     axes.set_xlabel("optimizer steps")
@@ -45,3 +45,15 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, dpi=130, format="png", bbox_inches="tight")
     write_durably(path, png.getvalue())
+
+
+def points_of(lines: Iterable[Mapping[str, Any]], field: str) -> list[tuple[float, float]]:
+    """Return a value by the steps done, of the lines of metrics that have it as a finite number."""
+    # A window's line has its last step, counted from 0; a validation's has the steps done.
+    found = ((line["step"] + (0 if "val_loss" in line else 1), line.get(field)) for line in lines)
+    return [(step, value) for step, value in found if is_number(value)]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return True if a value of JSON is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -15,8 +15,8 @@ from diffusers import AutoencoderKL
 from bucketline.errors import TrainError
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
-from bucketline.train.images import drawing, pipeline
-from bucketline.train.images.drawing import draw_images
+from bucketline.train import images
+from bucketline.train.images import draw_images
 from bucketline.train.noise import load_schedule
 from bucketline.train.parallel import tensors_of, whole
 from bucketline.train.run import train
@@ -41,7 +41,7 @@ def test_a_run_without_room_for_images_is_done_without_them(
 ) -> None:
     plain = config(folder, output_dir=folder / "plain", num_images=2, max_steps=4)
     train(plain, ALONE)
-    monkeypatch.setattr(drawing, what, no_room)
+    monkeypatch.setattr(images, what, no_room)
     asked = config(folder, num_images=2, max_steps=4)
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png"]
@@ -54,13 +54,13 @@ def test_after_the_first_step_of_a_run_images_are_tried_in_two_steps_of_the_samp
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
-    real = pipeline.draw_latents
+    real = images.draw_latents
 
     def noting(training: Training, *args: object) -> object:
         tried.append(training.config.image_steps)
         return real(training, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(drawing, "draw_latents", noting)
+    monkeypatch.setattr(images, "draw_latents", noting)
     asked = config(folder, num_images=1, image_steps=3, max_steps=3)
     summary = train(asked, ALONE)
     assert tried == [2, 3]
@@ -107,7 +107,7 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
                 drawn()
             return
         with (
-            mock.patch.object(drawing, "draw_latents", no_room),
+            mock.patch.object(images, "draw_latents", no_room),
             pytest.raises(TrainError, match="with --num-images 0") as told,
         ):
             drawn()
