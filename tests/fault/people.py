@@ -85,7 +85,7 @@ def copied_while_packed(ground: Ground) -> Outcome:
     write_images(source, 40)
     if ground.draw.random() < 0.5:  # there is a store already
         ground.packed(source, store)
-        write_images(source, 44 + ground.number)
+        write_images(source, 50)
     run = ground.packing(source, store)
     time.sleep(ground.draw.random() * 1.0)
     with suppress(shutil.Error, FileNotFoundError):  # of files that went meanwhile; the copy is what it is

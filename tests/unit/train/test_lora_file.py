@@ -213,6 +213,13 @@ def test_a_file_without_alpha_has_an_alpha_of_its_rank(tmp_path: Path) -> None:
     assert_same_changes(model, source)
 
 
+def test_the_same_adapters_make_the_same_bytes_each_time(tmp_path: Path) -> None:
+    """Safetensors writes several entries of metadata in an order of chance."""
+    source = adapted("sd")
+    files = [written(source, family_of("sd"), tmp_path / str(number)) / LORA_FILE for number in range(8)]
+    assert len({file.read_bytes() for file in files}) == 1
+
+
 def test_layers_that_the_file_lacks_start_at_zero(tmp_path: Path) -> None:
     path = written(adapted("sd"), family_of("sd"), tmp_path / "lora") / KOHYA_FILE
     torch.manual_seed(5)
