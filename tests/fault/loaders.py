@@ -32,8 +32,8 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, DeliveryError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.client import ServiceBackend
-from bucketline.loader.service.links import ChildLink
 from bucketline.store import Store
 from tests.fault.apart import How, apart
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
