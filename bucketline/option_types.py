@@ -7,6 +7,7 @@ from dataclasses import fields
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import PurePath
+from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from bucketline.errors import UsageError
@@ -51,11 +52,19 @@ def unlike(item: str, value: object, expected: str) -> UsageError:
     return UsageError(f"{item} is {value!r:.200} of type {type(value).__name__}, expected {expected}")
 
 
+_EXPECTED: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((Integral,), "an int"),
+    float: ((Real,), "a number"),
+    str: ((str, PurePath), "a str"),
+}
+
+
 def check_fields(options: object, cls: type, named: Callable[[str], str]) -> None:
     """Check the fields that a dataclass itself declares, of an object of it or of a subclass, by their annotations.
 
-    Lists become tuples, and numpy's numbers Python's. `named` returns how messages call a field. Fields that are enums are left
-    to the dataclass.
+    Lists become tuples, and numpy's numbers Python's. `named` returns how messages call a field. Fields that are enums or paths
+    are left to the dataclass.
     """
     for name, hint in _own_hints(cls).items():
         value = getattr(options, name)
@@ -69,52 +78,25 @@ def _own_hints(cls: Hashable) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(cls).items() if name in own}
 
 
-def _checked(item: str, value: Any, hint: Any) -> object:  # noqa: ANN401, PLR0911 - any value and annotation, one case each
-    is_optional = type(None) in get_args(hint)
+def _checked(item: str, value: Any, hint: Any) -> object:  # noqa: ANN401 - any value and annotation
+    is_optional = NoneType in get_args(hint)
     if value is None and is_optional:
         return None
-    kind = next(one for one in get_args(hint) if one is not type(None)) if is_optional else hint
-    or_none = " or None" if is_optional else ""
+    kind = next(one for one in get_args(hint) if one is not NoneType) if is_optional else hint
     if get_origin(kind) is tuple:
-        return _checked_tuple(item, value, get_args(kind)[0])
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        inner = get_args(kind)[0]
+        if not isinstance(value, tuple | list) or not all(_is_a(one, inner) for one in value):
+            raise unlike(item, value, f"a tuple of {inner.__name__}, such as {(value,)!r:.200}")
+        return tuple(value)
+    if kind not in _EXPECTED:
         return value
-    if kind is bool:
-        if type(value).__name__ not in ("bool", "bool_"):
-            raise unlike(item, value, f"True or False{or_none}")
-        return bool(value)
-    if kind is int:
-        expect_int(item, value, f"an int{or_none}{_such_as(value)}")
-        return value if type(value) is int else int(value)
-    if kind is float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise unlike(item, value, f"a number{or_none}{_such_as(value)}")
-        return float(value) if type(value).__module__ == "numpy" else value
-    if kind is str and not isinstance(value, str | PurePath):
-        raise unlike(item, value, f"a str{or_none}")
-    return value
+    if not _is_a(value, kind):
+        raise unlike(item, value, _EXPECTED[kind][1] + (" or None" if is_optional else ""))
+    return kind(value) if type(value).__module__ == "numpy" else value
 
 
-def _checked_tuple(item: str, value: object, kind: type) -> object:
-    what = {str: "str", float: "numbers"}.get(kind, kind.__name__)
-    if isinstance(value, kind):
-        raise unlike(item, value, f"a tuple of {what}: write {item}={(value,)!r:.200}")
-    if not isinstance(value, tuple | list):
-        raise unlike(item, value, f"a tuple of {what}")
-    accepted = Real if kind is float else kind
-    if strange := [one for one in value if isinstance(one, bool) or not isinstance(one, accepted)]:
-        raise UsageError(
-            f"{item} is {value!r:.200} with an item of type {type(strange[0]).__name__}, expected a tuple of {what}"
-        )
-    return tuple(value)
-
-
-def _such_as(value: object) -> str:
-    """Return a number that may have been meant: that of a float or of text."""
-    try:
-        meant = float(value) if isinstance(value, float | str) else None
-    except ValueError:
-        return ""
-    if meant is None or meant % 1:
-        return "" if meant is None or isinstance(value, float) else f": write {meant:g} without quotes"
-    return f": write {int(meant)}"
+def _is_a(value: object, kind: type) -> bool:
+    """Return True if a value is of a type; True and False, numpy's as well, are no numbers."""
+    if type(value).__name__ in ("bool", "bool_"):
+        return kind is bool
+    return isinstance(value, _EXPECTED[kind][0] if kind in _EXPECTED else kind)

@@ -17,7 +17,7 @@ COMMANDS = commands(
         "import": "bucketline.ingest.commands.import_cache:Import",
         "scan": "bucketline.ingest.commands.scan:Scan",
         "prompts": "bucketline.ingest.commands.prompts:Prompts",
-        "peek": "bucketline.ingest.commands.peek:PeekSource",
+        "peek": "bucketline.ingest.commands.peek:Peek",
     },
 )
 

@@ -229,8 +229,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
-    A store keeps the rules that its first pack was given, and where its model is: later packs take from it what their options
-    leave out.
+    A store keeps the rules that its first pack was given: later packs take from it what their options leave out.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
@@ -259,8 +258,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     place: Positional[StorePlace]
     """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
     model: Annotated[str, Arg(metavar="MODEL")] = ""
-    """Folder in diffusers layout, one .safetensors checkpoint, or a hub model's name, needed for a new store. The folder has
-    vae/, text_encoder/ and tokenizer/. Default: the model of the last pack into STORE on this machine."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     check: Check = Check.SIZE_TIME
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: Annotated[str | None, Arg(metavar="N|FRACTION")] = field(default=None, metadata={ALONE: PRUNE})
@@ -280,7 +278,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     json: bool = False
     """Print the summary as one JSON object."""
     left_out: Hidden[frozenset[str]] = frozenset()
-    """Fields that are taken from the store, if there is one, since the command line left them out: its rules, and its model."""
+    """Fields that are taken from the store, if there is one, since the command line left them out."""
 
     def __post_init__(self) -> None:
         ChangingArguments.__post_init__(self)
@@ -326,9 +324,9 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Count, bucket and reject images without packing. A dry run of `ingest pack`: writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
-    determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
-    `background` and `jpeg_draft` do not affect the report. Without --model, the grid is area:512:64. -o writes a contact sheet:
-    the images of each bucket that lose most to their crop.
+    determine the grid; no weights are read. Without --model, the grid is area:512:64. What only decides how images and captions
+    are encoded and stored does not affect the report. -o writes a contact sheet: the images of each bucket that lose most to
+    their crop, with their captions as they would be stored.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
     """
@@ -355,10 +353,6 @@ class ScanConfig(RulesOptions, SourceArguments):
 
     def __post_init__(self) -> None:
         _check_shared(self)
-        if self.max_tokens is not None and self.model is None:
-            raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
-        if self.text is not None and self.model is None:
-            raise UsageError(f"--text {self.text} requires --model, whose text encoder it is about; add it")
         if self.model_config is not None and self.model is None:
             raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
 

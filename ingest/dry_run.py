@@ -15,7 +15,6 @@ from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
-from bucketline.ingest.look import look_at, look_limits
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.prepare import opened_source, rules_of
 from bucketline.ingest.packing.target import newest_store
@@ -23,6 +22,7 @@ from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.pipeline.packed_index import PackedIndex
+from bucketline.ingest.progress import look_at, look_limits
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.on_ray.cluster import Workers
+    from bucketline.ingest.on_ray import Workers
     from bucketline.ingest.packing.target import Placed
     from bucketline.ingest.parallel.exchange import Exchange
     from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
@@ -66,7 +66,7 @@ def ray_workers(config: PackConfig, world_size: int) -> AbstractContextManager[W
     """Return the workers of `--engine ray`; None if ranks pack."""
     if config.engine is None:
         return None
-    from bucketline.ingest.on_ray.cluster import cluster
+    from bucketline.ingest.on_ray import cluster
 
     if world_size > 1:
         raise UsageError("--engine ray starts its own workers; run it without torchrun")
@@ -124,7 +124,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     with ExitStack() as held:
 
         def listed() -> list[list[bytes]]:
-            runs.append(PackRun.listed(config, target, held, lambda *_: ranks.world_size, ranks.world_size))
+            runs.append(PackRun.listed(config, target, held, lambda _: ranks.world_size, ranks.world_size))
             return [own.parts for own in runs[0].slices]
 
         own = ItemParts(ranks.deal(listed))
@@ -182,7 +182,7 @@ def run_slice(
     *,
     is_last: bool = True,
 ) -> T | None:
-    """Make the slice of this rank, of a pack or an import, and return what `end` makes of all slices on rank 0.
+    """Make the slice of this rank, and return what `end` makes of all slices on rank 0.
 
     `work` makes it; it is given what is to be called between images, which may raise.
     """
@@ -227,7 +227,7 @@ def _send_rest(sender: ShardSender | None, check: Callable[[], None], *, is_show
 
 
 def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:
-    from bucketline.ingest.on_ray.pack import RayRun
+    from bucketline.ingest.on_ray import RayRun
 
     run = RayRun(config, workers, session.interrupts)
     try:

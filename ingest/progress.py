@@ -1,22 +1,29 @@
-"""Progress of a pack rank or a scan: a bar if stderr is a terminal, else a line every half minute."""
+"""Progress of a pack rank, a scan or a dry run: a bar if stderr is a terminal, else a line every half minute."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.command_line import per_second
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
+from bucketline.ingest.pipeline.read_ahead import num_header_threads
 from bucketline.progress import as_log, progress_bar, shows_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from bucketline.ingest.parallel.item_parts import ItemParts
     from bucketline.ingest.parallel.ranks import PackRanks
     from bucketline.ingest.pipeline.model.phases import PhasePlan
+    from bucketline.ingest.sources.source import Source, SourceItem
 
+T = TypeVar("T")
 LINE_EVERY_S = 30.0  # if stderr is not a terminal
+_AHEAD_BYTES = 256 << 20  # of file contents, if they come with the items
 
 
 @contextmanager
@@ -100,3 +107,29 @@ class _Lines:
         line = f"{self._what}: {self._done} of {self._total}, {speed}, {left_min:.0f} min left, {self._remark()}"
         print(line.rstrip(", "), file=as_log(sys.stderr), flush=True)
         self._printed_at, self._printed_done = now, self._done
+
+
+def look_limits(source: Source, num_threads: int | None) -> WorkLimits:
+    """Return the limits on work in flight; `num_threads`: None for as many as suit the source."""
+    num_threads = num_threads or num_header_threads(source)
+    return WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
+
+
+def look_at(
+    what: str, source: Source, items: ItemParts | Sequence[SourceItem], look: Callable[[SourceItem], T], room: WorkLimits
+) -> Iterator[tuple[SourceItem, T | RejectedError]]:
+    """Yield each item with what `look` returns of it, or why it rejects it, in order; show the progress of `what`."""
+
+    def looked(item: SourceItem) -> T | RejectedError:
+        try:
+            return look(item)
+        except RejectedError as error:
+            return error
+
+    with (
+        counting_progress(what, len(items)) as on_image,
+        OrderedPool(source.in_turn(items), looked, lambda item: len(item.held or b""), room) as ahead,
+    ):
+        for item, future in ahead.results(lambda: None):
+            yield item, future.result()
+            on_image()

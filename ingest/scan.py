@@ -11,39 +11,27 @@ from bucketline.command_line import counted
 from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
-from bucketline.ingest.images.crop_loss import crop_losses_as_json
+from bucketline.ingest.images.crop import Framing, crop_limit, crop_losses_as_json, upscale_limit
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.look import look_at, look_limits
-from bucketline.ingest.pipeline.image_reader import record_of
+from bucketline.ingest.progress import look_at, look_limits
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
-from bucketline.ingest.text_cost import TextCost, text_cost
-from bucketline.store.format.block import Column, fixed_columns
-from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
-from bucketline.store.format.hashing import DIGEST_BYTES
-from bucketline.store.format.sample_record import encode_record
+from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.encoders.text.token_statistics import CaptionLengths
-    from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
     from bucketline.pages.page import Section
 
-_NAMED = 10
-_BATCH = 1000  # captions measured together
 _DEFAULT_GRID = "area:512:64"
-_DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
+_DEFAULT_DOWNSCALE = 8  # Stable Diffusion 1's and SDXL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +67,10 @@ class ScanReport:
     captions_from: dict[str, int]  # number of images per origin of their captions
     notes: list[str]  # what is left out of the source, or may be a misunderstanding
     captions: int  # number of different texts among the kept captions
-    example_captions: dict[
-        str, list[str]
-    ]  # of one sample, by its id, as the caption options make them; empty without such options
-    text_family: str | None  # encoder family; None without a model
-    text_padding: str | None  # which tokens would be stored: max_length (all positions) or valid (without padding)
-    max_tokens: int | None  # stored per caption, at most
-    captions_too_long: int | None  # longer than every part of the encoder accepts; None without a model
-    captions_too_long_texts: list[str]  # the first ten
     captions_beyond: list[str]  # ids of images with more than max_captions
     captions_without_image: list[str]
     passed_over: list[str]
-    text_bytes: int | None  # of caption embeddings, each text once; None without a model
-    text_cost: TextCost | None  # None without a model or captions
-    payload_bytes: int  # estimated; without a model, 4-channel latents at 1/8 size and no text
     seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """Grid and column sizes, from the model's configuration files."""
-
-    grid: Grid
-    downscale: int
-    latent_channels: int  # as stored
-    lengths: CaptionLengths | None = None  # None without a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +111,11 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
 def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list[Section]]:
     """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share."""
     started = time.monotonic()
-    shape = _shape(config)
+    grid = _grid(config)
     source = open_source(config.source, config)
     # the background affects neither the bucket nor whether an image is packed
     framing = Framing(
-        grid=shape.grid,
+        grid=grid,
         crop=config.crop,
         max_upscale=upscale_limit(config.max_upscale),
         max_crop=crop_limit(config.max_crop),
@@ -160,9 +127,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     account = RunSummary()
 
     def look(item: SourceItem) -> _Seen:
-        found = _look(config, source, item, framing)
-        _refuse_captions(shape.lengths, item.captions[: config.max_captions])
-        return found
+        return _look(config, source, item, framing)
 
     for item, found in look_at("scan", source, listing.items, look, look_limits(source, config.decode_threads)):
         if isinstance(found, RejectedError):
@@ -172,7 +137,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
         else:
             account.count_packed(item.id, item.captions, found.placement, found.bucket, config.max_captions)
             seen.append(found)
-    report = _report(config, shape, listing, seen, account, started)
+    report = _report(config, grid, listing, seen, account, started)
     if config.output is None:
         return report, []
     return report, _sheet(config, report, (source, listing), seen, too_cropped, num_sources)
@@ -197,7 +162,8 @@ def _sheet(
         about += f"; an image that would lose more than {100 * config.max_crop:.1f} % of its area is rejected (--max-crop)"
     about += f". {LEGEND} Sizes are height x width. Each bucket shows the images that lose most, largest loss first. "
     about += "Very narrow images are drawn wider than they are."
-    table, sections = crop_sections(*place, images, look_limits(place[0], config.decode_threads), num_sources)
+    limits = look_limits(place[0], config.decode_threads)
+    table, sections = crop_sections(*place, images, limits, num_sources, config.max_captions)
     return [
         Section(anchor="source", title=redacted(config.source), note=about, body=table),
         *sections,
@@ -205,28 +171,15 @@ def _sheet(
     ]
 
 
-def _shape(config: ScanConfig) -> _Shape:
-    stored = 2 if config.latents == "moments" else 1  # means and log-variances
+def _grid(config: ScanConfig) -> Grid:
     if config.model is None:
-        grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
-        return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
-    from bucketline.ingest.encoders.text.class_labels import refuse_text_dtype
-    from bucketline.ingest.encoders.text.token_statistics import open_caption_lengths
-    from bucketline.ingest.encoders.text_columns import TextSettings
+        return parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
     from bucketline.ingest.encoders.vae import refuse_latents
 
     model = open_model(config.model, config.model_config)
-    kind, downscale, channels = latent_sizes(model)
+    kind, downscale, _ = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
-    grid = model_grid(config.grid, model, downscale)
-    settings = TextSettings(
-        stored_dtype=config.text_dtype or config.dtype, max_tokens=config.max_tokens, is_plain=config.text is not None
-    )
-    lengths = open_caption_lengths(model, settings)
-    if lengths.family == CLASS_LABELS:
-        config.caption_rules.refuse_for_classes(model.name)
-        refuse_text_dtype(model, config.text_dtype)
-    return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
+    return model_grid(config.grid, model, downscale)
 
 
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
@@ -249,33 +202,19 @@ def _refuse_bad_captions(item: SourceItem) -> None:
         raise RejectedError(Reason.CAPTION, item.caption_error)
 
 
-def _refuse_captions(lengths: CaptionLengths | None, captions: Iterable[str]) -> None:
-    refusals = (lengths.refusal(caption) for caption in captions) if lengths is not None else ()
-    if refusal := next((found for found in refusals if found is not None), None):
-        raise RejectedError(Reason.REFUSED, refusal)
-
-
 def _report(
-    config: ScanConfig, shape: _Shape, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
+    config: ScanConfig, grid: Grid, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
-    buckets = _buckets(account)
-    kept = (text for image in seen for text in image.item.captions[: config.max_captions])
-    texts = list(dict.fromkeys(("", *kept)))  # every store has the empty caption
-    known = shape.lengths
-    measured = _measured(known, texts)
-    too_long = [text for text, length in zip(texts, measured, strict=False) if length.is_too_long]
-    text_bytes = _text_bytes(known, measured)
-    rows = _row_bytes(config, shape, buckets) + _record_bytes(config, seen)
-    payload_bytes = rows + (text_bytes or 0)
+    texts = {text for image in seen for text in image.item.captions[: config.max_captions]}
     return ScanReport(
         found=len(listing.items),
         source_bytes=sum(image.stamp.num_bytes for image in seen),
         smallest=sizes[0] if sizes else None,
         median=sizes[len(sizes) // 2] if sizes else None,
         largest=sizes[-1] if sizes else None,
-        grid=shape.grid.name,
-        buckets=buckets,
+        grid=grid.name,
+        buckets=_buckets(account),
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         rejected=len(account.rejects),
@@ -286,29 +225,12 @@ def _report(
         without_caption_ids=[image.item.id for image in seen if not image.item.captions],
         captions_from=dict(listing.captions_from.most_common()),
         notes=listing.notes,
-        captions=len(texts) - 1,
-        example_captions=_example_captions(config, seen),
-        text_family=None if known is None else known.family,
-        text_padding=None if known is None else known.padding.value,
-        max_tokens=None if known is None else known.max_tokens,
-        captions_too_long=None if known is None else len(too_long),
-        captions_too_long_texts=too_long[:_NAMED],
+        captions=len(texts),
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
-        text_bytes=text_bytes,
-        text_cost=None if known is None else text_cost(known, measured, rows / max(1, len(seen)), payload_bytes),
-        payload_bytes=payload_bytes,
         seconds=round(time.monotonic() - started, 3),
     )
-
-
-def _example_captions(config: ScanConfig, seen: list[_Seen]) -> dict[str, list[str]]:
-    """Return the kept captions of the image that has the most; nothing if captions are stored as they are."""
-    if not config.caption_rules.as_json() or not seen:
-        return {}
-    item = max((image.item for image in seen), key=lambda item: len(item.captions))
-    return {item.id: list(item.captions[: config.max_captions])}
 
 
 def _buckets(account: RunSummary) -> list[ScannedBucket]:
@@ -319,40 +241,3 @@ def _buckets(account: RunSummary) -> list[ScannedBucket]:
         height, width = map(int, size.split("x"))
         found.append(ScannedBucket(name=name, height_px=height, width_px=width, split=split, samples=count))
     return sorted(found, key=lambda bucket: (bucket.split, bucket.height_px, bucket.width_px))
-
-
-def _measured(lengths: CaptionLengths | None, texts: list[str]) -> list[CaptionLength]:
-    if lengths is None:
-        return []
-    return [length for at in range(0, len(texts), _BATCH) for length in lengths.measure(texts[at : at + _BATCH])]
-
-
-def _text_bytes(lengths: CaptionLengths | None, measured: list[CaptionLength]) -> int | None:
-    if lengths is None:
-        return None
-    num_tokens = sum(length.num_tokens for length in measured)
-    return len(measured) * lengths.columns.fixed_bytes + num_tokens * lengths.columns.token_bytes
-
-
-def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[ScannedBucket]) -> int:
-    total = 0
-    for bucket in buckets:
-        latent = Column(
-            name=LATENT,
-            dtype=config.dtype,
-            shape=(shape.latent_channels, bucket.height_px // shape.downscale, bucket.width_px // shape.downscale),
-        )
-        columns = (*fixed_columns(config.max_captions), *([latent] * (2 if config.flip else 1)))
-        total += bucket.samples * sum(column.row_bytes for column in columns)
-    return total
-
-
-def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
-    """Return the size of the sample records in bytes; exact except for row numbers, whose encoded length varies."""
-    total = 0
-    for row, image in enumerate(seen):
-        split = image.bucket.partition("/")[0]
-        caption_rows = (row,) * min(len(image.item.captions) or 1, config.max_captions)
-        record = record_of(image.item, image.placement, image.stamp, split, bytes(DIGEST_BYTES), caption_rows)
-        total += len(encode_record(record, row=row))
-    return total

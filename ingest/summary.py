@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
-from bucketline.ingest.images.crop_loss import CropLoss, add_crop_losses, note_crop_loss
+from bucketline.ingest.images.crop import CropLoss, add_crop_losses, note_crop_loss
 from bucketline.typed_json import decode
 
 if TYPE_CHECKING:

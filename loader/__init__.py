@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.make_plan import make_plan
     from bucketline.loader.plan.plan import Plan
-    from bucketline.loader.service.address import ServiceAddress
+    from bucketline.loader.service.sockets import ServiceAddress
     from bucketline.loader.torch_dataset import BatchDataset
     from bucketline.store.format.columns import LatentKind
 
@@ -42,7 +42,7 @@ _PLACES = {
     "Plan": "plan.plan",
     "RaggedBatch": "batch",
     "Remainder": "config",
-    "ServiceAddress": "service.address",
+    "ServiceAddress": "service.sockets",
     "TextForm": "config",
     "WeightedStore": "mixture",
     "make_plan": "plan.make_plan",

@@ -18,7 +18,6 @@ COMMANDS = commands(
         "peek": "bucketline.loader.commands.peek:Peek",
         "seen": "bucketline.loader.commands.seen:SeenCommand",
         "serve": "bucketline.loader.commands.serve:Serve",
-        "stats": "bucketline.loader.commands.stats:StatsCommand",
     },
 )
 

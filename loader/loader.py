@@ -36,10 +36,9 @@ from bucketline.loader.plan.make_plan import asked_window, plan_of
 from bucketline.loader.prefetch.delivery import Buffers
 from bucketline.loader.prefetch.threads import ThreadStream
 from bucketline.loader.ranks import agreed, expect_agreement, gathered, pinned
-from bucketline.loader.service.address import AUTO, ServiceAddress
-from bucketline.loader.service.client import ServiceBackend, served_names, served_shares
-from bucketline.loader.service.links import link_to
-from bucketline.loader.service.wire import Request, sent
+from bucketline.loader.service.client import ServiceBackend, link_to, served_names, served_stores
+from bucketline.loader.service.sockets import AUTO, ServiceAddress
+from bucketline.loader.service.wire import Request, StoresRequest, sent
 from bucketline.loader.state import (
     STATE_VERSION,
     LoaderState,
@@ -116,9 +115,9 @@ class Loader(EpochLoader):
         `stores` is one store (open, its path or its URL) or several. A `WeightedStore` sets how often a pass reads a store's
         rows. Stores in object storage are reached and cached as `config` says.
 
-        `service`: who reads: a `loader serve` on this machine ("unix:PATH", or only the path) or on others ("tcp://HOST:PORT",
-        or several, separated by commas, of which the next one continues if one is lost), or "auto" for a child process;
-        a `ServiceAddress` has a token, too. Without it, threads of this process read. The batches are the same.
+        `service`: who reads: a `loader serve` on this machine ("unix:PATH", or only the path) or another ("tcp://HOST:PORT"),
+        or "auto" for a child process; a `ServiceAddress` has a token, too. Without it, threads of this process read. The
+        batches are the same.
 
         With `stores` None, they are those that the service was started with: this machine needs none, and no credentials.
 
@@ -173,7 +172,7 @@ class Loader(EpochLoader):
                 return open_shares(stores, config.remote())
             if self._service is None:
                 raise UsageError("stores is None without a service, expected stores, or the service that has them")
-            return served_shares(link_to(self._service))
+            return served_stores(link_to(self._service), StoresRequest())
 
         if generation is not None:
             return pinned(opened(), generation)
@@ -229,7 +228,6 @@ class Loader(EpochLoader):
             world_size=self._world_size,
             plan=self.plan.digest,
             cursor=Cursor(step=0, micro_step=0, num_steps=None),  # replaced by each iteration's
-            is_pinned=self.device.type == "cuda",
         )
 
     def _renew(self) -> bool:

@@ -16,7 +16,7 @@ _FRAMES = "[...document.querySelectorAll('[data-frames]')].filter(f => f.offsetP
 
 def digest_of_page_code() -> str:
     """Return the digest of the style, the script and the frame of every page, and of the page with a slider."""
-    names = ("pages/page.css", "pages/page.js", "pages/page.html", "pages/parts.html", "train/report/runs.html")
+    names = ("pages/page.css", "pages/page.js", "pages/page.html", "pages/parts.html", "train/runs.html")
     return hashlib.sha256(b"".join((ROOT / "bucketline" / name).read_bytes() for name in names)).hexdigest()
 
 

@@ -55,7 +55,7 @@ def serving_here(
     """Serve stores in a thread, at a socket in a folder and at a port; nothing of it is left when this ends."""
     service, (read, write) = Service(stores, remote), os.pipe()
     number = len(list(folder.glob("*.sock")))
-    with listen(folder / f"{number}.sock") as sock, service.listening("0", security or Security()) as far:
+    with listen(folder / f"{number}.sock") as sock, service.listening(("127.0.0.1", 0), security or Security()) as far:
         doors = {sock: service.take_in, far: service.take_in_far}
         thread = threading.Thread(target=accept_all, args=(doors, read, lambda: 1.0), daemon=True)
         thread.start()

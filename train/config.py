@@ -44,7 +44,7 @@ from bucketline.train.values import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from bucketline.loader.service.address import ServiceAddress
+    from bucketline.loader.service.sockets import ServiceAddress
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 BASE_OFF = "off"  # value of --base
@@ -243,7 +243,7 @@ class MachineOptions:
     every GPU holds all of the model's weights once, in the compute precision."""
     service: str = field(default=IN_PROCESS, metadata=RESUME_FREE)
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
-    of this machine's, which all of its ranks share, or tcp://HOST:PORT, or several, with commas. The batches are identical."""
+    of this machine's, which all of its ranks share, or tcp://HOST:PORT. The batches are identical."""
     service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
     """File with the token of a --service tcp://…, readable by its owner only."""
     service_certificate: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
@@ -341,7 +341,7 @@ class TrainConfig(
 
     def service_address(self) -> ServiceAddress | None:
         """Return the address of the service that reads; None: threads of this process do."""
-        from bucketline.loader.service.address import ServiceAddress
+        from bucketline.loader.service.sockets import ServiceAddress
 
         if self.service == IN_PROCESS:
             return None

@@ -11,7 +11,7 @@ from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
-from bucketline.loader.service.address import AUTO
+from bucketline.loader.service.sockets import AUTO
 from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.train.config import IN_PROCESS

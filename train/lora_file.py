@@ -21,21 +21,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAGNITUDE = "magnitude_vector"  # of DoRA, for each output of a layer
-KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
+_MAGNITUDE = "magnitude_vector"  # of DoRA, for each output of a layer
+_KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 _NAME = re.compile(
     r"(?P<adapter>(?P<layer>.+?)[._]lora(?:_linear_layer|\d*))[._](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight"
 )
-ALPHA = ".alpha"
-QKV = "to_q", "to_k", "to_v"
-PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
-OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
-
-Adapter = dict[str, "Tensor"]
-"""One layer's adapter: its output is up · down · input.
-
-`down`: [rank, inputs], or of a convolution [rank, inputs, height, width]; `up`: [outputs, rank], or [outputs, rank, 1, 1].
-"""
+_ALPHA = ".alpha"
+_QKV = "to_q", "to_k", "to_v"
+_PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
+_OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
 
 
 def for_other_tools(
@@ -53,15 +47,15 @@ def for_other_tools(
             layer = layer.replace(ours, theirs)
         layers.setdefault(layer, {})[end] = tensor
     for stem in [layer.removesuffix("to_q") for layer in layers if names and layer.endswith(".to_q")]:
-        if all(stem + one in layers for one in QKV):
-            layers[f"{stem}qkv"] = _side_by_side([layers.pop(stem + one) for one in QKV])
+        if all(stem + one in layers for one in _QKV):
+            layers[f"{stem}qkv"] = _side_by_side([layers.pop(stem + one) for one in _QKV])
     found: dict[str, Tensor] = {}
     for layer, own in layers.items():
         key = f"lora_unet_{layer.replace('.', '_')}" if is_kohyas else f"{'diffusion_model' if names else part}.{layer}"
-        if (magnitude := own.pop(MAGNITUDE, None)) is not None:
+        if (magnitude := own.pop(_MAGNITUDE, None)) is not None:
             found[f"{key}.dora_scale"] = magnitude.reshape(-1, *(1 for _ in own["B.weight"].shape[1:]))
-        found |= {f"{key}.{KOHYA_ENDS[end]}": tensor for end, tensor in own.items()}
-        found[key + ALPHA] = torch.tensor(float(alpha) * (len(QKV) if layer.endswith(".qkv") else 1))  # as is its rank
+        found |= {f"{key}.{_KOHYA_ENDS[end]}": tensor for end, tensor in own.items()}
+        found[key + _ALPHA] = torch.tensor(float(alpha) * (len(_QKV) if layer.endswith(".qkv") else 1))  # as is its rank
     return found
 
 
@@ -75,18 +69,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a safetensors file's tensors and its metadata."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
-
-
-def read_adapters(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a file's adapters and peft's configuration of them: in its metadata, or next to peft's own file, or {}."""
-    try:
-        tensors, metadata = read_tensors(path)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read as a .safetensors file of adapters: {error}") from error
-    beside = path.with_name(PEFT_CONFIG)
-    is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
-    text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(LORA_METADATA, "{}")
-    return tensors, {name.rpartition(".")[2]: value for name, value in json.loads(text).items()}
 
 
 def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
@@ -119,15 +101,19 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
     log.info("%d of %d adapters begin as in %s, the others at 0", len(found), len(own), path)
 
 
-def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapter]:
-    """Return a file's adapters by the model's names of the layers."""
+def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, dict[str, Tensor]]:
+    """Return a file's adapters by the model's names of the layers, as `_by_layer` does."""
     try:
-        tensors, said = read_adapters(path)
+        tensors, metadata = read_tensors(path)
+        beside = path.with_name(PEFT_CONFIG)  # of peft's own file
+        is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
+        text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(LORA_METADATA, "{}")
+        said = {name.rpartition(".")[2]: value for name, value in json.loads(text).items()}
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"--lora-from {path} cannot be read as a .safetensors file of adapters: {error}") from error
     if said.get("use_rslora") or said.get("use_dora") or said.get("alpha_pattern"):
         raise ModelError(f"{path}: its adapters are of rsLoRA or DoRA, or have an alpha each by metadata, expected plain LoRA")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(OF_TEXT_ENCODERS)}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_TEXT_ENCODERS)}
     if len(kept) < len(tensors):
         log.warning("%s: the adapters of its text encoders are left out; this trainer trains none", path)
     kept = _scaled(kept, said.get("lora_alpha"), path)
@@ -147,50 +133,44 @@ def _scaled(tensors: Mapping[str, Tensor], alpha: float | None, path: Path) -> d
     So none is lost that a converter of names leaves out. `alpha`: that of the adapters without one; None: their rank.
     """
     pairs: dict[str, dict[str, str]] = {}
-    scaled = dict(tensors)
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         if not tensor.float().isfinite().all():
             raise ModelError(f"{path}: {name} has values that are not finite; use an earlier checkpoint of that run")
-        if match is not None and tensor.ndim > 1 and tensor.numel():
-            pair = pairs.setdefault(match["adapter"], {"layer": match["layer"]})
-            if pair.setdefault(str(match.lastgroup), name) != name:
-                raise ModelError(f"{path} has both {pair[str(match.lastgroup)]} and {name}, expected one of them")
-        elif not (name.endswith(ALPHA) and tensor.numel() == 1):
+        if match is not None and tensor.ndim > 1:
+            pairs.setdefault(match["adapter"], {"layer": match["layer"]})[str(match.lastgroup)] = name
+        elif not name.endswith(_ALPHA):
             raise ModelError(
                 f"{path} has {name!r}, expected only plain LoRA: a lora_A and a lora_B (or lora_down and lora_up) of each "
                 "layer, and its alpha. Of DoRA, LoHa, LoKr or IA3 a part would be lost: start from a plain LoRA"
             )
-    unused = {name for name in tensors if name.endswith(ALPHA)}
+    scaled = dict(tensors)
     for pair in pairs.values():
         if not pair.keys() >= {"down", "up"}:
             raise ModelError(f"{path}: the adapter of {pair['layer']} has only one of its two tensors")
-        rank, own = len(tensors[pair["down"]]), pair["layer"] + ALPHA
+        rank, own = len(tensors[pair["down"]]), pair["layer"] + _ALPHA
         given = float(tensors[own]) if own in tensors else alpha
         if given is not None and given != rank:
             scaled[pair["up"]] = tensors[pair["up"]].float() * (given / rank)
         if own in tensors:
             scaled[own] = torch.tensor(float(rank))
-            unused.discard(own)
-    if unused:
-        raise ModelError(f"{path} has {min(unused)!r} without an adapter of that name, expected a lora_A and a lora_B with it")
     return scaled
 
 
-def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dict[str, Adapter], list[str]]:
-    """Return adapters by layer, and the names of tensors that are not understood."""
+def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return adapters by layer, whose output is up · down · input, and the names of tensors that are not understood.
+
+    `down`: [rank, inputs], or of a convolution [rank, inputs, height, width]; `up`: [outputs, rank], or [outputs, rank, 1, 1].
+    """
     known = {name.replace(".", "_"): name for name in layers}
-    found: dict[str, Adapter] = {}
+    found: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for name, tensor in tensors.items():
-        if name.endswith(ALPHA):
-            continue  # it is the rank
         match = _NAME.fullmatch(name)
-        layer = known.get(PREFIX.sub("", match["layer"]).replace(".", "_")) if match else None
-        if match is None or layer is None:
-            unknown.append(name)
-        else:
+        if match is not None and (layer := known.get(_PREFIX.sub("", match["layer"]).replace(".", "_"))) is not None:
             found.setdefault(layer, {})[str(match.lastgroup)] = tensor
+        elif not name.endswith(_ALPHA):  # which is the rank
+            unknown.append(name)
     return found, unknown
 
 
@@ -199,7 +179,7 @@ def _converted(tensors: Mapping[str, Tensor], pipeline: str, model: Any, path: P
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    traced = {name: tensor if name.endswith(ALPHA) else tensor.float().requires_grad_() for name, tensor in tensors.items()}
+    traced = {name: tensor if name.endswith(_ALPHA) else tensor.float().requires_grad_() for name, tensor in tensors.items()}
     try:
         read = getattr(diffusers, pipeline).lora_state_dict(dict(traced), unet_config=model.config)
         named = convert_unet_state_dict_to_peft(read[0] if isinstance(read, tuple) else read)

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import Loader, WeightedStore
-    from bucketline.train.images.prompts import StoredPrompt
-    from bucketline.train.outputs.hub import HubUploads
+    from bucketline.train.hub import HubUploads
+    from bucketline.train.images import StoredPrompt
     from bucketline.train.parallel import Agreed
     from bucketline.train.rules import Rule
     from bucketline.train.validation import ValidationResult
@@ -307,7 +307,7 @@ class Run:
         config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
         given: dict[str, bytes] = {}
         if config.image_prompts:  # before the model takes its memory
-            from bucketline.train.images.prompts import encode_given
+            from bucketline.train.images import encode_given
 
             given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
         from bucketline.train.memory import built_to_fit
@@ -316,7 +316,7 @@ class Run:
         self.config = config = self.training.config
         self._prompts: tuple[StoredPrompt, ...] = ()
         if config.num_images:
-            from bucketline.train.images.prompts import load_prompts
+            from bucketline.train.images import load_prompts
 
             self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
         self._tell_assumptions()
@@ -328,7 +328,7 @@ class Run:
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         if config.push_to_hub and ranks.is_main:
-            from bucketline.train.outputs.hub import HubUploads
+            from bucketline.train.hub import HubUploads
 
             self.uploads = HubUploads(config.push_to_hub, say)
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
@@ -433,7 +433,7 @@ class Run:
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
         if self.ranks.is_main:
-            from bucketline.train.report.loss_curve import draw_loss_curve
+            from bucketline.train.loss_curve import draw_loss_curve
 
             draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
             write_durably(output / checkpoint.CARD, self._card().encode())
@@ -515,14 +515,14 @@ class Run:
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:
-        from bucketline.train.outputs.model_card import model_card
+        from bucketline.train.hub import model_card
 
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
 
     def _write_export(self, folder: Path, config: str, tensors: dict[str, Any], card: str) -> None:
         """Write an export, in the saver's thread; upload that of the last step."""
-        from bucketline.train.outputs.export import write_export
+        from bucketline.train.export import write_export
 
         write_export(folder, self._weights, config, tensors, dtype=self.config.export_dtype, card=card)
         if self.uploads is not None and folder.name == folder_of_step(self.config.num_steps):
@@ -532,7 +532,7 @@ class Run:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
         if self.config.num_images == 0:
             return False
-        from bucketline.train.images.drawing import draw_images
+        from bucketline.train.images import draw_images
 
         of, done = (self.training, self.loader.shares, self._prompts), self.steps_done
         draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=self.ranks.is_main)

@@ -82,9 +82,8 @@ class Adapters:
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         from bucketline.train.lora_file import for_other_tools
 
-        # The format of diffusers' `save_lora_weights` preserves rank, alpha and layers.
-        metadata = {LORA_METADATA: config} if self.pipeline else {}
-        save_tensors(tensors, folder / self._file, {"format": "pt", **metadata})
+        # As of diffusers' `save_lora_weights`, with rank, alpha and layers. One entry: safetensors writes several in any order.
+        save_tensors(tensors, folder / self._file, {LORA_METADATA: config} if self.pipeline else {"format": "pt"})
         if not self.pipeline:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
         alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]

@@ -118,7 +118,6 @@ class Import(Case):
         clock = Clock()
         result = import_cache(ImportConfig(kind="kohya", source=cache, place=store, vae="sdxl"))
         spent = clock.spent()
-        assert result is not None
         assert (result.imported, result.rejected) == (self.samples, 0)
         shutil.rmtree(store)
         return spent

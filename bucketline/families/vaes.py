@@ -31,8 +31,6 @@ class VaeKind:
     halvings_field: str | None = None  # a list of as many as it halves
     downscale_field: str | None = None  # px per latent pixel, each way
     downscale: int = 8  # without these fields
-    frames_field: str | None = None  # frames per latent frame; None: its latents are of images
-    frames_step: int = 4
 
     def px_per_latent(self, config: Mapping[str, Any]) -> int | None:
         """Return px per latent pixel, each way; None if a field that says it is missing or not a list."""
@@ -50,15 +48,12 @@ VAES: dict[str, VaeKind] = {
     "AutoencoderKLFlux2": VaeKind(has_batch_norm=True, levels_field="block_out_channels"),
     "AutoencoderKLQwenImage": VaeKind(has_frames=True, halvings_field="temperal_downsample"),
     "AutoencoderKLQwenImage21": VaeKind(has_frames=True, halvings_field="temperal_downsample", downscale=16),
-    "AutoencoderKLWan": VaeKind(
-        is_packed=False, has_frames=True, downscale_field="scale_factor_spatial", frames_field="scale_factor_temporal"
-    ),
+    "AutoencoderKLWan": VaeKind(is_packed=False, has_frames=True, downscale_field="scale_factor_spatial"),
     "AutoencoderKLHunyuanVideo": VaeKind(
         is_packed=False,
         has_frames=True,
         scaling=0.476986,
         downscale_field="spatial_compression_ratio",
-        frames_field="temporal_compression_ratio",
     ),
 }
 PACKED_VAES = tuple(name for name, kind in VAES.items() if kind.is_packed)

@@ -6,7 +6,6 @@ import re
 
 HIDDEN = "…"
 PIPE = "pipe:"
-TAR_NAME = re.compile(r"""[^/\s'"|;&<>()=]+?\.(?:tar(?:\.\w+)?|tgz)(?![\w.])""")
 _URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s'"`]*@)?(?P<place>[^?#\s'"`]*)(?P<rest>[?#][^\s'"`]*)?""")
 _KNOWN = r"(?:s3|gs|az|https?|ftps?|hf|file|memory)"
 _BEGIN = re.compile(  # of a URL, however it is misspelt: its scheme, and what stands before the path

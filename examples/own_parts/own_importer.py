@@ -17,7 +17,6 @@ from bucketline.ingest.importers.cache import (
     Scaling,
     Variant,
     damaged,
-    has_file,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ def read(source: Path, entry: CacheEntry, variant: str) -> Cached:  # noqa: ARG0
 
 IMPORTER = Importer(
     kind="npy",
-    is_here=has_file(r"[^/]+\.npy", ""),  # `ingest import auto` asks
     found=found,
     read=read,
     variants={"sdxl": Variant(scaling=Scaling.NONE)},  # as the VAE made them, not as the model is fed

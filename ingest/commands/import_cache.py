@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 
-from bucketline.command_line import (
-    print_json,
-    torchrun_ranks,
-)
-from bucketline.errors import SourceError
+from bucketline.command_line import print_json, torchrun_ranks
+from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.importers.config import ImportConfig
 
 
@@ -21,22 +18,20 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.importers.registry import expect_inputs
 
         expect_inputs(self)
-        from bucketline.ingest.importers.run import import_cache
-        from bucketline.ingest.importers.summary import print_failures, print_import
+        if (ranks := torchrun_ranks()["world_size"]) > 1:
+            raise UsageError(f"ingest import is one process, and torchrun has started {ranks}; run it without torchrun")
+        from bucketline.ingest.importers.run import import_cache, print_failures, print_import
         from bucketline.ingest.parallel.signals import exit_code_of
 
-        ranks = torchrun_ranks()
         try:
-            result = import_cache(self, **ranks)
+            result = import_cache(self)
         except SourceError as error:
-            if self.json and not ranks.get("rank"):
+            if self.json:
                 print_json({"error": error.args[0], "notes": [line.removeprefix("note: ") for line in error.args[1:]]})
             raise
         except KeyboardInterrupt as stop:
             print("interrupted: what was imported is committed; rerun the command to continue", file=sys.stderr)
             return exit_code_of(stop)
-        if result is None:
-            return 0
         if self.json:
             print_json(asdict(result))
         else:

@@ -23,7 +23,7 @@ from bucketline.files.paths import is_folder_of_images
 from bucketline.files.redact import redacted
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, PackConfig
-from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
 from bucketline.pack_options import FIELDS, shown_option
 from bucketline.store.commands.place import shown
@@ -44,22 +44,15 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
         from bucketline.ingest.parallel.signals import exit_code_of
 
         if self.engine is not None:
             _prepare_environment(self)
-        try:
-            own = with_packed_model(self)
-        except UsageError:
+        if not self.model:
             _refuse_swapped(self.source, self.place)
-            raise
-        if own.model != self.model and not torchrun_ranks()["rank"]:
-            told = f"model: {printable(own.model)}, as the last pack into {shown(self.place)}"
-            print(told, file=sys.stderr if self.json else sys.stdout, flush=True)
+            raise UsageError(f"{redacted(str(self.place))} needs --model MODEL, whose VAE and text encoders make it")
         try:
-            with naming_packed_model(own):
-                return own._run()
+            return self._run()
         except SourceError:
             _refuse_swapped(self.source, self.place)
             raise
@@ -77,7 +70,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         return own._dry_run() if self.dry_run else own._pack()
 
     def _pack(self) -> int:
-        _refuse_model_without_vae(self.model)
         from bucketline.ingest.pack import pack_images
 
         summary = pack_images(self, **torchrun_ranks())
@@ -98,7 +90,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import with_dataset_file
 
         options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
-        return replace(options, left_out=(RULES | {"model"}) - given)
+        return replace(options, left_out=RULES - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""
@@ -193,15 +185,6 @@ def _refuse_swapped(source: str, place: Path | str) -> None:
         raise UsageError(
             f"{given} {what}, and {place} is a folder of images: the images come first, `ingest pack {place} {given}`"
         )
-
-
-def _refuse_model_without_vae(model: str | None) -> None:
-    """Check a folder on this disk, before what takes seconds is imported; what else a model lacks is found later."""
-    folder = Path(model or "")
-    if model and folder.is_dir() and not any(folder.glob("vae*")):
-        from bucketline.ingest.encoders.model_folder import open_model
-
-        open_model(model).part("vae")
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:

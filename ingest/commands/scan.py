@@ -15,12 +15,10 @@ from bucketline.command_line import (
 )
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, ScanConfig
-from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from bucketline.ingest.scan import ScanReport
 
 
@@ -55,8 +53,6 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
 
 def _print_scan(report: ScanReport) -> None:
-    from bucketline.ingest.text_cost import text_cost_as_lines  # imports numpy
-
     print(f"{counted(report.found, 'image')}, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
@@ -74,7 +70,6 @@ def _print_scan(report: ScanReport) -> None:
     counts = (
         (report.without_caption, "image", "without a caption"),
         (report.enlarged, "image", enlarged),
-        (report.captions_too_long or 0, "caption", "longer than the text encoder accepts (to be truncated)"),
         (len(report.captions_beyond), "image", "with more captions than are kept"),
     )
     for count, noun, what in counts:
@@ -82,26 +77,10 @@ def _print_scan(report: ScanReport) -> None:
             print(f"  {counted(count, noun)} {what}")
     first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
     print_captions_and_notes(report.captions_from, report.notes, f"{first}; --json names all" if first else None)
-    _print_listed({f"captions as stored, of {one_line(of)}": texts for of, texts in report.example_captions.items()})
     for line in crop_losses_as_lines(report.crop_loss):
         print(f"  {line}")
     print_warnings(report.captions_without_image, report.passed_over)
-    basis = ""
-    if report.text_family is None:
-        basis = " (assuming latents of 4 channels at 1/8 size and no text; use --model for exact figures)"
-    else:
-        each = "of" if report.text_padding == "max_length" else "of at most"
-        what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
-        print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
-        print("".join(f"  {line}\n" for line in text_cost_as_lines(report.text_cost, report.text_padding)), end="")
-    print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
         print("from the file headers only; --full decodes every image and finds damage after the header")
     if not report.buckets:
         print(f"error: not one of {counted(report.found, 'image')} could be packed", file=sys.stderr)
-
-
-def _print_listed(found: Mapping[str, Sequence[str]]) -> None:
-    """Print each title, and its lines below it."""
-    for title, lines in found.items():
-        print("\n    ".join((f"  {title}:", *map(one_line, lines))))

@@ -54,7 +54,6 @@ class CaptionLength:
     num_tokens: int  # stored tokens
     is_too_long: bool  # predicts `Embedding.is_truncated`
     cuts: tuple[Cut, ...] = ()  # as in `Embedding`
-    num_open: int | None = None  # untruncated, by the tokenizer whose length --max-tokens sets; None if there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError
 
-from bucketline.ingest.images import optional_formats
 from bucketline.ingest.images.colour_profile import colour_profile
-from bucketline.ingest.images.file_type import damaged_format, described
+from bucketline.ingest.images.file_type import damaged_format, described, register
 from bucketline.ingest.images.geometry import NoBucketError, Placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.images.sixteen_bits import deep_layout, round_to_eight_bits
@@ -38,7 +37,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = 16 << 20  # a printer's profile has megabytes; a
 Image.init()
 # Detected by content, not by file name. Excluded: formats that start another program (EPS) or are not images.
 _WANTED = ("AVIF", "BMP", "CUR", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
-FORMATS = (*(name for name in _WANTED if name in Image.OPEN), *optional_formats.register())
+FORMATS = (*(name for name in _WANTED if name in Image.OPEN), *register())
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

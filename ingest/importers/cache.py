@@ -1,14 +1,12 @@
 """Records of a format and of a cache: its samples, listed without their values, and a sample's values once read.
 
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width, H and W those of the image or of
-its latent, T tokens of a caption, D width of a token.
+Letters: C latent channels, h and w the latent's height and width, T tokens of a caption, D width of a token.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -58,10 +56,9 @@ class CacheEntry:
     id: str = ""  # made of `image` if the cache records that
     image: str | None = None  # path of its image on the machine that cached it
     variant: str | None = ""  # the model's architecture as the cache calls it; None if its file is too damaged to say
-    at: tuple[str | int, ...] = ()  # its place in the file
-    facts: tuple[int, ...] = ()  # what else the listing says and reading needs, such as sizes
+    at: tuple[Any, ...] = ()  # its place in the file
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else the listing says and reading needs, such as sizes
     text_path: str | None = None  # of the file with its text embedding
-    is_text_older: bool = False  # than its caption file, and nothing else says of which caption it is
     suffix: str = ""  # of its id, after the image's
     again: str = ""  # what follows the suffix if another sample has the same id
     captioned: str | None = None  # name by which its caption files are found; None: its id without suffix
@@ -98,21 +95,18 @@ class Text:
     caption: str
     tokens: Tensor  # [T, D]
     fixed: Mapping[str, Tensor] = field(default_factory=dict)  # such as `pooled` [D']
-    is_older: bool = False  # than the caption's file, so that it may be of another caption: it is encoded again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cached:
     """The values of an entry, as the cache has them."""
 
-    latent: Tensor  # [C, h, w], of a video [C, F, h, w]
+    latent: Tensor  # [C, h, w]
     geometry: Geometry
     flipped: Tensor | None = None  # [C, h, w], of the mirrored image
     captions: tuple[str, ...] | None = None  # None: those of the entry
     texts: tuple[Text, ...] = ()
-    # what it has next to its latent, by role: `mask`, 0 to 1, or 0 to 255 in U8, [H, W], and `control/NAME`, like the latent
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-    leaves_out: str | None = None  # what the cache also has and a store does not take, such as the image itself
+    left_out: tuple[str, ...] = ()  # what the cache has next to them and is not imported, such as masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +116,6 @@ class Variant:
     scaling: Scaling = Scaling.AS_FED
     latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
     family: str | None = None  # the text family whose layout the embeddings have; None: they cannot be kept
-    text_refused: str | None = None  # why its captions can be stored only without embeddings
     why_not: str | None = None  # why it cannot be imported
 
 
@@ -140,14 +133,14 @@ class ListRequest:
     variant: str | None = None
     captions: Path | None = None  # folder of caption files
     trigger: str | None = None  # word that the trainer put into each caption
+    root: str | None = None  # folder from which the ids of images are their paths; None: the one that all are in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importer:
-    """A format: how to recognise, list and read it. `read` is a pure function of the files and is called from threads."""
+    """A format: how to list and read it. `read` is a pure function of the files and is called from threads."""
 
     kind: str
-    is_here: Callable[[Path], bool]
     found: Callable[[ListRequest], FoundEntries]
     read: Callable[[Path, CacheEntry, str], Cached]  # source, entry, variant
     variants: Mapping[str, Variant] = field(default_factory=lambda: {"": Variant()})
@@ -158,7 +151,6 @@ class Importer:
     form: FileForm = FileForm.LINES  # of the caption files
     # what may become of a file's text and the trigger word, what the trainer usually makes of them first
     spelled: Callable[[str, str | None], Iterable[Spelled]] = prefixed
-    dates_text: bool = False  # only the mtimes say whether an embedding is of the caption that its file has now
     # of an entry, the variant and a caption: names of embeddings that may be there, and whether they are of the variant
     embedded: Callable[[CacheEntry, str, str], Mapping[str, bool]] | None = None
     causes: str = ""  # why a caption may have no embedding
@@ -174,16 +166,6 @@ def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
         folders.sort()
         inside = os.path.relpath(path, folder)
         yield ("" if inside == "." else f"{inside}/"), sorted(names)
-
-
-def has_file(name: str | re.Pattern[str], folder: str | re.Pattern[str] = ".*") -> Callable[[Path], bool]:
-    """Return the function that tells whether a source has a file of such a name, in a folder of such a path.
-
-    The path is from the source's folder, '' for itself, and ends in a slash.
-    """
-    return lambda source: any(
-        re.fullmatch(name, own) for inside, names in files_below(source) if re.fullmatch(folder, inside) for own in names
-    )
 
 
 def damaged(what: str) -> RejectedError:
@@ -204,7 +186,7 @@ def odd_files_rejected(path: str) -> Iterator[None]:
 
 
 def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
-    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`, or of a video `[C, F, h, w]`."""
+    """Return a latent without axes of length 1 before its channels or after them, `[C, h, w]`."""
     shape = list(latent.shape)
     if latent.ndim == 5 and shape[0] == 1:
         latent = latent[0]
@@ -212,8 +194,9 @@ def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
         latent = latent[:, 0]
     elif latent.ndim == 4 and latent.shape[0] == 1:
         latent = latent[0]
-    if latent.ndim not in (3, 4) or 0 in shape or not latent.is_floating_point():
-        raise damaged(f"its {what} is {str(latent.dtype).removeprefix('torch.')} {shape}, expected floats [C, h, w]")
+    if latent.ndim != 3 or 0 in shape or not latent.is_floating_point():
+        kind = "of a video, " if latent.ndim == 4 else ""
+        raise damaged(f"its {what} is {kind}{str(latent.dtype).removeprefix('torch.')} {shape}, expected floats [C, h, w]")
     return latent
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from bucketline.command_line import counted
 from bucketline.errors import ModelError, SourceError, UsageError
 from bucketline.families.family import Padding
 from bucketline.families.registry import family_of_pipeline
-from bucketline.ingest.encoders.text.registry import is_known, load_caption_encoder, text_family_of
+from bucketline.ingest.encoders.text.registry import load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.rows import SOURCE
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 _ENCODE, PLAIN, _NONE = "encode", "plain", "none"
-_KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
+_MOST_KNOWN = 64  # captions whose embeddings are kept, since a later sample may have them too
 COMPARED = 4  # captions whose embeddings are compared with the encoder's
 LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99, other encoders' are near 0
 _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
@@ -44,55 +42,30 @@ CaptionedRow: TypeAlias = "tuple[ImportedRow, Mapping[str, Any] | RejectedError]
 
 def text_plan(config: ImportConfig, model: ModelFolder | None, listing: CacheListing) -> str:
     """Return where the text embeddings come from: `source`, `encode`, `plain` or `none`."""
-    if listing.text_unknown is not None and config.text in (None, SOURCE):
+    asked, of_cache = config.text, listing.family
+    if listing.text_unknown is not None and asked in (None, SOURCE):
         raise SourceError(f"{config.source}: {listing.text_unknown}")
-    if listing.form.text_refused is not None:
-        if config.text in (SOURCE, _ENCODE, PLAIN):
-            raise SourceError(f"--text {config.text}: {listing.form.text_refused}; leave it out to store the captions only")
-        listing.notes.append(f"captions are stored without embeddings: {listing.form.text_refused}")
-        return _NONE
-    if config.text == _NONE:
-        return _NONE
     has_captions = any(entry.captions != () for entry in listing.entries)
-    own = None if model is None else _family_of(model, config.text, listing.family, has_captions=has_captions)
-    can_keep = listing.family is not None and own == listing.family
-    if config.text is None and own is None:
+    if asked == _NONE or model is None or (asked is None and not has_captions and of_cache is None):
         return _NONE
-    if own is None:
-        raise UsageError(f"--text {config.text}: {config.model} has no text encoder; name a model that has")
-    if config.text == SOURCE and not can_keep:
-        what = "no text embeddings that can be kept" if listing.family is None else f"those of {listing.family}"
+    known = family_of_pipeline(str(model.index().get("_class_name")))
+    if not any(model.has(name) for name in ("text_encoder", "text_encoder_2")) and (known is None or known.parts):
+        if asked is None:
+            return _NONE
+        raise UsageError(f"--text {asked}: {config.model} has no text encoder; name a model that has")
+    try:
+        family = text_family_of(model, is_plain=asked == PLAIN)
+    except ModelError as error:
+        raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
+    own = PLAIN_FAMILY if family is None else family.name
+    if asked in (None, SOURCE) and own == of_cache:
+        return SOURCE
+    if asked == SOURCE:
+        what = "no text embeddings that can be kept" if of_cache is None else f"those of {of_cache}"
         raise SourceError(
             f"{config.source} has {what}, those of {config.model} are {own}; leave --text out to encode the captions"
         )
-    if can_keep and config.text not in (_ENCODE, PLAIN):
-        if older := sum(entry.is_text_older for entry in listing.entries):
-            listing.notes.append(
-                f"{counted(older, 'text cache')} older than the caption file, perhaps of another caption: encoded by --model"
-            )
-        return SOURCE
-    if config.text is None and not has_captions:
-        return _NONE
-    return config.text or _ENCODE
-
-
-def _family_of(model: ModelFolder, asked: str | None, of_cache: str | None, *, has_captions: bool) -> str | None:
-    """Return the name of a model's text family; None if it has no text encoder, or none is needed.
-
-    Embeddings of a cache that are plain may be kept with a model of any pipeline, since they are compared with its encoder's.
-    """
-    has_text = any(model.has(name) for name in ("text_encoder", "text_encoder_2"))
-    own = family_of_pipeline(str(model.index().get("_class_name")))
-    if not has_text and (own is None or own.parts):
-        return None
-    keeps = of_cache == PLAIN_FAMILY and asked in (None, SOURCE) and not is_known(model)
-    if asked is None and not keeps and not has_captions and of_cache is None:
-        return None
-    try:
-        family = text_family_of(model, is_plain=keeps or asked == PLAIN)
-    except ModelError as error:
-        raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
-    return PLAIN_FAMILY if family is None else family.name
+    return asked or (_ENCODE if has_captions else _NONE)
 
 
 class CaptionSource:
@@ -102,12 +75,11 @@ class CaptionSource:
     empty: Mapping[str, Any] | None
     provenance: Mapping[str, Json] | None
 
-    def __init__(self, config: ImportConfig, model: ModelFolder | None, plan: str, local_rank: int) -> None:
+    def __init__(self, config: ImportConfig, model: ModelFolder | None, plan: str) -> None:
         """Load the text encoders, if any text is stored."""
         self._config, self._plan = config, plan
         self._waiting: list[ImportedRow] = []
-        self._known: OrderedDict[str, dict[str, Any] | RejectedError] = OrderedDict()
-        self._known_bytes = 0
+        self._known: dict[str, dict[str, Any] | RejectedError] = {}
         self.columns, self.empty, self.provenance = (), None, None
         if plan == _NONE or model is None:
             return
@@ -115,24 +87,27 @@ class CaptionSource:
             stored_dtype=config.text_dtype or config.dtype,
             encode_dtype=config.encode_dtype,
             max_tokens=config.max_tokens,
-            is_plain=plan == PLAIN or (plan == SOURCE and not is_known(model)),
+            is_plain=plan == PLAIN,
         )
-        self._encoder = load_caption_encoder(model, chosen_device(config.device, local_rank), self._settings)
+        self._encoder = load_caption_encoder(model, chosen_device(config.device, 0), self._settings)
         self.columns, self.provenance = self._encoder.columns, self._encoder.provenance
         self._fresh = FreshCaptions(self._encoder, self.columns, config.batch_size)
         self.empty = self._values(self._fresh.empty_embedding)
 
     def refuse_other_encoders(self, samples: Sequence[Cached]) -> None:
         """Compare a few of the cache's embeddings with what the model's encoders make of their captions."""
-        texts = {text.caption: text for cached in samples for text in cached.texts if not text.is_older}
+        texts = {text.caption: text for cached in samples for text in cached.texts}
         for text in list(texts.values())[:COMPARED]:
-            self._compare(text.caption, text.tokens)
+            self._compare(text.caption, text.tokens.float())
 
     def add(self, row: ImportedRow) -> list[CaptionedRow]:
         """Take a row, and return those that are done: one may wait for others, whose captions are encoded together."""
         captions = row.record.captions
-        if self._plan == SOURCE and not any(text.is_older for text in row.texts):
-            return [(row, {caption: self._from_source(caption, row.texts) for caption in captions})]
+        if self._plan == SOURCE:
+            try:
+                return [(row, {caption: self._from_source(caption, row.texts) for caption in captions})]
+            except RejectedError as error:
+                return [(row, error)]
         if self._plan == _NONE:
             return [(row, dict.fromkeys(captions, _NO_TOKENS))]
         self._waiting.append(row)
@@ -143,14 +118,14 @@ class CaptionSource:
         rows, self._waiting = self._waiting, []
         wanted = {caption: None for row in rows for caption in row.record.captions if caption not in self._known}
         for caption, embedding in zip(wanted, self._fresh.embeddings(list(wanted)) if wanted else (), strict=True):
-            self._known[caption] = values = self._fresh.problem(caption, embedding) or self._values(embedding)
-            self._known_bytes += _bytes_of(values)
+            self._known[caption] = self._fresh.problem(caption, embedding) or self._values(embedding)
         done: list[CaptionedRow] = []
         for row in rows:
             found = {caption: self._known[caption] for caption in row.record.captions}
             error = next((value for value in found.values() if isinstance(value, RejectedError)), None)
             done.append((row, error or found))
-        self._forget_some()
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
         return done
 
     def _from_source(self, caption: str, texts: Sequence[Text]) -> dict[str, Any]:
@@ -172,9 +147,8 @@ class CaptionSource:
             raise RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r} as {self._settings.stored_dtype}")
         return {TOKENS: tokens, **fixed}
 
-    def _compare(self, caption: str, tokens: torch.Tensor) -> None:
+    def _compare(self, caption: str, found: torch.Tensor) -> None:
         own = self._fresh.embeddings([caption])[0].tokens.float()
-        found = tokens.float()
         same = own.shape == found.shape
         cosine = float(torch.nn.functional.cosine_similarity(own, found, dim=1).mean()) if same else 0.0
         if cosine < LEAST_COSINE:
@@ -187,12 +161,3 @@ class CaptionSource:
 
     def _values(self, embedding: Embedding) -> dict[str, Any]:
         return {self._encoder.columns.tokens[0].name: embedding.tokens, **embedding.fixed}
-
-    def _forget_some(self) -> None:
-        while self._known_bytes > _KEPT_BYTES and self._known:
-            _, values = self._known.popitem(last=False)
-            self._known_bytes -= _bytes_of(values)
-
-
-def _bytes_of(values: Mapping[str, Any] | RejectedError) -> int:
-    return 0 if isinstance(values, RejectedError) else sum(value.nbytes for value in values.values())

@@ -26,7 +26,7 @@ class ImportConfig(ChangingArguments):
     """Import another trainer's latent cache, without images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
-    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), or auto. Latents are stored as the VAE made them:
+    ai-toolkit, diffusion-pipe, or mds (mosaicml/diffusion, micro_diffusion). Latents are stored as the VAE made them:
     what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's. Files are never
     unpickled. Running the same command again imports only what is new or changed.
 
@@ -36,11 +36,10 @@ class ImportConfig(ChangingArguments):
     """
 
     SECTION = "import: everything else about the cache and the store"
-    FIRST = ("model", "vae", "captions", "text", "val_fraction", "dtype", "dry_run", "max_rejects", "replace", "json")
+    FIRST = ("model", "vae", "captions", "text", "crop", "val_fraction", "dtype", "dry_run", "max_rejects", "json")
 
     kind: Annotated[Positional[str], Arg(metavar="KIND")]
-    """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or auto, which recognises it.
-    Also one of a package that you installed."""
+    """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or one of a package that you installed."""
     source: Annotated[Positional[Path], Arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
     place: Positional[StorePlace]
@@ -65,14 +64,6 @@ class ImportConfig(ChangingArguments):
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
-    columns: Annotated[str | None, Arg(metavar="ROLES")] = None
-    """Columns to store next to the latents where the cache has them: mask, control/NAME, separated by commas, or none. Default:
-    those of the samples that are checked first."""
-    prefix: Annotated[str | None, Arg(metavar="NAME")] = None
-    """Import as NAME/ID: for a second cache whose files have the names of one that the store has."""
-    replace: bool = False
-    """Replace rows of the store that came from another folder or other images. Those of this cache are always replaced if its
-    files have changed."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
     val_fraction: Annotated[str, Arg(metavar="SHARE[:folder]")] = "0.0"
@@ -119,8 +110,6 @@ class ImportConfig(ChangingArguments):
             threads=self.threads,
         )
         reject_limit(self.max_rejects)
-        if self.prefix is not None and (not self.prefix.strip("/") or {"", ".", ".."} & set(self.prefix.strip("/").split("/"))):
-            raise UsageError(f"--prefix {self.prefix!r:.80}: expected the name of a folder, such as photos")
         if self.text in ("source", "encode", "plain") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
 

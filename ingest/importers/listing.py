@@ -21,7 +21,6 @@ from bucketline.ingest.sources.options import SourceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from bucketline.ingest.importers.cache import Importer, ListRequest, Spelled
 
@@ -35,6 +34,7 @@ class CacheListing:
     form: Variant
     family: str | None  # the text family whose layout the cache's embeddings have; None: it has none that can be kept
     captions_from: str
+    root: str  # folder from which the ids of images are their paths, with a slash at its end
     text_unknown: str | None = None  # what is wrong if it has text embeddings, and none is of a caption that was found
     notes: list[str] = field(default_factory=list)
 
@@ -58,36 +58,30 @@ def _listed(importer: Importer, request: ListRequest) -> CacheListing:
     counts.update(entry.variant for entry in found.entries if entry.variant is not None)
     variant, form = _chosen(counts, request, importer)
     kept = [entry for entry in found.entries if entry.variant in (variant, None)]
-    ids = ids_of_paths([entry.image for entry in kept if entry.image is not None])
+    images = [entry.image.replace("\\", "/") for entry in kept if entry.image is not None]
+    shared = shared_folder(images)
+    root = shared if request.root is None or not any(image.startswith(request.root) for image in images) else request.root
     known = None if importer.embedded is None else _EmbeddedCaptions(captions, found.texts)
     times, entries = Counter[str](), list[CacheEntry]()
     for entry in kept:
-        base, text_path, is_older = entry.id if entry.image is None else ids[entry.image], entry.text_path, False
-        named = entry.captioned or base
+        base, named, text_path = entry.id, entry.captioned or entry.id, entry.text_path
+        if entry.image is not None:
+            base, named = (entry.image.replace("\\", "/").removeprefix(start).lstrip("/") for start in (root, shared))
         if known is None or importer.embedded is None:
             own, problem = captions.of(named, in_cache=entry.captions)
-            if importer.dates_text and text_path is not None:
-                is_older = captions.is_newer(named, request.source / text_path)
         else:
             own, problem, text_path = known.of(named, partial(importer.embedded, entry, variant), entry.uncaptioned)
         sample_id = base + entry.suffix
         times[sample_id] += 1
-        entries.append(
-            replace(
-                entry,
-                id=sample_id if times[sample_id] == 1 else sample_id + entry.again,
-                text_path=text_path,
-                is_text_older=is_older,
-                captions=own,
-                caption_problem=problem,
-            )
-        )
+        sample_id = sample_id if times[sample_id] == 1 else sample_id + entry.again
+        entries.append(replace(entry, id=sample_id, text_path=text_path, captions=own, caption_problem=problem))
     listing = CacheListing(
         entries=entries,
         variant=variant,
         form=form,
         family=form.family if any(entry.text_path for entry in entries) else None,
         captions_from=captions.told,
+        root=root,
         notes=[*found.notes],
     )
     if captions.shortened:
@@ -117,20 +111,17 @@ def _chosen(found: Counter[str], request: ListRequest, importer: Importer) -> tu
     return variant, form
 
 
-def ids_of_paths(paths: Sequence[str]) -> dict[str, str]:
-    """Return an id for each path: the path from the folder that all of them are in.
+def shared_folder(paths: Sequence[str]) -> str:
+    """Return the folder that all paths are in, with a slash at its end; an empty text if there is none.
 
-    >>> ids_of_paths(["/data/photos/cats/a.png", "/data/photos/b.png"])
-    {'/data/photos/cats/a.png': 'cats/a.png', '/data/photos/b.png': 'b.png'}
+    >>> shared_folder(["/data/photos/cats/a.png", "/data/photos/b.png"])
+    '/data/photos/'
     """
-    plain = {path: path.replace("\\", "/") for path in paths}
-    folders = {os.path.dirname(path) for path in plain.values()}  # noqa: PTH120 - a path of any machine
     try:
-        shared = os.path.commonpath(folders) if folders else ""
-    except ValueError:  # some absolute, some not
-        shared = ""
-    start = f"{shared.rstrip('/')}/" if shared else ""
-    return {path: own.removeprefix(start).lstrip("/") for path, own in plain.items()}
+        shared = os.path.commonpath({os.path.dirname(path) for path in paths})  # noqa: PTH120 - a path of any machine
+    except ValueError:  # no paths, or some absolute, some not
+        return ""
+    return f"{shared.rstrip('/')}/" if shared else ""
 
 
 class _CaptionFolder:
@@ -186,25 +177,13 @@ class _CaptionFolder:
         """Return the captions that a text of a file may have become, the usual one first."""
         return list(dict.fromkeys(self._importer.spelled(text, self._trigger)))
 
-    def is_newer(self, name: str, path: Path) -> bool:
-        """Return True if one of an image's caption files is newer than this file."""
-        if self._files is None:
-            return False
-        try:
-            made_ns = path.stat().st_mtime_ns
-            own = self._files.candidates(_with_dot(name))
-            return any((self._files.folder / one).stat().st_mtime_ns > made_ns for one in own)
-        except OSError:  # reading it says why
-            return False
-
 
 class _EmbeddedCaptions:
     """A cache's text embeddings in files that are called by a digest of their caption, which tells what was embedded."""
 
     def __init__(self, captions: _CaptionFolder, paths: Mapping[str, str]) -> None:
-        self._captions, self._paths, self._used = captions, paths, set[str]()
+        self._captions, self._paths = captions, paths
         self._found = self._missing = 0  # samples with a caption that has an embedding, and with only others
-        self._whole = 0  # files of several lines that were embedded as one caption
 
     def of(
         self, name: str, names: Callable[[str], Mapping[str, bool]], unless_in_file: Sequence[str]
@@ -215,15 +194,12 @@ class _EmbeddedCaptions:
         `unless_in_file` are texts that the trainer takes of images without a caption file.
         """
         forms, problem = self._captions.forms(name)
-        for embedded in {"", *(embedded for _, embedded in self._captions.spelled(""))}:  # of captions that were dropped
-            self._used |= names(embedded).keys() & self._paths.keys()
         if problem is not None:
             return (), problem, None
         for texts in forms if forms[0] else [(text,) for text in (*unless_in_file, "")]:
             found = [self._embedded(text, names) for text in texts]
             if hits := [one for one in found if one[1]]:
                 self._found += 1
-                self._whole += len(forms) > 1 and texts is forms[0]
                 captions = (*(stored for stored, _ in hits), *(stored for stored, there in found if not there))
                 return captions, None, next((self._paths[one] for one, is_own in hits[0][1].items() if is_own), None)
         captions = self._captions.usual(forms)
@@ -236,25 +212,19 @@ class _EmbeddedCaptions:
         for stored, embedded in spelled:
             there = {name: is_own for name, is_own in names(embedded).items() if name in self._paths}
             if there and stored:
-                self._used |= there.keys()
                 return stored, there
         return spelled[0][0], {}
 
     def tell(self, listing: CacheListing, causes: str) -> None:
-        """Note in a listing how many captions and embeddings have no counterpart, and whether none has."""
-        if self._whole:
-            files = f"{counted(self._whole, 'caption file')} with several lines {'is' if self._whole == 1 else 'are'}"
-            listing.notes.append(f"{files} one caption each, as the trainer embedded it")
-        unknown = len(self._paths) - len(self._used)
-        embeddings = counted(unknown, "text embedding")
-        if unknown and not self._found:
-            listing.text_unknown = f"none of the cache's {embeddings} is of a caption that is here"
+        """Note in a listing how many captions have no embedding, and whether none has."""
+        if self._paths and not self._found:
+            listing.text_unknown = (
+                f"none of the cache's {counted(len(self._paths), 'text embedding')} is of a caption that is here"
+            )
             listing.notes.append(listing.text_unknown)
         elif self._missing:
             captions = f"{counted(self._missing, 'caption')} {'has' if self._missing == 1 else 'have'}"
-            listing.notes.append(f"{captions} no embedding in the cache, which has {unknown} of captions that are not here")
-        elif unknown:
-            listing.notes.append(f"the cache has {embeddings} of captions that are not here")
+            listing.notes.append(f"{captions} no embedding in the cache")
         if self._missing or listing.text_unknown is not None:
             listing.notes.append(f"likely causes: {causes}; --text encode takes the captions as they are here")
 

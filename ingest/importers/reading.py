@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Text, damaged, odd_files_rejected, squeezed
+from bucketline.ingest.importers.cache import Text, damaged, odd_files_rejected
 from bucketline.ingest.sources.local_files import open_file, read_file
 from bucketline.store.format.columns import POOLED
 
@@ -153,25 +153,16 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
     raise damaged(f"it has no array {name!r}, only {', '.join(sorted(map(str, values)))[:200] or 'nothing'}")
 
 
-def values_by_role(found: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return what a file has next to the latent by role; `roles` are those of the file's names."""
-    return {
-        role: found[name] if role == "mask" else squeezed(found[name], role)
-        for name, role in roles.items()
-        if isinstance(found.get(name), torch.Tensor)
-    }
+def names_in(found: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Return those of some names under which a file has a value."""
+    return tuple(name for name in names if found.get(name) is not None)
 
 
-def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None, *, is_older: bool = False) -> Text:
+def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None) -> Text:
     """Return a caption's embedding: its tokens [T, D], without a batch dimension of 1, and what is pooled of it."""
-    fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
-    return Text(caption=caption, tokens=tokens_of(tokens.float(), "text encoder"), fixed=fixed, is_older=is_older)
-
-
-def tokens_of(tokens: Tensor, what: str) -> Tensor:
-    """Return tokens as [T, D]."""
     if tokens.ndim == 3 and tokens.shape[0] == 1:
         tokens = tokens[0]
     if tokens.ndim != 2:
-        raise damaged(f"the tokens of its {what} are {list(tokens.shape)}, expected [T, D]")
-    return tokens
+        raise damaged(f"the tokens of its caption are {list(tokens.shape)}, expected [T, D]")
+    fixed = {} if pooled is None else {POOLED: pooled.float().reshape(-1)}
+    return Text(caption=caption, tokens=tokens.float(), fixed=fixed)

@@ -1,4 +1,4 @@
-"""The formats that `ingest import` knows, ours and those of other packages, and how to recognise one."""
+"""The formats that `ingest import` knows, ours and those of other packages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from bucketline.ingest.encoders.model_folder import local_model
 from bucketline.ingest.importers.cache import Importer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.ingest.importers.config import ImportConfig
 
 _OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
@@ -26,8 +24,8 @@ IMPORTERS: Extensions[Importer] = Extensions(
 
 def expect_inputs(config: ImportConfig) -> None:
     """Refuse inputs that are not there or overlap, before anything heavy is imported."""
-    if config.kind != "auto" and config.kind not in tuple(IMPORTERS):
-        known = f"auto, {', '.join(IMPORTERS)}; another package's is known once it is installed"
+    if config.kind not in tuple(IMPORTERS):
+        known = f"{', '.join(IMPORTERS)}; another package's is known once it is installed"
         raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
     if not config.source.is_dir():
         raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
@@ -38,35 +36,9 @@ def expect_inputs(config: ImportConfig) -> None:
         local_model(config.model, config.model_config)
 
 
-def importer_of(kind: str, source: Path) -> Importer:
-    """Return the importer of a kind; of `auto`, that of the only format that the source has."""
-    if kind != "auto":
-        return _named(kind)
-    found, problems = list[str](), list[str]()
-    for name in IMPORTERS:
-        try:
-            found += [name] if _is_here(_named(name), source) else []
-        except UsageError as error:
-            problems.append(f"; not tried: {error}")
-    if len(found) != 1:
-        what = (
-            f"{source} looks like the caches of {' and '.join(found)}"
-            if found
-            else f"{source} is not a cache of a known format"
-        )
-        raise SourceError(f"{what}; name the KIND, one of {', '.join(IMPORTERS)}{''.join(problems)}")
-    return _named(found[0])
-
-
-def _named(name: str) -> Importer:
-    importer = IMPORTERS[name]
-    if importer.kind != name:
-        raise UsageError(f"an importer called {name!r} has the kind {importer.kind!r}, expected the same; update its package")
+def importer_of(kind: str) -> Importer:
+    """Return the importer of a kind."""
+    importer = IMPORTERS[kind]
+    if importer.kind != kind:
+        raise UsageError(f"an importer called {kind!r} has the kind {importer.kind!r}, expected the same; update its package")
     return importer
-
-
-def _is_here(importer: Importer, source: Path) -> bool:
-    try:
-        return importer.is_here(source)
-    except Exception:  # noqa: BLE001 - a JSON file that is damaged, or of something else
-        return False

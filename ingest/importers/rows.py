@@ -1,6 +1,6 @@
 """Read a sample of a cache, and turn it into a store's row: bucket and geometry from the tensor's shape, columns, record.
 
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
+Letters: C latent channels, h and w the latent's height and width.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from bucketline.ingest.held_out import held_out
+from bucketline.ingest.held_out import HeldOut, held_out
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, Scaling, damaged, odd_files_rejected
-from bucketline.ingest.importers.columns import ColumnRules, as_frames
 from bucketline.ingest.sources.local_files import LEADS_OUT, LinkedOutError, file_stamp
-from bucketline.store import SampleRecord
+from bucketline.store import Axis, RowColumn, SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
 from bucketline.store.format.hashing import checksum, identity
 from bucketline.store.format.sample_record import UNKNOWN_BOX, storable_mtime_ns
 from bucketline.store.format.schema import bucket_name
-from bucketline.typed_json import Json  # noqa: TC001 - it reads the types of fields, as of the two above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,26 +31,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.ingest.importers.cache import Cached, CacheEntry, Geometry, Importer, Text
-    from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae import NamedVae
 
 SOURCE = "source"  # text embeddings are those of the cache
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
+Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportPlan:
-    """The decisions of rank 0, for all ranks."""
+class RowRules:
+    """How a cache's samples become rows."""
 
-    kind: str
-    variant: str
+    vae: NamedVae
     scaling: Scaling
-    latents: str
-    text: str
+    dtype: str  # of latents
     crops: Crops
-    columns: ColumnRules
-    rules: dict[str, Json]
-    is_written: bool  # there is something new, and it is not a dry run
+    is_flipped: bool  # whether the mirrored image's latent is stored too
+    is_text_kept: bool  # whether text embeddings are those of the cache
+    max_captions: int
+    held_out: HeldOut
+
+    def columns(self) -> list[RowColumn]:
+        """Return the store's columns. That their values are finite is checked before they are written."""
+        height, width = (Axis(name=name, step=self.vae.downscale) for name in ("height_px", "width_px"))
+        shape = (self.vae.channels, height, width)
+        roles = (TARGET, TARGET + FLIPPED_SUFFIX) if self.is_flipped else (TARGET,)
+        return [RowColumn(role=role, dtype=self.dtype, shape=shape, allow_nonfinite=True) for role in roles]
+
+    def unscaled(self, latent: Tensor) -> NDArray[Any]:
+        """Return a cache's latent as a row has it."""
+        return self.vae.stored(latent, self.scaling, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,34 +111,28 @@ def origin_of(entry: CacheEntry, source: Path) -> str:
     return entry.image or f"{os.path.abspath(source)}/{entry.path}"  # noqa: PTH100 - called per row
 
 
-def row_of(entry: CacheEntry, cached: Cached, vae: NamedVae, plan: ImportPlan, config: ImportConfig) -> ImportedRow:
+def row_of(source: Path, entry: CacheEntry, cached: Cached, rules: RowRules) -> ImportedRow:
     """Return a sample's row."""
-    captions = kept_captions(cached.captions if entry.captions is None else entry.captions, config.most_captions(plan.text))
-    if plan.text == SOURCE and not {*captions} <= {text.caption for text in cached.texts}:
+    captions = kept_captions(cached.captions if entry.captions is None else entry.captions, rules.max_captions)
+    if rules.is_text_kept and not {*captions} <= {text.caption for text in cached.texts}:
         raise RejectedError(
             Reason.TEXT, f"the cache has no embedding of its caption {captions[0][:80]!r}; --text encode makes one"
         )
 
-    def unscaled(latent: Tensor) -> NDArray[Any]:
-        framed = as_frames(latent, is_video=plan.columns.frames)
-        return vae.stored(framed, plan.scaling, config.dtype, may_be_off=config.trust_scale)
-
-    target = unscaled(cached.latent)  # [C, h, w] or [C, F, h, w]
+    vae, target = rules.vae, rules.unscaled(cached.latent)  # [C, h, w]
     columns = {TARGET: target}
-    if plan.columns.flip:
-        columns[TARGET + FLIPPED_SUFFIX] = unscaled(_flipped(cached))
-    columns |= plan.columns.side_values(cached, target.shape[-2:], vae, plan.scaling, config.dtype)
-    bucket = Size(*(length * vae.downscale for length in target.shape[-2:]))
-    frames = [1 + (number - 1) * (vae.frames_step or 1) for number in target.shape[1:-2]]
-    split = "val" if held_out(entry.id, config.held_out.fraction, config.held_out.by) else "train"
-    original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, plan.crops)
-    num_bytes, mtime_ns = cache_stamp(config.source, entry)
+    if rules.is_flipped:
+        columns[TARGET + FLIPPED_SUFFIX] = rules.unscaled(_flipped(cached))
+    bucket = Size(*(length * vae.downscale for length in target.shape[1:]))
+    split = "val" if held_out(entry.id, rules.held_out.fraction, rules.held_out.by) else "train"
+    original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, rules.crops)
+    num_bytes, mtime_ns = cache_stamp(source, entry)
     record = SampleRecord(
         id=entry.id,
-        bucket=bucket_name(split, *frames, bucket.height_px, bucket.width_px),
+        bucket=bucket_name(split, bucket.height_px, bucket.width_px),
         row=0,
         split=split,
-        source=origin_of(entry, config.source),
+        source=origin_of(entry, source),
         source_bytes=num_bytes,
         source_mtime_ns=storable_mtime_ns(mtime_ns),
         # a digest of checksums: BLAKE2b of the values would take as long as reading them from the cache
@@ -142,8 +144,7 @@ def row_of(entry: CacheEntry, cached: Cached, vae: NamedVae, plan: ImportPlan, c
         captions=captions,
         caption_rows=(),
     )
-    left_out = (*plan.columns.left_out(cached), *([cached.leaves_out] if cached.leaves_out else []))
-    return ImportedRow(record=record, columns=columns, texts=cached.texts, left_out=left_out)
+    return ImportedRow(record=record, columns=columns, texts=cached.texts, left_out=cached.left_out)
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:
@@ -158,9 +159,6 @@ def _flipped(cached: Cached) -> Tensor:
         shapes = f"{list(cached.latent.shape)} and {list(cached.flipped.shape)}"
         raise damaged(f"its latents of the image and of the mirrored image are {shapes}, expected one shape")
     return cached.flipped
-
-
-Box = tuple[int, int, int, int]
 
 
 def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int], tuple[int, int], Box, Box]:

@@ -1,13 +1,10 @@
 """The VAE of imported latents, as the user names it: undo a cache's scaling by its constants, and compare the spread with its.
 
-A latent's factor is the root mean square of its values around the VAE's mean, over the VAE's standard deviation.
-
-Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
+Letters: C latent channels, h and w the latent's height and width.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bucketline.errors import ModelError, SourceError, UsageError
+from bucketline.errors import ModelError, UsageError
 from bucketline.families.vaes import VAES, batch_norm, latent_channels, vae_class
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.encoders.vae import VaeEncoder, load_vae, vae_provenance
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Scaling, damaged
+from bucketline.ingest.importers.cache import Scaling
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.latent_rgb import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-MAX_FACTOR = 2.0  # of a source's latents, over or under 1; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
-MAX_FACTOR_OF_ONE = 4.0  # of one latent
 _PATCH_PX = 2  # a patch's height and width
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 
@@ -45,7 +40,6 @@ class NamedVae:
 
     name: str  # as the user gave it, with the option
     provenance: Mapping[str, Json]  # as in the manifest's `encoders.vae`
-    frames_step: int | None = None  # frames of a video per latent frame, after the first; None: its latents are of images
 
     @cached_property
     def channels(self) -> int:
@@ -82,19 +76,9 @@ class NamedVae:
         found = self.provenance.get("batch_norm")
         return found if isinstance(found, dict) else None
 
-    def refuse_scaling(self, scaling: Scaling, source: str) -> None:
-        """Check that a cache's latents can be of this VAE."""
-        if (scaling is Scaling.PACKED) != (self._packed is not None) and scaling is not Scaling.NONE:
-            packs = f"packs latents {_PATCH_PX} x {_PATCH_PX}, as Flux.2 does"
-            own = f"the VAE of {self.name}"
-            one, other = (source, own) if scaling is Scaling.PACKED else (own, source)
-            raise ModelError(f"{one} {packs}, and {other} does not; name the model that made the latents by --model")
-
     def unscaled(self, latent: torch.Tensor, scaling: Scaling) -> NDArray[Any]:
         """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled."""
         channels = self.channels * (_PATCH_PX**2 if scaling is Scaling.PACKED else 1)
-        if scaling is Scaling.PACKED and latent.ndim != 3:
-            raise damaged(f"its packed latent is {list(latent.shape)}, expected that of an image, [C, h, w]")
         if latent.shape[0] != channels:
             raise RejectedError(Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {channels}")
         values: NDArray[Any] = latent.float().numpy()
@@ -103,60 +87,21 @@ class NamedVae:
                 values = (values.reshape(channels, -1) / self.scale + self.shift).reshape(values.shape)
         return _unpacked(values) if scaling is Scaling.PACKED else values
 
-    @cached_property
-    def _weights(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-        """Factors of the mean square and of the mean of each channel, and the rest, in the square of a latent's factor."""
-        mean, std = self.expected
-        weights = std**-2.0
-        return weights, -2.0 * mean * weights, float((mean**2 * weights).mean())
-
-    def factor_of(self, values: NDArray[Any]) -> float:
-        """Return the factor of an unscaled latent, `[C, …]`; infinite if a value is not finite."""
-        flat = values.reshape(len(values), -1)
-        # not by BLAS, whose own threads would compete with those that read
-        with np.errstate(all="ignore"):  # what is not finite is seen in the sums
-            squares, sums = np.einsum("ij,ij->i", flat, flat).astype(np.float64), flat.sum(axis=1).astype(np.float64)
-            of_squares, of_sums, rest = self._weights
-            found = float((of_squares * squares + of_sums * sums).sum()) / flat.size + rest
-        return math.sqrt(max(found, 0.0)) if math.isfinite(found) else math.inf
-
-    def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> NDArray[Any]:
-        """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits.
-
-        `may_be_off`: its spread is not compared with the VAE's.
-        """
-        values = self.unscaled(latent, scaling)
-        stored = _converted(values, dtype)
+    def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str) -> NDArray[Any]:
+        """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits."""
+        stored = _converted(self.unscaled(latent, scaling), dtype)
         if not stored.isfinite().all():
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
-        if not may_be_off and (factor := self.factor_of(values)) > MAX_FACTOR_OF_ONE:
-            what = f"its spread is {factor:.3g} times that of the VAE of {self.name}"
-            raise RejectedError(Reason.SCALE, f"{what}, at most {MAX_FACTOR_OF_ONE:g} is plausible")
         return as_stored(stored)
 
-    def refuse_other(self, latents: Sequence[NDArray[Any]], scaling: Scaling, source: str, *, is_first: bool) -> float | None:
-        """Return the factor of a source's unscaled latents, `[C, …]` each; None if each is far too wide, and not `is_first`.
+    def spread_of(self, latents: Sequence[NDArray[Any]]) -> float:
+        """Return the spread of unscaled latents, `[C, …]` each, over the VAE's: the median of their root mean squares.
 
-        Those that are far too wide are rejected one by one, and say nothing about the others, unless in a first run most are.
+        The mean and the standard deviation of the VAE's latents are taken from its constants.
         """
-        factors = [self.factor_of(latent) for latent in latents]
-        given = [pair for pair in zip(latents, factors, strict=True) if pair[1] <= MAX_FACTOR_OF_ONE]
-        if is_first and 2 * len(given) < len(latents):
-            given = list(zip(latents, factors, strict=True))
-        if not given:
-            return None
-        factor = math.sqrt(sum(own**2 * latent.size for latent, own in given) / sum(latent.size for latent, _ in given))
-        if not 1 / MAX_FACTOR < factor < MAX_FACTOR:
-            undone = "nothing was undone" if scaling is Scaling.NONE else "the VAE's scale and shift were undone"
-            values = [latent.reshape(len(latent), -1).astype(np.float64) for latent, _ in given]
-            mean, std = (np.mean([how(one, axis=1) for one in values], axis=0) for how in (np.mean, np.std))
-            raise SourceError(
-                f"{source}: its latents are not scaled as this format scales them, or not from the VAE of {self.name} "
-                f"({undone}): in {len(given)} of them their spread is {factor:.3g} times the VAE's: per channel mean "
-                f"{_numbers(mean)} and spread {_numbers(std)}, those of the VAE are {_numbers(self.expected[0])} and "
-                f"{_numbers(self.expected[1])}. Name the model that made them, or import them as they are by --trust-scale"
-            )
-        return factor
+        mean, std = (values.reshape(-1, 1) for values in self.expected)
+        flat = (latent.reshape(len(latent), -1) for latent in latents)
+        return float(np.median([np.sqrt((((values - mean) / std) ** 2).mean()) for values in flat]))
 
     def _number(self, name: str) -> float:
         value = self.provenance[name]
@@ -213,7 +158,7 @@ def named_vae(model: ModelFolder | None, published: str | None, dtype: str, late
         "latents_std": known.std,
     }
     provenance = vae_provenance(known.kind, constants, **made, latent_channels=known.channels, downscale=8)
-    return NamedVae(name=f"--vae {published}", provenance=provenance, frames_step=known.frames_step)
+    return NamedVae(name=f"--vae {published}", provenance=provenance)
 
 
 def _of_model(model: ModelFolder, made: dict[str, Json]) -> NamedVae:
@@ -239,14 +184,8 @@ def _of_model(model: ModelFolder, made: dict[str, Json]) -> NamedVae:
                 "weights: download vae/ completely"
             )
         provenance["batch_norm"] = batch_norm(load_vae(model))
-    frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
-    return NamedVae(name=f"--model {model.name}", provenance=provenance, frames_step=frames_step)
+    return NamedVae(name=f"--model {model.name}", provenance=provenance)
 
 
 def _each(values: Json) -> NDArray[np.float64]:
     return np.array(values, dtype=np.float64).reshape(-1, 1)
-
-
-def _numbers(values: NDArray[np.float64]) -> str:
-    """Return values as a message shows them, 16 at most."""
-    return ", ".join(f"{value:.3g}" for value in values[:16])

@@ -52,7 +52,7 @@ class PackRun:
         config: PackConfig,
         target: StoreTarget,
         held: ExitStack,
-        num_slices: Callable[[Source, Listing], int],
+        num_slices: Callable[[Listing], int],
         num_workers: int,
     ) -> PackRun:
         """List the source, and cut it into slices; the store's folder is this process's until `held` is closed."""
@@ -61,7 +61,7 @@ class PackRun:
         source = opened_source(config)
         newest_whole(target.folder)
         listing = config.listing_of(source)
-        outline, slices = take_apart(listing, num_slices(source, listing))
+        outline, slices = take_apart(listing, num_slices(listing))
         return cls(
             config=config,
             target=target,

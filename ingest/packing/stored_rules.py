@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import UsageError
 from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.other_options import recorded_options
 from bucketline.ingest.packing.target import newest_whole
 from bucketline.pack_options import CAPTION_OPTIONS, pack_options
 from bucketline.store.folder import LocalFolder
@@ -33,10 +34,9 @@ def with_stored_rules(config: PackConfig) -> PackConfig:
         manifest = newest_whole(objects)
     if manifest is None or "import" in manifest.rules:
         return config
-    recorded = pack_options({"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions})
     stored = {
         option.removeprefix("--").replace("-", "_"): value
-        for option, value in recorded.items()
+        for option, value in pack_options(recorded_options(manifest)).items()
         if not (config.recaption and option in CAPTION_OPTIONS)
     }
     if not _is_grid(stored.get("grid")):  # of a store that another program wrote

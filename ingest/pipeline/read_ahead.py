@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.sources.source import Source, SourceItem
 
+
 REQUESTS = 32  # at a time; each waits for a round trip most of the time
 MOST_BYTES = 256 << 20  # of files that are read and not taken yet
 _GUESSED_BYTES = 1 << 20  # of a file of which the size is not known yet

@@ -8,6 +8,7 @@ row, so a rejected image cannot shift the others.
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.read_ahead import read_ahead
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
-from bucketline.ingest.pipeline.unchanged import ChangedItems
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
@@ -32,7 +32,7 @@ from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -50,6 +50,44 @@ if TYPE_CHECKING:
     from bucketline.store import Store
     from bucketline.store.format.text_block import Caption
     from bucketline.store.transfer.sender import ShardSender
+
+
+_PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in passing them on than in comparing them
+PARTS_PER_THREAD = 4  # in a window, so that threads rarely wait for the slowest
+
+
+class ChangedItems:
+    """Iterates over the items that are not unchanged, in order. `num_unchanged` may be read from another thread."""
+
+    def __init__(
+        self, items: Iterable[SourceItem], are_unchanged: Callable[[Sequence[SourceItem]], Sequence[bool]], num_threads: int
+    ) -> None:
+        """`are_unchanged` is called with at most _PART_ITEMS items, from several threads."""
+        self._items, self._are_unchanged, self._num_threads = items, are_unchanged, num_threads
+        self.num_unchanged = 0
+
+    def __iter__(self) -> Iterator[SourceItem]:
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="compare") as pool:
+            for window in self._windows():
+                parts = [window[at : at + _PART_ITEMS] for at in range(0, len(window), _PART_ITEMS)]
+                for part, flags in zip(parts, pool.map(self._are_unchanged, parts), strict=True):
+                    for item, is_unchanged in zip(part, flags, strict=True):
+                        if is_unchanged:
+                            self.num_unchanged += 1
+                        else:
+                            yield item
+
+    def _windows(self) -> Iterator[list[SourceItem]]:
+        """Collect items; one that comes with its bytes waits for no other, since the next may be a gigabyte as well."""
+        window: list[SourceItem] = []
+        for item in self._items:
+            window.append(item)
+            if item.held is not None or len(window) == _PART_ITEMS * PARTS_PER_THREAD * self._num_threads:
+                yield window
+                window = []
+        if window:
+            yield window
+
 
 _AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256

@@ -17,7 +17,7 @@ from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.look import look_at
+from bucketline.ingest.progress import look_at
 from bucketline.pages.image_files import jpeg
 from bucketline.pages.page import Card, Section, document, parts, percent, refuse_page
 from bucketline.store.format.manifest import MANIFEST
@@ -66,19 +66,24 @@ def write_sheet(path: Path, source: str, sections: Sequence[Section]) -> None:
 
 
 def crop_sections(
-    source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: WorkLimits, num_sources: int = 1
+    source: Source,
+    listing: Listing,
+    images: Mapping[str, Sequence[Cropped]],
+    room: WorkLimits,
+    num_sources: int = 1,
+    max_captions: int = 8,
 ) -> tuple[str, list[Section]]:
     """Decode the images that lose most, and return a table of the buckets, and a section of each.
 
-    They are ordered by the largest loss of an image, largest first. `num_sources`: of the page, which share its MAX_IN_ALL
-    images.
+    They are ordered by the largest loss of an image, largest first, and have their captions as they would be stored.
+    `num_sources`: of the page, which share its MAX_IN_ALL images.
     """
     chosen = worst(images, MAX_IN_ALL // num_sources)
     placements = {image.id: image.placement for shown in chosen.values() for image in shown}
     cards: dict[str, Card] = {}
 
     def look(item: SourceItem) -> Card:
-        return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX)
+        return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX, item.captions[:max_captions])
 
     items = [item for item in listing.items if item.id in placements]  # in the listing's order, which a stream needs
     for item, card in look_at("sheet", source, items, look, room):
@@ -121,7 +126,7 @@ def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str,
     }
 
 
-def crop_card(name: str, data: bytes, placement: Placement, longest: int, captions: Sequence[str] = ()) -> Card:
+def crop_card(name: str, data: bytes, placement: Placement, longest: int, captions: Sequence[str]) -> Card:
     """Decode an image's file, reduce it, and draw its crop; safe to call from several threads."""
     pixels = whole_image(data, placement.source, longest)
     if min(pixels.shape[:2]) < NARROWEST_PX:

@@ -6,13 +6,9 @@ import base64
 import io
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-from PIL import Image, ImageOps
-
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.decode import FORMATS, placed_by_header
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.sheet.crops import whole_image, with_box
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.pages.image_files import jpeg
@@ -20,12 +16,9 @@ from bucketline.pages.image_files import jpeg
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
 
 THUMBNAIL_PX = 160  # the longer side
-_MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
 _ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
-_STILL_SHOWN = frozenset({Reason.ANIMATED, Reason.MODE})
 
 
 def source_images(job: Mapping[str, Any], _: BinaryIO | None = None) -> dict[str, tuple[str, str]]:
@@ -50,27 +43,8 @@ def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_
     """Return an image file's content as an upright JPEG of at most `longest` px; `box`: the crop, or None if there is none.
 
     The image is decoded as for packing, so that it looks as it was packed, and a file that cannot be packed is not shown as one
-    that can. What packing rejects for another reason than damage (animated, 32-bit values) is shown as Pillow reads it.
+    that can.
     """
-    try:
-        upright = placed_by_header(io.BytesIO(data), _ANY_SIZE, "").source
-        pixels = whole_image(data, upright, longest)
-    except RejectedError as error:
-        if error.reason not in _STILL_SHOWN:
-            raise
-        upright, pixels = _by_pillow(data, longest)
+    upright = placed_by_header(io.BytesIO(data), _ANY_SIZE, "").source
+    pixels = whole_image(data, upright, longest)
     return jpeg(pixels if box is None else with_box(pixels, box, upright))
-
-
-def _by_pillow(data: bytes, longest: int) -> tuple[tuple[int, int], NDArray[np.uint8]]:
-    """Return height, width and a reduced copy of the first image in a file."""
-    with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-        if opened.width * opened.height > _MAX_PIXELS:
-            raise ValueError(f"{opened.width}x{opened.height} px are too many")
-        image = ImageOps.exif_transpose(opened)
-        width, height = image.size
-        image = image.convert("RGBA") if "transparency" in image.info else image
-        image.thumbnail((longest, longest))
-        if image.mode in ("RGBA", "LA", "PA"):
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        return (height, width), np.asarray(image.convert("RGB"))

@@ -149,15 +149,11 @@ def with_dataset_file(options: _O, source: str, given: frozenset[str], tables: M
             raise SourceError(f"{path}: {_SOURCE}.{unsuited} is for several sources, in tables that begin with [[source]]")
         held_out = str(own.get("val_fraction", getattr(options, "val_fraction", "0")))
         own |= {name: value for name, value in entry.overrides(held_out).items() if name in known}
-        own[_place_field(known)] = _resolved(path, entry.path)
-        given -= {_place_field(known)}
+        own[_SOURCE] = _resolved(path, entry.path)
+        given -= {_SOURCE}
     taken = {name: value for name, value in own.items() if name not in given}
     with _naming_file(path):
         return replace(options, **taken), given | taken.keys()
-
-
-def _place_field(known: Collection[str]) -> str:
-    return _SOURCE if _SOURCE in known else "place"  # of `ingest peek`, which takes a store or a source
 
 
 def is_dataset_file(source: str) -> bool:

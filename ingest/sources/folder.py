@@ -13,14 +13,12 @@ from bucketline.files.run_marker import STATUS, is_run
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
-from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
-from bucketline.ingest.sources.captions.table_match import TableRows, folder_paths
+from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, TableRows, folder_paths, read_rows
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.side_files import side_files, side_notes
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.ingest.sources.splits import VAL, Splits, split_in_folders
+from bucketline.ingest.sources.splits import VAL, Splits, side_files, side_notes, split_in_folders
 from bucketline.store.format.manifest import MANIFEST
 
 _NAMED_LINKS = 3

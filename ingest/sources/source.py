@@ -26,7 +26,7 @@ class SourceItem:
     is_caption_out_of_reach: bool = False  # the captions could not be read at present, and are unknown
     held_out: bool = False  # in a validation split of the source itself
     at: tuple[int, ...] = ()  # position, as numbers that only its source interprets
-    held: bytes | None = field(default=None, repr=False)  # its bytes, if they come from a stream
+    held: bytes | None = field(default=None, repr=False)  # its bytes, if they were read with others
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Source(Protocol):
         """List every image once."""
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        """Return these items in the listing's order, ready for `stamp` and `read`; items of a stream carry their bytes."""
+        """Return these items in the listing's order, ready for `stamp` and `read`; items may carry their bytes."""
 
     def stamp(self, item: SourceItem) -> Stamp:
         """Return an item's size and mtime without reading it; safe to call from several threads."""

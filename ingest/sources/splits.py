@@ -19,7 +19,8 @@ from bucketline.ingest.sources.captions.caption_text import as_texts, stripped, 
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
 
 TRAIN, VAL = "train", "val"
 _TARGETS = {
@@ -212,3 +213,29 @@ def image_column(place: str, images: Sequence[str], there: Sequence[str]) -> str
 
 def _in_file(splits: Sequence[str]) -> str:
     return f"dataset_splits = {json.dumps(splits)} under [source] of a data set file"
+
+
+_LABEL = re.compile(r"-(?:masklabel|condlabel)[^/]*$")  # of OneTrainer: NAME-masklabel.png next to NAME.png
+_CONTROLS = "/_controls/"  # of ai-toolkit
+
+
+def side_files(images: Sequence[str]) -> dict[str, str]:
+    """Return the images (paths in a source) that belong to other images, each with what tells it.
+
+    >>> side_files(["a.jpg", "a-masklabel.png", "b-masklabel.png", "_controls/a.depth.jpg"])
+    {'a-masklabel.png': 'NAME-masklabel', '_controls/a.depth.jpg': '_controls/'}
+    """
+    labels = {image: found for image in images if (found := _LABEL.search(image))}
+    stems = {image.rpartition(".")[0] for image in images} if labels else set()
+    sides = {image: f"NAME{found[0][:10]}" for image, found in labels.items() if image[: found.start()] in stems}
+    return sides | {image: _CONTROLS[1:] for image in images if _CONTROLS in f"/{image}"}
+
+
+def side_notes(kinds: Iterable[str]) -> list[str]:
+    """Return a note that counts side files by what tells them; none if there are none."""
+    counts = Counter(kinds).most_common()
+    if not counts:
+        return []
+    named = ", ".join(f"{kind} ({counted(number, 'image')})" for kind, number in counts)
+    what = f"left out as masks and control images of other trainers: {named}"
+    return [f"{what}; to pack such images, rename them, or name them in a table"]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, unusable
-from bucketline.ingest.sources.captions.metadata_table import read_rows
-from bucketline.ingest.sources.captions.table_match import folder_paths, inside_folder
+from bucketline.ingest.sources.captions.metadata_table import folder_paths, inside_folder, read_rows
 from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 from bucketline.ingest.sources.splits import VAL, Splits, split_of_image

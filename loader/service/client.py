@@ -4,35 +4,55 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bucketline.errors import DeliveryError
+from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader.mixture import WeightedStore
 from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.delivery import Buffers
-from bucketline.loader.service.frame_stream import FrameStream
-from bucketline.loader.service.links import Servers
-from bucketline.loader.service.ring_stream import RingStream
-from bucketline.loader.service.wire import (
-    NamesRequest,
-    NamesResponse,
-    StoresRequest,
-    StoresResponse,
-    WantedStore,
-    message_of,
-)
+from bucketline.loader.service import wire
+from bucketline.loader.service.child import ChildLink
+from bucketline.loader.service.ring import RingStream
+from bucketline.loader.service.sockets import connected
+from bucketline.loader.service.tcp import FrameStream, TcpLink
+from bucketline.loader.service.wire import Answer, NamesRequest, Request, ServedManifest, StoresRequest
 from bucketline.store import Store
 from bucketline.store.format.manifest import Manifest, parse_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from bucketline.loader.mixture import StoreId
     from bucketline.loader.plan.epoch_steps import Cursor
-    from bucketline.loader.service.links import Link
-    from bucketline.loader.service.wire import Request
+    from bucketline.loader.service.sockets import ServiceAddress
+    from bucketline.store.remote.arguments import RemoteArguments
+
+
+class UnixLink:
+    """A client's way to a service at a socket of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def ask(self, message: Mapping[str, Any]) -> Answer:
+        """Connect and send a message."""
+        return wire.ask(connected(self._path), f"the service at {self._path}", message)
+
+
+Link: TypeAlias = UnixLink | ChildLink | TcpLink
+
+
+def link_to(address: ServiceAddress, stores: Sequence[str] = (), remote: RemoteArguments | None = None) -> Link:
+    """Return the way to a service; a child process reads `stores` of this machine."""
+    if isinstance(address.place, tuple):
+        return TcpLink(address)
+    if address.place is not None:
+        return UnixLink(address.place)
+    if not stores or remote is None:
+        raise UsageError("stores is None with service auto, a process that reads the stores of this machine; name them")
+    return ChildLink(stores, remote)
 
 
 class ServiceBackend:
@@ -50,18 +70,19 @@ class ServiceBackend:
     def begin(self, cursor: Cursor) -> RingStream | FrameStream:
         """Connect and send the request."""
         request = replace(self._request, cursor=cursor)
-        answer = self.link.ask(message_of(request))
+        answer = self.link.ask(wire.message_of(request))
         try:
-            if isinstance(self.link, Servers):
+            if isinstance(self.link, TcpLink):
                 return FrameStream(self.link, request, answer, self._buffers)
-            return RingStream(answer, CudaCopier(self._device) if request.is_pinned else None)
+            return RingStream(answer, CudaCopier(self._device) if self._device.type == "cuda" else None)
         except BaseException:
             answer.close()
             raise
 
     def close(self) -> None:
-        """End a private service."""
-        self.link.close()
+        """End a child process."""
+        if isinstance(self.link, ChildLink):
+            self.link.close()
 
 
 class ServedStore(Store):
@@ -85,27 +106,34 @@ class ServedStore(Store):
 
     def reopened(self, generation: int | None = None) -> Store:
         """Return the store at another generation that the service has."""
-        return served_shares(self._link, [WantedStore(store_id=self.manifest.store_id, generation=generation)])[0].store
+        return served_stores(self._link, StoresRequest(store_id=self.manifest.store_id, generation=generation))[0].store
 
 
-def served_shares(link: Link, wanted: Sequence[WantedStore] = ()) -> tuple[WeightedStore, ...]:
-    """Return the stores that a service has, all at their newest generation, or those that are wanted."""
-    shares, answer = [], link.told(StoresRequest(wanted=tuple(wanted)))
-    for one in answer.parsed(StoresResponse).stores:
-        data = one.manifest.encode(errors="replace")  # JSON can have half a surrogate pair, which is not text
-        manifest = parse_manifest(data, f"the manifest of {one.place} from {answer.name}")
-        shares.append(WeightedStore(store=ServedStore(one.place, manifest, link), repeats=one.repeats))
-    found = [(share.store.manifest.store_id, share.store.manifest.generation) for share in shares]
-    asked = [(one.store_id, one.generation or number) for one, (_, number) in zip(wanted, found, strict=False)]
-    if not shares or (wanted and asked != found):
+def _told(link: Link, request: StoresRequest | NamesRequest) -> Answer:
+    """Return the answer to what is not a request for batches; the connection is closed."""
+    answer = link.ask(wire.message_of(request))
+    answer.close()
+    return answer
+
+
+def served_stores(link: Link, request: StoresRequest) -> tuple[WeightedStore, ...]:
+    """Return the stores that a service has, as requested."""
+    answer, found = _told(link, request), []
+    for place, repeats, text in answer.parsed(tuple[ServedManifest, ...]):
+        data = text.encode(errors="replace")  # JSON can have half a surrogate pair, which is not text
+        manifest = parse_manifest(data, f"the manifest of {place} from {answer.name}")
+        found.append(WeightedStore(store=ServedStore(place, manifest, link), repeats=repeats))
+    manifests = [one.store.manifest for one in found]
+    is_requested = request.store_id is None or [request.store_id] == [one.store_id for one in manifests]
+    if not found or not is_requested or request.generation not in (None, manifests[0].generation):
         raise DeliveryError(f"the answer of {answer.name} is invalid: it has other stores than were requested")
-    return tuple(shares)
+    return tuple(found)
 
 
 def served_names(link: Link, stores: Sequence[StoreId], digests: Sequence[bytes]) -> list[str]:
     """Return sample ids by their digests, of the stores that a service has."""
-    answer = link.told(NamesRequest(stores=tuple(stores), digests=tuple(digest.hex() for digest in digests)))
-    names = list(answer.parsed(NamesResponse).names)
+    answer = _told(link, NamesRequest(stores=tuple(stores), digests=tuple(digest.hex() for digest in digests)))
+    names = list(answer.parsed(tuple[str, ...]))
     if len(names) != len(digests):
         raise DeliveryError(f"the answer of {answer.name} is invalid: it has {len(names)} names of {len(digests)} rows")
     return names

@@ -2,53 +2,172 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import socket
 import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bucketline.errors import DeliveryError, UsageError
+from bucketline.errors import DeliveryError, StoreError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.loader.collate.gather import Gather
+from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.make_plan import plan_of
 from bucketline.loader.service import wire
-from bucketline.loader.service.address import address_of, expect_token
-from bucketline.loader.service.frame_client import FrameClient
-from bucketline.loader.service.ring_client import RingClient
-from bucketline.loader.service.served_stores import ServedStores
-from bucketline.loader.service.wire import (
-    NamesRequest,
-    NamesResponse,
-    Request,
-    ServedManifest,
-    StatsRequest,
-    StatsResponse,
-    StoresRequest,
-    StoresResponse,
-    parse_request,
-    sent,
-)
-from bucketline.loader.stats import ClientCounts
-from bucketline.store.format.manifest import dump_manifest
+from bucketline.loader.service.ring import RingClient
+from bucketline.loader.service.sockets import is_loopback
+from bucketline.loader.service.tcp import FrameClient
+from bucketline.loader.service.wire import COUNTED, NamesRequest, Request, ServedManifest, StoresRequest
+from bucketline.store import Store
+from bucketline.store.format.manifest import dump_manifest, generations
+from bucketline.store.read.lost_files import refuse_lost_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader.mixture import WeightedStore
-    from bucketline.loader.service.client_connection import Client
-    from bucketline.loader.service.sockets import Security
-    from bucketline.loader.service.wire import AnyRequest
+    from bucketline.loader.mixture import StoreId
+    from bucketline.loader.service.sockets import HostPort, Security
+    from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
 END_S = 1.0  # for all clients to read the end of their iterations
+Client: TypeAlias = RingClient | FrameClient
 _STOPPED = DeliveryError(
-    "the service was stopped; restart it, or name another, and iterate again: the next iteration continues at the same batch"
+    "the service was stopped; restart it, and iterate again: the next iteration continues at the same batch"
 )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenStores:
+    """Open stores, joined as a client reads them, and their memory map."""
+
+    shares: tuple[WeightedStore, ...]
+    store: OpenShards
+    gather: Gather
+    num_users: int = 0
+
+    def is_superseded(self) -> bool:
+        """Return True if a newer generation of one of the stores has been published."""
+        return any(max(generations(s.store.path), default=-1) != s.store.manifest.generation for s in self.shares)
+
+    def is_lost(self) -> bool:
+        """Return True if the cache of one of the stores was removed."""
+        return any(share.store.source is not None and share.store.source.is_removed for share in self.shares)
+
+
+class ServedStores:
+    """Opens generations of stores as clients request them, and lets go of superseded ones that nobody reads."""
+
+    def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None) -> None:
+        """Open the newest generations, so that a store that cannot be opened fails early."""
+        self._remote = remote
+        self._arguments: dict[str, StoreArgument] = {}  # by the ids that clients name
+        places: dict[str, Store] = {}
+        self._sources: dict[str, Any] = {}  # of stores in object storage, by URL
+        self._opened: dict[tuple[object, ...], OpenStores] = {}
+        self._lock = threading.Lock()
+        for argument in parse_stores(stores):
+            store = self._open_store(argument, None)
+            before = places.setdefault(store.manifest.store_id, store)
+            self._arguments.setdefault(store.manifest.store_id, argument)
+            if _place(before) != _place(store):  # generations of equal numbers could be different ones
+                raise UsageError(
+                    f"{before.place} and {store.place} are copies of one store ({store.manifest.store_id}); "
+                    "start a service for each"
+                )
+
+    @property
+    def places(self) -> list[str]:
+        return [str(one.path) for one in self._arguments.values()]
+
+    def fetched(self) -> dict[str, Any]:
+        """Return what was fetched of each store in object storage, as JSON values."""
+        return {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()}
+
+    def told(self, request: StoresRequest) -> list[ServedManifest]:
+        """Return the manifests that a client requests."""
+        found = []
+        for store_id in self._arguments if request.store_id is None else [request.store_id]:
+            argument = self._argument(store_id, f"the store {store_id}")
+            store = self._open_store(argument, request.generation)
+            if store.manifest.store_id != store_id:
+                raise StoreError(
+                    f"{argument.path} was replaced by another store ({store.manifest.store_id}, it was {store_id}); "
+                    "restart the service"
+                )
+            if store.source is None:
+                refuse_lost_shards(store.folder, store.manifest, sidecars=False)  # one stat per shard
+            manifest = dump_manifest(store.manifest).decode()
+            found.append(ServedManifest(place=str(store.place), repeats=argument.repeats, manifest=manifest))
+        return found
+
+    def _open_store(self, argument: StoreArgument, generation: int | None) -> Store:
+        store = Store.open(argument.path, generation, remote=self._remote, reads_rows=generation is not None)
+        if store.source is not None:
+            self._sources[store.source.url] = store.source
+        return store
+
+    def _argument(self, store_id: str, called: str) -> StoreArgument:
+        if store_id not in self._arguments:
+            raise StoreError(
+                f"{called} is not among the stores that the service reads ({', '.join(self.places)}); "
+                "start it with that store, or again if the store at its path is another one since"
+            )
+        return self._arguments[store_id]
+
+    def open(self, stores: Sequence[StoreId], *, plain_reads: bool, using: ExitStack) -> OpenStores:
+        """Return the generations of the stores that a client reads, opened once for all clients that read the same.
+
+        They count as read until `using` ends.
+        """
+        if not stores:
+            raise DeliveryError("0 stores were requested, expected 1 or more")
+        arguments = [self._argument(one.store_id, one.path) for one in stores]
+        with self._lock:
+            key = (*((one.store_id, one.generation, one.repeats) for one in stores), plain_reads)
+            if key not in self._opened or self._opened[key].is_lost():
+                shares = tuple(
+                    WeightedStore(store=self._open_store(argument, one.generation), repeats=one.repeats)
+                    for argument, one in zip(arguments, stores, strict=True)
+                )
+                store = join(shares, plain_reads=plain_reads)
+                self._opened[key] = OpenStores(shares=shares, store=store, gather=Gather(store, plain_reads=plain_reads))
+            found = self._opened[key]
+            found.num_users += 1
+        using.callback(self._count_down, found)
+        for one, share in zip(stores, found.shares, strict=True):
+            if share.store.manifest.digest != one.digest:
+                raise StoreError(
+                    f"generation {one.generation} of {share.store.place} has the digest {share.store.manifest.digest}, the "
+                    f"client's of {one.path} has {one.digest}; these are two stores: use the same for both, and "
+                    "restart a service whose store was replaced"
+                )
+        return found
+
+    def _count_down(self, found: OpenStores) -> None:
+        with self._lock:
+            found.num_users -= 1
+
+    def let_go(self) -> None:
+        """Unmap superseded generations that no client reads, so that removed files are freed.
+
+        A client may still request one: as long as its files exist, it is opened again.
+        """
+        with self._lock:
+            left = [key for key, found in self._opened.items() if not found.num_users and found.is_superseded()]
+            for key in left:
+                del self._opened[key]
+        if left:
+            gc.collect()  # stores and their buckets know each other
+
+
+def _place(store: Store) -> Path | str:
+    return store.path.resolve() if store.source is None else store.source.url
 
 
 class Service:
@@ -57,179 +176,149 @@ class Service:
     def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None = None) -> None:
         """Open the stores' newest generations, so that one that cannot be opened fails early. `remote`: see `Store.open`."""
         self._stores = ServedStores(stores, remote)
+        self.let_go = self._stores.let_go
         self._lock, self._stopped = threading.Lock(), threading.Event()
-        self._clients: dict[threading.Thread, Client] = {}
-        self._strangers: dict[Client, None] = {}  # that have not proved that they have the token; the oldest first
-        self._known: set[Client] = set()  # that may request
-        self._counts: dict[type[Client], ClientCounts] = {RingClient: ClientCounts(), FrameClient: ClientCounts()}
+        self._clients: dict[Client, threading.Thread] = {}  # the oldest first
+        self._reading: set[Client] = set()  # those that are sent batches
+        self._past: Counter[str] = Counter()
+        self._num_served = self._num_refused = 0
         self._security: Security | None = None  # of the clients over TCP, if the service listens
-        self._begun = time.monotonic()
 
     def take_in(self, sock: socket.socket) -> None:
         """Answer a client on this machine, in a thread of its own."""
         self._take_in(RingClient(sock))
 
     @contextmanager
-    def listening(self, address: str, security: Security) -> Iterator[socket.socket]:
+    def listening(self, place: HostPort, security: Security) -> Iterator[socket.socket]:
         """Listen for clients on other machines until the block ends; what is accepted goes to `take_in_far`."""
-        host, port = address_of(address)
-        expect_token(address, has_token=security.token is not None)
-        self._security, self._context = security, security.context()
+        host, port = place
+        if security.token is None and not is_loopback(host):
+            raise UsageError(
+                f"--at tcp://{host}:{port} can be reached from other machines; give --token-file FILE, which clients must have "
+                "too"
+            )
+        self._security = security
         try:
-            sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            sock = socket.create_server(place, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            raise UsageError(f"cannot listen at {address}: {error.strerror or error}") from error
+            raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
         with sock:
-            threading.Thread(target=self._show_life, name="bucketline-service-life", daemon=True).start()
             yield sock
 
     def take_in_far(self, sock: socket.socket) -> None:
         """Answer a client on another machine, in a thread of its own."""
         assert self._security is not None
         with suppress(OSError):  # one that has left
-            host, port, *_ = sock.getpeername()
-            self._take_in(FrameClient(sock, f"{host}:{port}", self._security.token, self._context))
+            self._take_in(FrameClient(sock, sock.getpeername()[0], self._security))
 
     def _take_in(self, client: Client) -> None:
         thread = threading.Thread(target=self._answer, args=(client,), name="bucketline-client", daemon=True)
         with self._lock:
+            if self._stopped.is_set():  # without a word: a client over TCP tries again
+                client.close()
+                return
             self._make_room_for(client)
             try:
-                if not self._stopped.is_set():
-                    thread.start()
-                    self._clients[thread], self._strangers[client] = client, None
-                    return
-                why = "the service was stopped"
+                thread.start()
+                self._clients[client] = thread
             except RuntimeError as error:
-                why = f"the service has no thread for another client: {error}"
-        self._turn_away(client, why)
-        client.close()
+                self._num_refused += 1
+                client.refuse(DeliveryError(f"the service has no thread for another client: {error}"))
+                client.close()
 
     def _make_room_for(self, stranger: Client) -> None:
         """If strangers have all their slots, end the oldest connection of the host that has most. Call under the lock."""
-        others = [one for one in self._strangers if type(one) is type(stranger)]
+        others = [one for one in self._clients if type(one) is type(stranger) and one.is_stranger]
         if len(others) >= stranger.max_strangers:
             num_of = Counter(one.host for one in others)
             found = max(others, key=lambda one: num_of[one.host])  # the first of these
-            del self._strangers[found]
+            found.is_stranger = False
             found.shut()
 
-    def _take_up(self, client: Client) -> bool:
-        """Let a client that has proved that it has the token have a slot of its kind; return False if none is free."""
+    def _admit(self, client: Client) -> None:
+        """Let a client that has proved that it has the token have a slot of its kind."""
         with self._lock:
-            self._strangers.pop(client, None)
-            if sum(type(one) is type(client) for one in self._known) >= client.max_clients:
-                return False
-            self._known.add(client)
-            return True
-
-    def _turn_away(self, client: Client, why: str) -> None:
-        self._counts[type(client)].refuse()
-        if isinstance(client, RingClient):  # another machine's tries the next server
-            client.refuse(DeliveryError(why))
-
-    def _show_life(self) -> None:
-        """Let clients over TCP know that the service is there, every few seconds."""
-        while not self._stopped.wait(wire.ALIVE_EVERY_S):
-            with self._lock:
-                clients = list(self._clients.values())
-            for client in clients:
-                if isinstance(client, FrameClient):
-                    client.show_life()
+            client.is_stranger = False
+            if sum(one.is_known and type(one) is type(client) for one in self._clients) >= client.max_clients:
+                raise DeliveryError(f"the service has {client.max_clients} clients, its maximum")
+            client.is_known = True
 
     def stop(self) -> None:
         """End every client's iteration with an error that says so, and join every thread."""
         self._stopped.set()
         with self._lock:
             clients = dict(self._clients)
-        for client in clients.values():
+        for client in clients:
             client.stop(_STOPPED)
         until = time.monotonic() + END_S
-        for thread in clients:
+        for thread in clients.values():
             thread.join(max(0.0, until - time.monotonic()))
-        for thread, client in clients.items():
+        for client, thread in clients.items():
             client.shut()  # it does not read, or has the end
             thread.join()
 
     def stats(self) -> dict[str, Any]:
-        """Return what was delivered to each client, and to all clients since the service started.
-
-        `network` has the same of clients on other machines, which are counted there only; None if the service does not listen.
-        """
-        return {
-            "pid": os.getpid(),
-            "seconds": time.monotonic() - self._begun,
-            "stores": self._stores.places,
-            **self._counts[RingClient].as_json(),
-            "network": None if self._security is None else self._counts[FrameClient].as_json(),
-            "fetched": self._stores.fetched(),
-        }
-
-    def let_go(self) -> None:
-        """Unmap superseded generations that no client reads."""
-        self._stores.let_go()
+        """Return what was delivered to all clients since the service started, as JSON values."""
+        with self._lock:
+            total = sum((client.counted() for client in self._reading), self._past)
+            clients = {"clients": len(self._reading), "clients_so_far": self._num_served, "refused": self._num_refused}
+        counts = {**{name: total[name] for name in COUNTED}, "waited_s": total["waited_us"] / 1e6}
+        return {"stores": self._stores.places, **clients, **counts, "fetched": self._stores.fetched()}
 
     def _answer(self, client: Client) -> None:
         try:
             with ExitStack() as using, closing(client):
                 try:
-                    request = client.request()
-                    if not self._take_up(client):
-                        self._turn_away(client, f"the service has {client.max_clients} clients, its maximum")
+                    client.admit()
+                    message = client.request()
+                    self._admit(client)
+                    request = wire.parse_request(message)
+                    if not isinstance(request, Request):
+                        client.answer(self._told(request, using))
                         return
-                    who = self._granted(client, parse_request(request), using)
+                    self._begin(client, request, using)
                 except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
-                    self._counts[type(client)].refuse()
+                    with self._lock:
+                        self._num_refused += 1
                     client.refuse(error)
-                    return
-                if who is None:
                     return
                 if self._stopped.is_set():
                     client.stop(_STOPPED)
-                with self._counts[type(client)].client(who, client.stats):
-                    client.run()
+                self._run(client)
         finally:
             self.let_go()
             with self._lock:
-                del self._clients[threading.current_thread()]
-                self._strangers.pop(client, None)
-                self._known.discard(client)
+                del self._clients[client]
 
-    def _granted(self, client: Client, wanted: AnyRequest, using: ExitStack) -> dict[str, Any] | None:
-        """Answer a client's request; return who it is, if it requested batches, which `using` keeps open."""
-        if isinstance(wanted, Request):
-            return self._begun_for(client, wanted, using)
-        client.answer(asdict(self._told(wanted, using)))
-        return None
+    def _run(self, client: Client) -> None:
+        with self._lock:
+            self._reading.add(client)
+            self._num_served += 1
+        try:
+            client.run()
+        finally:
+            with self._lock:
+                self._reading.remove(client)
+                self._past += client.counted()
 
-    def _told(
-        self, wanted: StatsRequest | StoresRequest | NamesRequest, using: ExitStack
-    ) -> StatsResponse | StoresResponse | NamesResponse:
+    def _told(self, request: StoresRequest | NamesRequest, using: ExitStack) -> list[ServedManifest] | list[str]:
         """Return the answer to what is not a request for batches."""
-        if isinstance(wanted, StatsRequest):
-            return StatsResponse(stats=self.stats())
-        if isinstance(wanted, StoresRequest):
-            return StoresResponse(stores=tuple(map(_as_served, self._stores.at(wanted.wanted))))
-        rows = self._stores.open(wanted.stores, plain_reads=True, using=using).store
-        return NamesResponse(names=tuple(rows.ids_of([bytes.fromhex(one) for one in wanted.digests])))
+        if isinstance(request, StoresRequest):
+            return self._stores.told(request)
+        rows = self._stores.open(request.stores, plain_reads=True, using=using).store
+        return rows.ids_of([bytes.fromhex(one) for one in request.digests])
 
-    def _begun_for(self, client: Client, wanted: Request, using: ExitStack) -> dict[str, Any]:
-        """Open what a client requests, and let it begin; return who it is."""
-        if not 0 <= wanted.rank < wanted.world_size:
-            raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
-        config = client.permitted(sent(wanted.config))
-        opened = self._stores.open(wanted.stores, plain_reads=config.plain_reads, using=using)
-        plan = plan_of(opened.store, config, wanted.world_size)
-        if plan.digest != wanted.plan:
+    def _begin(self, client: Client, request: Request, using: ExitStack) -> None:
+        """Open what a client requests, and let it begin."""
+        if not 0 <= request.rank < request.world_size:
+            raise DeliveryError(f"rank is {request.rank} of {request.world_size} ranks")
+        config = client.permitted(wire.sent(request.config))
+        opened = self._stores.open(request.stores, plain_reads=config.plain_reads, using=using)
+        plan = plan_of(opened.store, config, request.world_size)
+        if plan.digest != request.plan:
             raise DeliveryError(
-                f"the client's plan has the digest {wanted.plan}, the service's {plan.digest}; use one version of bucketline"
+                f"the client's plan has the digest {request.plan}, the service's {plan.digest}; use one version of bucketline"
             )
-        builder = BatchBuilder(opened.store, plan, config, wanted.rank, wanted.world_size, gather=opened.gather)
-        reserve_ring(builder, opened.store, plan, wanted.rank, wanted.world_size)
-        stores = tuple(str(share.store.place) for share in opened.shares)
-        return {**client.begin(builder, wanted), "rank": wanted.rank, "world_size": wanted.world_size, "stores": stores}
-
-
-def _as_served(share: WeightedStore) -> ServedManifest:
-    manifest = dump_manifest(share.store.manifest).decode()
-    return ServedManifest(place=str(share.store.place), repeats=share.repeats, manifest=manifest)
+        builder = BatchBuilder(opened.store, plan, config, request.rank, request.world_size, gather=opened.gather)
+        reserve_ring(builder, opened.store, plan, request.rank, request.world_size)
+        client.begin(builder, request)

@@ -1,40 +1,50 @@
-"""The messages between a client and a service: a greeting, one request, one answer. Each is a JSON object.
+"""What a client and a service say to each other: a greeting, one request, one response, and the layouts of batches.
 
-A message is its length (four bytes, big-endian) and that many bytes of JSON. Nothing else is accepted, and nothing is
+Each message is a JSON object: its length (four bytes, big-endian) and that many bytes. Nothing else is accepted, and nothing is
 unpickled. The service greets with a nonce, and the client's request carries its proof of the token, which over a unix socket is
 empty: there, the system says whose process it is.
 """
 
 from __future__ import annotations
 
+import functools
+import hmac
 import json
+import math
 import os
+import secrets
 import socket
 import struct
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
 
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, FilledBuffer
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - likewise
 from bucketline.loader.plan.epoch_steps import Cursor  # noqa: TC001 - likewise
-from bucketline.loader.service.tokens import proof_of
-from bucketline.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.loader.service.sockets import shut
+from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Mapping, Sequence
 
-PROTOCOL = 7
+    from torch import Tensor
+
+
+PROTOCOL = 8
 MAX_MESSAGE_BYTES = 1 << 20  # that a service accepts
 MAX_ANSWER_BYTES = 1 << 29  # that a client accepts where it has requested manifests or names
-ALIVE_EVERY_S = 2.0  # over TCP, a server with nothing to send sends a sign of life
-ALIVE = {"alive": True}  # before the answer; then it is a frame
-WAKE = b"\0"  # over a unix socket, each byte after the answer means: read the control page again
 MAX_BATCH_BYTES = 1 << 30  # that a client on another machine can request
-_MAX_PREFETCH_BYTES, _MAX_THREADS = 1 << 28, 4  # of such a client, on the server
+REQUEST_S = 10.0  # time limit for a client's proof and request
+GREETING_S = 60.0  # for a service to greet
+ANSWER_S = 600.0  # and to open a store and plan
 _LENGTH = struct.Struct(">I")
 _PART_BYTES = 1 << 20
 
@@ -51,46 +61,30 @@ class Request:
     world_size: int
     plan: str  # digest: both sides must compute the same plan
     cursor: Cursor
-    is_pinned: bool  # the client registers shared memory with its device, so pages must not move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """The answer to a client that requests batches; over a unix socket with the descriptor of the shared memory."""
+    """The response to a `Request`; over a unix socket with the descriptor of the shared memory."""
 
     buffer_bytes: int  # size of the buffer of one batch
     depth: int  # micro-batches filled ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedStore:
-    """A store of the service, at a generation, or at its newest."""
-
-    store_id: str
-    generation: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoresRequest:
-    """The manifests of stores that a client requests; of all, each at its newest generation, if it names none."""
+    """The manifests of all stores at their newest generations, or of one store at one generation."""
 
-    wanted: tuple[WantedStore, ...]
+    store_id: str | None = None
+    generation: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedManifest:
-    """A store as the service tells of it."""
+class ServedManifest(NamedTuple):
+    """A store as the service tells of it, in response to a `StoresRequest`."""
 
     place: str
     repeats: int | float
     manifest: str  # as it is in its file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoresResponse:
-    """The answer to a `StoresRequest`."""
-
-    stores: tuple[ServedManifest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,32 +95,12 @@ class NamesRequest:
     digests: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamesResponse:
-    """The answer to a `NamesRequest`."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StatsRequest:
-    """A client that requests the service's statistics."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatsResponse:
-    """The answer to a `StatsRequest`."""
-
-    stats: dict[str, Json]  # see `Service.stats`
-
-
-AnyRequest: TypeAlias = Request | StoresRequest | NamesRequest | StatsRequest
-_KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest, "stats": StatsRequest}
-_LONG_ANSWERS = ("stores", "names")
+AnyRequest: TypeAlias = Request | StoresRequest | NamesRequest
+_KINDS = {"batches": Request, "stores": StoresRequest, "names": NamesRequest}
 
 
 class LostError(DeliveryError):
-    """The other side has ended, is silent, or sends anything but what is expected. The next server may be right."""
+    """The other side has ended, is silent, or sends anything but what is expected."""
 
 
 def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -136,8 +110,7 @@ def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None,
         raise DeliveryError(f"a message has {len(body)} bytes, expected at most {max_bytes}")
     data = _LENGTH.pack(len(body)) + body
     if fd is not None:
-        sent = socket.send_fds(sock, [data], [fd])
-        data = data[sent:]
+        data = data[socket.send_fds(sock, [data], [fd]) :]
     if data:  # sending nothing to a client that has gone is an error, too
         sock.sendall(data)
 
@@ -187,14 +160,9 @@ def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | Non
     return data
 
 
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceAnswer:
-    """A service's answer, and the connection that it came by."""
+class Answer:
+    """What a service has answered, and the connection that it came by."""
 
     sock: socket.socket
     name: str  # of the service, in messages
@@ -202,11 +170,11 @@ class ServiceAnswer:
     fds: list[int]
 
     def parsed(self, kind: type[T]) -> T:
-        """Return the answer as a record."""
-        return parsed(kind, self.message, f"the answer of {self.name}")
+        """Return what was requested, as a record."""
+        return _parsed(kind, self.message.get("answer"), f"the answer of {self.name}")
 
-    def granted(self) -> Response:
-        """Return the answer to a request for batches."""
+    def response(self) -> Response:
+        """Return the response to a request for batches."""
         found = self.parsed(Response)
         if not (0 < found.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or found.depth < 1:
             raise DeliveryError(
@@ -217,45 +185,33 @@ class ServiceAnswer:
     def close(self) -> None:
         """Close the connection, and the descriptors that came."""
         self.sock.close()
-        _close_all(self.fds)
+        for fd in self.fds:
+            os.close(fd)
 
 
-def ask(
-    sock: socket.socket,
-    name: str,
-    message: Mapping[str, Any],
-    token: bytes | None = None,
-    *,
-    silence_s: float,
-    over: threading.Event | None = None,
-) -> ServiceAnswer:
+def ask(sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes | None = None) -> Answer:
     """Send a message to a service that greets, and return its answer; close the connection if there is none.
 
-    `name` identifies the service. It has `silence_s` to open a store and plan, or over TCP for a sign of life.
+    `name` identifies the service.
     """
     fds: list[int] = []
-    most = MAX_ANSWER_BYTES if message["ask"] in _LONG_ANSWERS else MAX_MESSAGE_BYTES
     try:
-        found = receive(sock, silence_s)
+        found = receive(sock, GREETING_S)
         if "nonce" in found:
             try:
                 send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(found["nonce"]))})
             except OSError as error:
                 raise LostError(f"{name} has ended before it was asked: {error.strerror or error}") from error
-            found = ALIVE
+            max_bytes = MAX_MESSAGE_BYTES if message["ask"] == "batches" else MAX_ANSWER_BYTES
+            found = receive(sock, ANSWER_S, fds if sock.family == socket.AF_UNIX else None, max_bytes=max_bytes)
         elif "error" not in found:
             raise LostError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
-        while found == ALIVE:
-            if over is not None and over.is_set():
-                raise LostError("the iteration has ended")
-            found = receive(sock, silence_s, fds if sock.family == socket.AF_UNIX else None, max_bytes=most)
         if "error" in found:
             raise failure_of(found)
     except BaseException:
-        sock.close()
-        _close_all(fds)
+        Answer(sock=sock, name=name, message={}, fds=fds).close()
         raise
-    return ServiceAnswer(sock=sock, name=name, message=found, fds=fds)
+    return Answer(sock=sock, name=name, message=found, fds=fds)
 
 
 def message_of(request: AnyRequest) -> dict[str, Any]:
@@ -265,7 +221,6 @@ def message_of(request: AnyRequest) -> dict[str, Any]:
 
 
 def parse_request(message: Mapping[str, Any]) -> AnyRequest:
-    """Parse a client's request."""
     entries = dict(message)
     if (version := entries.pop("protocol", None)) != PROTOCOL:
         raise DeliveryError(
@@ -274,11 +229,10 @@ def parse_request(message: Mapping[str, Any]) -> AnyRequest:
     kind = _KINDS.get(str(asked := entries.pop("ask", None)))
     if kind is None:
         raise DeliveryError(f"the client's message requests {asked!r:.100}, expected one of {', '.join(_KINDS)}")
-    return parsed(kind, entries, "the client's message")
+    return _parsed(kind, entries, "the client's message")
 
 
-def parsed(kind: type[T], message: Mapping[str, Any], item: str) -> T:
-    """Return a message as a record."""
+def _parsed(kind: type[T], message: object, item: str) -> T:
     try:
         return decode(kind, message, item)
     except TypedJsonError as error:
@@ -301,6 +255,17 @@ def failure_of(message: Mapping[str, Any]) -> BucketlineError:
     return (kind if known and kind is not None else DeliveryError)(str(message.get("message")))
 
 
+def proof_of(token: bytes | None, nonce: str) -> str:
+    """Return the proof that its maker has the token, which itself is never sent; an empty text if there is none."""
+    # JSON can have half a surrogate pair, which is not text
+    return "" if token is None else hmac.new(token, f"bucketline {nonce}".encode(errors="replace"), "sha256").hexdigest()
+
+
+# What is counted of clients: batches filled for those of this machine, or sent to others, their samples and bytes of tensors;
+# how often clients waited for a batch; iterations that ended with an error. And `waited_us`, for how long they waited.
+COUNTED = ("batches", "samples", "bytes", "waits", "errors")
+
+
 def sent(config: LoaderConfig) -> LoaderConfig:
     """Return a loader's configuration for a service: nothing of this machine's disks and storage, and no choice of a window.
 
@@ -310,7 +275,95 @@ def sent(config: LoaderConfig) -> LoaderConfig:
     return replace(config, lanes=lanes, cache=None, cache_bytes=None, endpoint=None, store_option=())
 
 
-def allowed(config: LoaderConfig) -> LoaderConfig:
-    """Return the configuration of a client on another machine within the limits."""
-    prefetch_bytes = min(config.prefetch_bytes, _MAX_PREFETCH_BYTES)
-    return replace(config, threads=min(config.threads, _MAX_THREADS), prefetch_bytes=prefetch_bytes)
+class Client:
+    """A client as its service sees it: its connection, from the greeting to the end. A subclass is a way to send batches."""
+
+    max_clients: int  # that have proved that they have the token
+    max_strangers: int  # that have not, yet
+
+    def __init__(self, sock: socket.socket, token: bytes | None = None, host: str = "") -> None:
+        self.sock, self._token, self.host = sock, token, host
+        self.is_stranger, self.is_known = True, False  # which has one slot or the other; neither, once it is to end
+        self.counts: Counter[str] = Counter()  # see `COUNTED`
+
+    def request(self) -> dict[str, Any]:
+        """Greet, and return the client's message once it has proved that it has the token."""
+        nonce = secrets.token_hex(16)
+        send(self.sock, {"bucketline": PROTOCOL, "nonce": nonce})
+        message = receive(self.sock, REQUEST_S)
+        proof = message.pop("proof", None)
+        expected = proof_of(self._token, nonce).encode()
+        if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(errors="replace"), expected):
+            raise DeliveryError("the token is not the server's; use the same token file on both sides")
+        return message
+
+    def permitted(self, config: LoaderConfig) -> LoaderConfig:
+        """Return the configuration within the limits of this kind of client."""
+        return config
+
+    def answer(self, record: object, fd: int | None = None) -> None:
+        """Send the only answer, with a descriptor if one is given."""
+        send(self.sock, {"answer": encode(record)}, fd, MAX_ANSWER_BYTES)
+
+    def refuse(self, error: Exception) -> None:
+        """Send an error in place of an answer."""
+        with suppress(OSError, BucketlineError):
+            send(self.sock, failure_as_json(error))
+
+    def count(self, filled: FilledBuffer) -> None:
+        self.counts.update(batches=1, samples=filled.fields[0].shape[0], bytes=filled.num_bytes)
+
+    def shut(self) -> None:
+        """End the connection, for the thread that waits at it."""
+        shut(self.sock)
+
+
+BATCH, END = 1, 2  # kinds of frames; an end has the failure, if one ends the iteration
+# Before a batch, in shared memory as in a frame: kind, step, micro step, epoch, bytes of the layout (JSON) or message that
+# follows, and of the tensors after it.
+HEAD = struct.Struct("<BQQQIQ")
+
+
+def layout_of(filled: FilledBuffer) -> bytes:
+    """Return the bucket, bytes and fields of a filled buffer."""
+    found = [
+        [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
+        for field in filled.fields
+    ]
+    return json.dumps([filled.bucket, filled.num_bytes, found]).encode()
+
+
+def head_of(filled: FilledBuffer, layout: bytes) -> bytes:
+    """Return the head of a batch, and the layout that follows it."""
+    sizes = (len(layout), filled.num_bytes)
+    return HEAD.pack(BATCH, filled.step, filled.micro_step, filled.epoch, *sizes) + layout
+
+
+def filled_as_laid_out(buffer: Tensor, position: Sequence[int], layout: bytes) -> FilledBuffer:
+    """Return the description of a buffer from a layout; `position` is the step, micro step and epoch of its head."""
+    bucket, num_bytes, found = parse_layout(layout)
+    step, micro_step, epoch = position
+    return FilledBuffer(
+        buffer=buffer, fields=found, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
+    )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def parse_layout(layout: bytes) -> tuple[str, int, list[Field]]:
+    """Return the bucket, bytes and fields of a layout. One that is invalid raises a ValueError, TypeError or RecursionError."""
+    bucket, num_bytes, found = json.loads(layout)
+    placed = [_field(*one) for one in found]
+    if any(one.begin + one.num_bytes > num_bytes for one in placed):
+        raise ValueError(f"it has a tensor beyond its {num_bytes} bytes")
+    return bucket, num_bytes, placed
+
+
+def _field(name: str, dtype: str, shape: list[int], begin: int, num_bytes: int) -> Field:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{dtype} is not a dtype")
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, num_bytes)) or begin % ALIGN_BYTES:
+        raise ValueError(f"{name} has the shape {shape} and {num_bytes} bytes from {begin}")
+    if num_bytes != found.itemsize * math.prod(shape):
+        raise ValueError(f"{name} has {num_bytes} bytes for {dtype} {shape}")
+    return Field(name=name, dtype=found, shape=tuple(shape), begin=begin, num_bytes=num_bytes)

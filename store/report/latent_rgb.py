@@ -35,7 +35,6 @@ class PublishedVae:
     shift: float = 0.0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    frames_step: int | None = None  # frames of a video per latent frame, after the first; None: its latents are of images
 
 
 PUBLISHED = {
@@ -43,9 +42,9 @@ PUBLISHED = {
     "sdxl": PublishedVae(channels=4, scaling=0.13025),
     "sd3": PublishedVae(channels=16, scaling=1.5305, shift=0.0609),
     "flux": PublishedVae(channels=16, scaling=0.3611, shift=0.1159),
-    "wan": PublishedVae(kind="AutoencoderKLWan", channels=16, mean=_WAN_MEAN, std=_WAN_STD, frames_step=4),
+    "wan": PublishedVae(kind="AutoencoderKLWan", channels=16, mean=_WAN_MEAN, std=_WAN_STD),
     "qwen-image": PublishedVae(kind="AutoencoderKLQwenImage", channels=16, mean=_WAN_MEAN, std=_WAN_STD),
-    "hunyuan-video": PublishedVae(kind="AutoencoderKLHunyuanVideo", channels=16, scaling=0.476986, frames_step=4),
+    "hunyuan-video": PublishedVae(kind="AutoencoderKLHunyuanVideo", channels=16, scaling=0.476986),
 }
 """By name. Where the configuration gives a scale, it is 1 over the standard deviation of the latents."""
 

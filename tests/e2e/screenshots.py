@@ -49,7 +49,6 @@ SHOTS = (
     Shot(name="store-report-crops", page="report", dark=False, of="#crops", height_px=760),
     Shot(name="store-report-faults", page="faults", dark=False, height_px=640),
     Shot(name="loader-peek", page="step", dark=True, height_px=680),
-    Shot(name="ingest-peek", page="source", dark=False, height_px=680),
     Shot(name="train-report", page="runs", dark=False, height_px=900),
     Shot(name="train-report-images", page="runs", dark=True, of="#images", height_px=900),
 )
@@ -63,7 +62,6 @@ def make_pages(demo: Path, runs: Sequence[Path], folder: Path) -> dict[str, Path
     store = Path("photos.store")
     commands: dict[str, list[object]] = {
         "report": ["store", "report", store, "--source", "photos"],
-        "source": ["ingest", "peek", "photos", "--grid", "area:128:32"],
         "step": ["loader", "peek", store, "--step", 7, "--batch", 16],
         "runs": ["bucketline", "train", "report", *(path.name for path in runs)],
         "faults": ["store", "report", Path("faulty.store")],

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,22 +106,6 @@ def test_a_dry_run_counts_as_a_scan_of_headers(run: Run, model: Path, tmp_path: 
         name: scanned.json[name] for name in ("found", "rejected", "rejected_by_reason")
     }
     assert dry.json["buckets"] == {bucket["name"]: bucket["samples"] for bucket in scanned.json["buckets"]}
-
-
-def test_peek_shows_what_is_packed_and_rejects_what_is_rejected(run: Run, tmp_path: Path) -> None:
-    rules = ("--grid", GRID, "--min-size-px", 16, "--samples", 10_000)
-    ran = call("ingest", "peek", run.photos, *rules, "-o", tmp_path / "page.html", "--json").done()
-    by_peek = {sample_id for sample_id, problem in problems_of(tmp_path / "page.html").items() if problem}
-    assert len(by_peek) == ran.json["rejected"]
-    # only the largest enlargement is not an option of peek
-    small = {name for name, reason in run.rejected.items() if reason is Reason.TOO_SMALL_FOR_BUCKET}
-    assert by_peek - small == set(run.rejected) - small
-
-
-def problems_of(page: Path) -> dict[str, bool]:
-    """Return by the sample's id whether its card has a problem instead of an image."""
-    figures = re.findall(r"<figure>(.*?)<b>(.*?)</b>", page.read_text(encoding="utf-8"), re.DOTALL)
-    return {html.unescape(sample_id): 'class="none"' in image for image, sample_id in figures}
 
 
 def test_a_report_loses_as_much_to_crops_as_packing_did(run: Run) -> None:

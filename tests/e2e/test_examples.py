@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bucketline.ingest import cli as ingest_cli
-from bucketline.ingest.commands.peek import PeekSource as IngestPeek
+from bucketline.ingest.commands.peek import Peek as IngestPeek
 from bucketline.ingest.commands.prompts import Prompts
 from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand

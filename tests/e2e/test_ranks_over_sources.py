@@ -1,4 +1,4 @@
-"""Two ranks over sources other than a folder: a saved dataset with splits, tars that are local and streamed."""
+"""Two ranks over sources other than a folder: a saved dataset with splits, tars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import webdataset
 from bucketline.store import Store
 from tests.commands import call, forked_ranks
 from tests.models import SMALL, png
-from tests.streamed import streamed
 
 pytestmark = pytest.mark.slow
 
@@ -36,12 +35,12 @@ def test_two_ranks_pack_each_split_where_it_belongs(tmp_path: Path, model: Path)
     }
 
 
-def test_two_ranks_share_a_streamed_tar_and_a_local_one_and_leave_both_alone_again(tmp_path: Path, model: Path) -> None:
+def test_two_ranks_share_tars_and_leave_them_alone_again(tmp_path: Path, model: Path) -> None:
     for shard in range(2):
         with webdataset.TarWriter(f"{tmp_path}/{shard}.tar", encoder=False) as writer:
             for n in range(12):
                 writer.write({"__key__": f"{n:03d}", "png": png(20 + n, 30, n), "txt": b"a red cat"})
-    pattern = f"{tmp_path}/0.tar::{streamed(f'{tmp_path}/1.tar')}"
+    pattern = f"{tmp_path}/{{0,1}}.tar"
     asked = [pattern, tmp_path / "s", "--model", model, *SMALL, "--json"]
     both = forked_ranks(2, "ingest", "pack", *asked).done()
     assert (both.json["found"], both.json["packed"]) == (24, 24)

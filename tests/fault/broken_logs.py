@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 
 from bucketline.loader import Loader, LoaderConfig
-from tests.commands import call
 from tests.fault import trainers
 from tests.fault.apart import Apart
 from tests.fault.ground import COMMAND_S, Ground, expect_ids
@@ -76,14 +75,12 @@ def _train(ground: Ground, log: str) -> Outcome:
 def _serve(ground: Ground, log: str) -> Outcome:
     folder = ground.fresh()
     store = make_store(folder / "s", samples_of({"train/64x64": 20}))
-    options = ("--every", "0.001", *(["--json"] if log == FULL else []))
-    with serving(folder / "sock", store.path, options=options) as process:
+    with serving(folder / "sock", store.path, options=("--every", "0.001")) as process:
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
         for _ in range(3):
-            call("loader", "stats", folder / "sock").done()
-        with Loader(store.path, LoaderConfig(batch_size=2, epochs=1), service=folder / "sock") as loader:
-            expect(len([*loader]) == 10, "batches are lost")
+            with Loader(store.path, LoaderConfig(batch_size=2, epochs=1), service=folder / "sock") as loader:
+                expect(len([*loader]) == 10, "batches are lost")
         expect(process.poll() is None, f"the service ended with {process.poll()}")
     return Outcome.COMPLETED

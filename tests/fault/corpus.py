@@ -24,13 +24,12 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from bucketline.errors import BucketlineError
+from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.columns import ColumnRules
-from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.listing import listed
-from bucketline.ingest.importers.registry import IMPORTERS, _is_here
-from bucketline.ingest.importers.rows import ImportPlan, read_entry, rejects_named, row_of
+from bucketline.ingest.importers.registry import IMPORTERS
+from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.format.sample_record import encode_record
@@ -150,27 +149,23 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
         with suppress(IsADirectoryError, NotADirectoryError, FileExistsError):  # one name is that of another's folder
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    _is_here(importer, source)
     try:
         listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
-        vae = named_vae(None, "sd", "F16", listing.form.latents)
-        plan = ImportPlan(
-            kind=kind,
-            variant=listing.variant,
+        rules = RowRules(
+            vae=named_vae(None, "sd", "F16", listing.form.latents),
             scaling=listing.form.scaling,
-            latents=listing.form.latents,
-            text="none",
+            dtype="F16",
             crops=Crops.UNKNOWN,
-            columns=ColumnRules(declined=True),
-            rules={},
-            is_written=False,
+            is_flipped=False,
+            is_text_kept=False,
+            max_captions=8,
+            held_out=HeldOut(),
         )
-        config = ImportConfig(kind=kind, source=source, place=folder / "s", vae="sd", trust_scale=True)
         for entry in listing.entries:
             with suppress(RejectedError):
                 cached = read_entry(importer, source, entry, listing.variant)
                 with rejects_named(entry):
-                    row_of(entry, cached, vae, plan, config)
+                    row_of(source, entry, cached, rules)
                     number += 1
     except BucketlineError:
         return number

@@ -32,8 +32,8 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, DeliveryError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.client import ServiceBackend
-from bucketline.loader.service.links import ChildLink
 from bucketline.store import Store
 from tests.fault.apart import How, apart
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
@@ -92,8 +92,13 @@ def files(path: Path, suffix: str = "lmdb") -> list[Path]:
     return [path / "shards" / f"{shard}.{suffix}" for shard in SHARDS]
 
 
-def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError], words: str) -> float:
-    """Take batches until the error that is expected; return its time, of the caller's waiting, not of batches that come."""
+def in_time(begun: float) -> None:
+    took_s = time.perf_counter() - begun
+    expect(took_s <= WITHIN_S, f"took {took_s:.1f} s")
+
+
+def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError], words: str) -> Outcome:
+    """Take batches until the error that is expected, in time: the caller's waiting counts, not the batches that come."""
     expected = first
     started_at = begun = time.perf_counter()
     try:
@@ -106,7 +111,8 @@ def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError
     except BucketlineError as error:
         is_right = isinstance(error, kind) and re.search(words, str(error))
         expect(is_right, f"{type(error).__name__}: {error}; expected {kind.__name__} with {words!r}")
-        return time.perf_counter() - begun
+        in_time(begun)
+        return Outcome.CLEAN_ERROR
     raise Wrong("the iteration ended without an error")
 
 
@@ -116,7 +122,7 @@ def goes_on(loader: Loader) -> None:
     expect(found == wanted, f"after the failure came step {found}, expected {wanted}")
 
 
-def corrupt_row(bench: Bench) -> float:
+def corrupt_row(bench: Bench) -> Outcome:
     """Flip a bit of a row; `verify` must name its sample, in the same place each time."""
     path = bench.store()
     store = Store.open(path)
@@ -127,11 +133,11 @@ def corrupt_row(bench: Bench) -> float:
     flip_bit(store.shards[int(located.shard[0])].paths.lmdb, 8 * at + bench.random.randrange(256))
     words = f"sample '{re.escape(name)}'"
     with bench.loader(path, verify=True) as loader:
-        took_s = until_error(loader.forever(), 0, CorruptError, words)
-        return max(took_s, until_error(loader.forever(), int(str(loader.state_dict()["step"])), CorruptError, words))
+        until_error(loader.forever(), 0, CorruptError, words)
+        return until_error(loader.forever(), int(str(loader.state_dict()["step"])), CorruptError, words)
 
 
-def corrupt_caption(bench: Bench) -> float:
+def corrupt_caption(bench: Bench) -> Outcome:
     """Write impossible `starts` for a caption: a sample that has it is named."""
     path = bench.store()
     store, shard = Store.open(path), bench.random.randrange(2)
@@ -143,21 +149,21 @@ def corrupt_caption(bench: Bench) -> float:
         return until_error(loader.forever(), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
 
 
-def remove_file(bench: Bench) -> float:
+def remove_file(bench: Bench) -> Outcome:
     """Remove a shard's file before it is mapped; put it back, and the next iteration continues at the same batch."""
     path = bench.store()
     shard, suffix = bench.random.choice(SHARDS), bench.random.choice(["lmdb", "extents"])
     file = path / "shards" / f"{shard}.{suffix}"
     with bench.loader(path) as loader:
         file.rename(bench.folder / "away")
-        words = rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
-        took_s = until_error(loader.forever(), 0, StoreError, words)
+        words = rf"(row \d+ in shard {shard}|step \d+, bucket \S+): .*{shard}.{suffix} is miss"
+        until_error(loader.forever(), 0, StoreError, words)
         (bench.folder / "away").rename(file)
         goes_on(loader)
-    return took_s
+    return Outcome.CLEAN_ERROR
 
 
-def while_read(bench: Bench, harm: Callable[[Path], object], kind: type[BucketlineError], words: str) -> float:
+def while_read(bench: Bench, harm: Callable[[Path], object], kind: type[BucketlineError], words: str) -> Outcome:
     """Harm the shards' files while they are read by plain reads: what ends the process under a map is an error here."""
     path = bench.store()
     with bench.loader(path, plain_reads=True, prefetch_bytes=1) as loader:
@@ -168,7 +174,7 @@ def while_read(bench: Bench, harm: Callable[[Path], object], kind: type[Bucketli
         return until_error(batches, first, kind, rf"row \d+ .*in shard g\d: .*g\d.lmdb {words}")
 
 
-def truncate_under_service(bench: Bench, *, suffix: str, num_bytes: int) -> float:
+def truncate_under_service(bench: Bench, *, suffix: str, num_bytes: int) -> Outcome:
     """Truncate the files that a private service maps: it ends, the caller gets an error, and continues once they are back."""
     path = bench.store()
     with bench.loader(path, prefetch_bytes=1) as loader:
@@ -179,14 +185,14 @@ def truncate_under_service(bench: Bench, *, suffix: str, num_bytes: int) -> floa
             os.truncate(file, num_bytes)
         # one that was not mapped yet is held against its length, and the service lives
         words = rf"has ended without a message|has {num_bytes} bytes, the manifest says"
-        took_s = until_error(batches, first, BucketlineError, words)
+        until_error(batches, first, BucketlineError, words)
         for file, data in whole.items():
             file.write_bytes(data)
         goes_on(loader)
-    return took_s
+    return Outcome.CLEAN_ERROR
 
 
-def swap_file(bench: Bench) -> float:
+def swap_file(bench: Bench) -> Outcome:
     """Exchange two shards' files before they are read by plain reads: an error names the shard; put back, it continues."""
     path = bench.store()
     one, two = files(path)
@@ -199,13 +205,13 @@ def swap_file(bench: Bench) -> float:
     exchange()
     with bench.loader(path, plain_reads=True) as loader:
         words = r"g\d.lmdb (has \d+ bytes, the manifest says|belongs to another shard)"
-        took_s = until_error(loader.forever(), 0, CorruptError, words)
+        until_error(loader.forever(), 0, CorruptError, words)
         exchange()
         goes_on(loader)
-    return took_s
+    return Outcome.CLEAN_ERROR
 
 
-def end_thread(bench: Bench) -> float:
+def end_thread(bench: Bench) -> Outcome:
     """Raise SystemExit in a filling thread that waits for room: elsewhere a file it has just opened might have no owner."""
     with bench.loader(bench.store(), threads=1, prefetch_bytes=1) as loader:
         batches = loader.forever()
@@ -215,12 +221,12 @@ def end_thread(bench: Bench) -> float:
         stream: Any = loader._stream
         assert wait_until(lambda: stream._delivery._ready._fillers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        took_s = until_error(batches, first, DeliveryError, r"a prefetch thread was ended by SystemExit\(\)")
+        until_error(batches, first, DeliveryError, r"a prefetch thread was ended by SystemExit\(\)")
         goes_on(loader)
-    return took_s
+    return Outcome.CLEAN_ERROR
 
 
-def break_off(bench: Bench) -> float:
+def break_off(bench: Bench) -> Outcome:
     """Leave the loop at some batch, or drop the loader in it: nothing may be left."""
     path, before, last = bench.store(), held(), bench.random.randint(0, 20)
     loader = Loader(path, bench.config(), service=bench.service)
@@ -233,13 +239,13 @@ def break_off(bench: Bench) -> float:
         loader.close()
     del loader
     gc.collect()
-    took_s = time.perf_counter() - begun
+    in_time(begun)
     left = left_since(before)
     expect(not left, f"left behind: {left}")
-    return took_s
+    return Outcome.COMPLETED
 
 
-def kill_private_service(bench: Bench) -> float:
+def kill_private_service(bench: Bench) -> Outcome:
     """Kill the private service while its batches are read; a Ctrl-C is meant for the trainer, and lets it be."""
     before = children()
     with bench.loader(bench.store(), prefetch_bytes=1) as loader:
@@ -250,12 +256,12 @@ def kill_private_service(bench: Bench) -> float:
         for _ in range(4):
             next(batches)
         os.kill(int(child), bench.random.choice([signal.SIGKILL, signal.SIGTERM]))
-        took_s = until_error(batches, first, DeliveryError, "has ended without a message")
+        until_error(batches, first, DeliveryError, "has ended without a message")
         goes_on(loader)
-    return took_s
+    return Outcome.CLEAN_ERROR
 
 
-def kill_service(bench: Bench) -> float:
+def kill_service(bench: Bench) -> Outcome:
     """Kill a service that others share, or stop it; one that is started in its place serves the next iteration."""
     path, socket = bench.store(), bench.folder / "s"
     number = bench.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -265,10 +271,10 @@ def kill_service(bench: Bench) -> float:
             batches = loader.forever()
             first = next(batches).step + 1
             process.send_signal(number)
-            took_s = until_error(batches, first, DeliveryError, words)
+            until_error(batches, first, DeliveryError, words)
         with serving(socket, path):
             goes_on(loader)
-    return took_s
+    return Outcome.CLEAN_ERROR
 
 
 _CLIENT = """
@@ -293,7 +299,7 @@ def client(*arguments: object) -> subprocess.Popen[bytes]:
     return process
 
 
-def kill_client(bench: Bench) -> float:
+def kill_client(bench: Bench) -> Outcome:
     """Kill a client in the middle of its loop, or tell it to stop: the service lets go of what it had, and serves another."""
     path, socket = bench.store(), bench.folder / "c"
     with serving(socket, path) as server, Loader(path, bench.config(), service=socket) as other:
@@ -306,12 +312,11 @@ def kill_client(bench: Bench) -> float:
         while left := [name for name in Counter(descriptors(server.pid)) - before if not name.startswith(str(path))]:
             is_late = time.perf_counter() - begun > WITHIN_S  # a file of the store may be held: it is opened once for all
             expect(not is_late, f"the service holds on to what was the client's: {left}")
-        took_s = time.perf_counter() - begun
         next(batches)
-    return took_s
+    return Outcome.COMPLETED
 
 
-def truncate_sidecars_mapped(bench: Bench) -> float:
+def truncate_sidecars_mapped(bench: Bench) -> Outcome:
     """Truncate the sidecars under the map of a process: it ends by SIGBUS, as the documents say, and does not hang."""
     path = bench.store()
     with client(path) as process:
@@ -323,10 +328,10 @@ def truncate_sidecars_mapped(bench: Bench) -> float:
             process.kill()
             raise Wrong(f"no answer in {CHILD_S} s from a process whose sidecars were truncated") from None
     expect(process.returncode == -signal.SIGBUS, f"it ended with {process.returncode}, expected SIGBUS")
-    return 0.0  # a process has its own limit
+    return Outcome.COMPLETED
 
 
-def truncate_sidecars_read_plainly(bench: Bench) -> float:
+def truncate_sidecars_read_plainly(bench: Bench) -> Outcome:
     """Truncate the sidecars while batches are read by plain reads: what was read stays, what was not is an error."""
     path = bench.store()
     config = bench.config(plain_reads=True, prefetch_bytes=1, epochs=8)  # more than is located ahead
@@ -344,8 +349,9 @@ def truncate_sidecars_read_plainly(bench: Bench) -> float:
             is_whole = True
         except BucketlineError as error:
             expect("extents" in str(error), f"{error}; expected the file's name")
+        in_time(begun)
         expect(found == expected[: None if is_whole else len(found)], "differs: the batches")
-    return time.perf_counter() - begun
+    return Outcome.COMPLETED if is_whole else Outcome.CLEAN_ERROR
 
 
 def _ids(batches: Iterator[Batch], count: int) -> list[object]:
@@ -366,7 +372,7 @@ def _forked(work: Callable[[], bool]) -> None:
     expect(ended.gave is True, f"a child: {ended}")
 
 
-def fork_while_read(bench: Bench) -> float:
+def fork_while_read(bench: Bench) -> Outcome:
     """Fork again and again; a child iterates, or a copy of its loader, or its parent's loop, or it leaves the loader alone."""
     config = bench.config(epochs=8, threads=bench.random.choice([1, 2, 3]), verify=bench.random.random() < 0.3)
     path = bench.store()
@@ -393,7 +399,7 @@ def fork_while_read(bench: Bench) -> float:
 
             _forked(work)
             expect(_ids(batches, 3) == wanted, "differs: the parent's batches after a fork")
-    return 0.0  # a child has its own limit: it makes buffers and threads again
+    return Outcome.COMPLETED
 
 
 def _by_epochs(loader: Loader) -> Generator[Batch]:
@@ -401,7 +407,7 @@ def _by_epochs(loader: Loader) -> Generator[Batch]:
         yield from loader
 
 
-def copy_at_any_moment(bench: Bench) -> float:
+def copy_at_any_moment(bench: Bench) -> Outcome:
     """Pickle or copy a loader, or fork the process, after any batch, also an epoch's last: the copy gives what it would.
 
     With `forever` that is the next batch; a `for` begins the next epoch, once one has been begun.
@@ -434,42 +440,33 @@ def copy_at_any_moment(bench: Bench) -> float:
             with pickle.loads(pickle.dumps(loader)) if how == "pickled" else deepcopy(loader) as copy:
                 where = "an epoch's end" if taken in ends else f"batch {taken}"
                 expect(rest(started(copy)), f"differs: what a loader that was {how} at {where} gives")
-    return 0.0  # as above
+    return Outcome.COMPLETED
 
 
 NOT_WHOLE = r"(has \d+ bytes, the manifest says|ends at byte)"
 _cut = partial(while_read, harm=lambda f: os.truncate(f, f.stat().st_size // 2), kind=CorruptError, words=NOT_WHOLE)
 BOTH: tuple[str | None, ...] = (None, "auto")
-FAILURES: dict[str, tuple[Callable[[Bench], float], Outcome, tuple[str | None, ...]]] = {
-    "row corrupted": (corrupt_row, Outcome.CLEAN_ERROR, BOTH),
-    "caption corrupted": (corrupt_caption, Outcome.CLEAN_ERROR, BOTH),
-    "file removed before it is mapped": (remove_file, Outcome.CLEAN_ERROR, BOTH),
-    "file truncated under plain reads": (_cut, Outcome.CLEAN_ERROR, BOTH),
-    "file removed under plain reads": (
-        partial(while_read, harm=Path.unlink, kind=StoreError, words="is missing"),
-        Outcome.CLEAN_ERROR,
-        BOTH,
-    ),
-    "file truncated under the map of a service": (
-        partial(truncate_under_service, suffix="lmdb", num_bytes=4096),
-        Outcome.CLEAN_ERROR,
-        ("auto",),
-    ),
-    "file exchanged for another shard's": (swap_file, Outcome.CLEAN_ERROR, BOTH),
-    "file of extents truncated under plain reads": (truncate_sidecars_read_plainly, Outcome.COMPLETED, BOTH),
-    "file of extents truncated under the map": (truncate_sidecars_mapped, Outcome.COMPLETED, (None,)),
+FAILURES: dict[str, tuple[Callable[[Bench], Outcome], tuple[str | None, ...]]] = {
+    "row corrupted": (corrupt_row, BOTH),
+    "caption corrupted": (corrupt_caption, BOTH),
+    "file removed before it is mapped": (remove_file, BOTH),
+    "file truncated under plain reads": (_cut, BOTH),
+    "file removed under plain reads": (partial(while_read, harm=Path.unlink, kind=StoreError, words="is missing"), BOTH),
+    "file truncated under the map of a service": (partial(truncate_under_service, suffix="lmdb", num_bytes=4096), ("auto",)),
+    "file exchanged for another shard's": (swap_file, BOTH),
+    "file of extents truncated under plain reads": (truncate_sidecars_read_plainly, BOTH),
+    "file of extents truncated under the map": (truncate_sidecars_mapped, (None,)),
     "file of extents truncated under the map of a service": (
         partial(truncate_under_service, suffix="extents", num_bytes=0),
-        Outcome.CLEAN_ERROR,
         ("auto",),
     ),
-    "process forked while batches are filled": (fork_while_read, Outcome.COMPLETED, BOTH),
-    "pickled, copied or forked at any moment": (copy_at_any_moment, Outcome.COMPLETED, BOTH),
-    "filling thread ended": (end_thread, Outcome.CLEAN_ERROR, (None,)),
-    "loop broken off": (break_off, Outcome.COMPLETED, BOTH),
-    "private service killed": (kill_private_service, Outcome.CLEAN_ERROR, ("auto",)),
-    "service killed or stopped": (kill_service, Outcome.CLEAN_ERROR, ("a path",)),
-    "client killed or stopped": (kill_client, Outcome.COMPLETED, ("a path",)),
+    "process forked while batches are filled": (fork_while_read, BOTH),
+    "pickled, copied or forked at any moment": (copy_at_any_moment, BOTH),
+    "filling thread ended": (end_thread, (None,)),
+    "loop broken off": (break_off, BOTH),
+    "private service killed": (kill_private_service, ("auto",)),
+    "service killed or stopped": (kill_service, ("a path",)),
+    "client killed or stopped": (kill_client, ("a path",)),
 }
 _WEIGHTS = {"auto": 1, "a path": 2, None: 3}  # those without a process to start come more often
 
@@ -477,16 +474,15 @@ _WEIGHTS = {"auto": 1, "a path": 2, None: 3}  # those without a process to start
 def loader_failures(asked: Asked) -> Iterator[Record]:
     """Faults that happen to files, threads, services and clients while batches are read; every kind at least once."""
 
-    def trial(force: Callable[[Bench], float], good: Outcome) -> Outcome:
+    def trial(force: Callable[[Bench], Outcome]) -> Outcome:
         before = held()
-        took_s = force(bench)
-        expect(took_s <= WITHIN_S, f"took {took_s:.1f} s")
+        outcome = force(bench)
         left = left_since(before)
         expect(not left, f"left behind: {left}")
-        return good
+        return outcome
 
     draw, records = random.Random(asked.seed), dict[str, Record]()
-    order = [(name, service) for name, (_, _, services) in FAILURES.items() for service in services]
+    order = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
     order += draw.choices(order, [_WEIGHTS[service] for _, service in order], k=asked.of(0, 240 - len(order)))
     draw.shuffle(order)
     for name in FAILURES:
@@ -495,5 +491,5 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
     bench = Bench(asked.folder, draw)
     for name, service in order:
         bench.service = service
-        records[name].trial(service or "in-process", trial, *FAILURES[name][:2])
+        records[name].trial(service or "in-process", trial, FAILURES[name][0])
     yield from records.values()

@@ -32,7 +32,6 @@ from tests.fault.ground import (
 )
 from tests.fault.record import Asked, Kind, Outcome, Record, expect
 from tests.models import png, write_images
-from tests.streamed import streamed
 
 LONG_S = 900.0  # for 100,000 files
 NAMES = (
@@ -86,7 +85,7 @@ def copied_while_packed(ground: Ground) -> Outcome:
     write_images(source, 40)
     if ground.draw.random() < 0.5:  # there is a store already
         ground.packed(source, store)
-        write_images(source, 44 + ground.number)
+        write_images(source, 50)
     run = ground.packing(source, store)
     time.sleep(ground.draw.random() * 1.0)
     with suppress(shutil.Error, FileNotFoundError):  # of files that went meanwhile; the copy is what it is
@@ -314,25 +313,25 @@ def a_saved_dataset(ground: Ground, mtime_ns: int) -> tuple[object, int]:
 
 
 def pax_tar(ground: Ground, _: int) -> tuple[object, int]:
-    """A streamed tar whose members' times are not numbers, or are out of every range."""
+    """A tar whose members' times are not numbers, or are out of every range."""
     drawn = [f"{ground.draw.choice(['', '-'])}{ground.draw.random()}e{ground.draw.randrange(-20, 330)}" for _ in range(6)]
-    return _streamed_tar(ground, tarfile.PAX_FORMAT, [(0, {"mtime": time}) for time in (*TIMES, *drawn)])
+    return _tar_of(ground, tarfile.PAX_FORMAT, [(0, {"mtime": time}) for time in (*TIMES, *drawn)])
 
 
 def old_tar(ground: Ground, _: int) -> tuple[object, int]:
     """The same with numbers in base 256."""
     times = [ground.draw.choice([-1, 1]) << ground.draw.randrange(88) for _ in range(NUM_DATED)]
-    return _streamed_tar(ground, tarfile.GNU_FORMAT, [(time, {}) for time in times])
+    return _tar_of(ground, tarfile.GNU_FORMAT, [(time, {}) for time in times])
 
 
-def _streamed_tar(ground: Ground, form: int, times: list[tuple[int, dict[str, str]]]) -> tuple[object, int]:
+def _tar_of(ground: Ground, form: int, times: list[tuple[int, dict[str, str]]]) -> tuple[object, int]:
     tar = ground.fresh() / "a.tar"
     with tarfile.open(tar, "w", format=form) as archive:
         for n, (seconds, headers) in enumerate(times):
             info, data = tarfile.TarInfo(f"{n}.png"), png(20, 30, n)
             info.size, info.mtime, info.pax_headers = len(data), seconds, headers
             archive.addfile(info, io.BytesIO(data))
-    return streamed(tar), len(times)
+    return str(tar), len(times)
 
 
 SOURCES = (a_folder, a_table, a_tar, a_saved_dataset)

@@ -112,14 +112,13 @@ def copies() -> None:
         tell("copies: needs a GPU")
         return
     from bucketline.loader.prefetch.cuda_copy import CudaCopier
-    from bucketline.loader.service.ring_stream import _register, _unregister
-    from bucketline.loader.service.shared_memory import map_shared
+    from bucketline.loader.service.ring import map_shared, register, unregister
 
     size, copier = 64 << 20, CudaCopier(DEVICE)
     fd = os.memfd_create("accept")
     os.posix_fallocate(fd, 0, size)
     shared = map_shared(fd, 0, size)
-    is_registered = _register(shared)
+    is_registered = register(shared)
     buffers = {
         "pinned": torch.empty(size, dtype=torch.uint8, pin_memory=True),
         "registered": torch.from_numpy(shared),
@@ -148,7 +147,7 @@ def copies() -> None:
     copied.synchronize()
     tell("copies: next to compute", ok=not busy.query())  # type: ignore[no-untyped-call]
     sync()
-    _unregister(shared)
+    unregister(shared)
     os.close(fd)
 
 

@@ -41,7 +41,6 @@ HELPS = (
     "loader plan",
     "loader peek",
     "loader serve",
-    "loader stats",
     "bucketline",
     "bucketline ingest pack",
     "bucketline train",

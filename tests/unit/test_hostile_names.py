@@ -111,7 +111,7 @@ def test_a_store_spells_names_out(packed: tuple[Path, Ran], photos: Path, tmp_pa
         ("store", "report", place, "-o", tmp_path / f"{EVIL}.html", "--source", photos),
         ("loader", "plan", place, place, "--batch", 1, "--list"),
         ("loader", "peek", place, "--batch", 1, "--step", 0, "-o", tmp_path / f"{EVIL}rows.html"),
-        ("ingest", "peek", photos, "-o", tmp_path / f"{EVIL}sheet.html"),
+        ("ingest", "scan", photos, "-o", tmp_path / f"{EVIL}sheet.html"),
     ):
         assert_tame(call(*map(str, command)), names_it=command[1] not in ("restore", "compact", "drop"))
 

@@ -30,8 +30,6 @@ class ExportModel:
     """Model of the same architecture to take a file's names and the other parts from; default: the run's own --model."""
     pipeline: bool = False
     """Write a folder with copies of the other parts of the model, too."""
-    fuse: bool = False
-    """Add a LoRA run's adapters to the weights of the pipeline."""
     last: bool = False
     """Write the last weights instead of their moving average."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -42,22 +40,14 @@ class ExportModel:
     def run(self) -> int:
         from bucketline.errors import StateError
         from bucketline.extras import extra_named
-        from bucketline.files.atomic_folder import refuse_existing
 
-        refuse_existing(self.output, "file" if self.output.suffix == ".safetensors" else "folder")
         if not self.folder.is_dir():
             raise StateError(f"{self.folder} is not a folder; name a run's folder or one of its checkpoints")
         with extra_named("train"):
-            from bucketline.train.outputs.export import export_model
+            from bucketline.train.export import export_model
 
             num_bytes = export_model(
-                self.folder,
-                self.output,
-                like=self.like,
-                last=self.last,
-                dtype=self.dtype,
-                pipeline=self.pipeline,
-                fuse=self.fuse,
+                self.folder, self.output, like=self.like, last=self.last, dtype=self.dtype, pipeline=self.pipeline
             )
         if self.json:
             print_json({"output": str(self.output), "num_bytes": num_bytes})

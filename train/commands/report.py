@@ -32,8 +32,7 @@ class TrainReport:
         from bucketline.errors import UsageError
         from bucketline.files.atomic_write import write_or_explain
         from bucketline.pages.page import page_report, print_page, refuse_page
-        from bucketline.train.report.page import page_of
-        from bucketline.train.report.read_run import read_runs
+        from bucketline.train.report import page_of, read_runs
 
         if not self.runs:
             raise UsageError("no run is given; name the folder of one or more")

@@ -69,13 +69,10 @@ class PromptLengths:
         templates = [self._family.num_dropped(self._pipeline, caption) for caption in captions]
         kept = [self.positions] * len(cleaned)
         cuts: list[list[Cut]] = [[] for _ in cleaned]
-        open_lengths: list[int | None] = [None] * len(cleaned)
         for part in self._family.parts:
             if part.encoder in self._tokenizers:
                 tokenizer, limit = self._tokenizers[part.encoder], self.limit(part)
                 lengths = token_counts(tokenizer, cleaned)
-                if part.is_open:
-                    open_lengths = [n - dropped + part.num_padding for n, dropped in zip(lengths, templates, strict=True)]
                 for caption, length, dropped, own in zip(cleaned, lengths, templates, cuts, strict=True):
                     if length - dropped > limit and part.is_cut:
                         own.append(cut_of(part.encoder, tokenizer, caption, length, limit + dropped))
@@ -83,8 +80,8 @@ class PromptLengths:
                     pairs = zip(lengths, templates, strict=True)
                     kept = [min(length - dropped + part.num_padding, limit) for length, dropped in pairs]
         return [
-            CaptionLength(num_tokens=own, is_too_long=len(found) == len(self._tokenizers), cuts=tuple(found), num_open=count)
-            for own, found, count in zip(kept, cuts, open_lengths, strict=True)
+            CaptionLength(num_tokens=own, is_too_long=len(found) == len(self._tokenizers), cuts=tuple(found))
+            for own, found in zip(kept, cuts, strict=True)
         ]
 
     def refusal(self, caption: str) -> str | None:

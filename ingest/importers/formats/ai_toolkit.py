@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, read_metadata, read_safetensors, text_of, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, names_in, read_metadata, read_safetensors, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LATENTS, _TEXTS = "_latent_cache/", "_t_e_cache/"
 _SPACES = ("sd1", "sd2", "sdxl", "sd3", "flux", "flux1", "flux_kontext", "flex1", "flex2")  # models, as the digest calls them
 _FAMILIES = {"sd1": "sd", "sd2": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux1": "flux"}
-_SIZES = ("scale_to_height", "scale_to_width", "crop_y", "crop_x")
+_SIZES = {"scale_to_": ("height", "width"), "crop_": "yx"}
 
 
 def _found(request: cache.ListRequest) -> cache.FoundEntries:
@@ -47,16 +47,12 @@ def _entry(source: Path, folder: str, path: str) -> cache.CacheEntry:
         fields = _parsed(read_metadata(source, path))
     except RejectedError as error:
         return cache.CacheEntry(id=path, path=path, variant=None, problem=error.detail)
-    try:
-        facts = tuple(int(fields[name]) for name in _SIZES)
-    except (KeyError, TypeError, ValueError):
-        facts = ()
     return cache.CacheEntry(
         id=folder + str(fields["filename"]).replace("\\", "/").rpartition("/")[2],
         suffix="".join(f"/{name}" for name in ("flip_x", "flip_y") if fields.get(name)),
         path=path,
         variant=str(fields.get("latent_space_version", "")),
-        facts=facts,
+        facts=fields,
     )
 
 
@@ -105,24 +101,21 @@ def _embedded(entry: cache.CacheEntry, variant: str, caption: str) -> dict[str, 
 
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, _ = read_safetensors(source, entry.path)
-    if len(entry.facts) != len(_SIZES):
-        raise cache.damaged("its metadata lacks the size that it was resized to, or the crop")
+    resized, crop = (cache.pair([entry.facts[f"{what}{side}"] for side in sides], what) for what, sides in _SIZES.items())
     texts: tuple[cache.Text, ...] = ()
     if entry.text_path is not None and entry.captions and variant in _FAMILIES:
         found, _ = read_safetensors(source, entry.text_path)
         texts = (text_of(entry.captions[0], as_tensor(found, "text_embed"), found.get("pooled_embed")),)
     return cache.Cached(
         latent=cache.squeezed(as_tensor(tensors, "latent")),
-        geometry=cache.Geometry(resized=cache.pair(entry.facts[:2], "scaled size"), crop=cache.pair(entry.facts[2:], "crop")),
+        geometry=cache.Geometry(resized=resized, crop=crop),
         texts=texts,
-        columns=values_by_role(tensors, {"first_frame_latent": "control/first_frame"}),
-        leaves_out="audio_latent" if "audio_latent" in tensors else None,
+        left_out=names_in(tensors, "first_frame_latent", "audio_latent"),
     )
 
 
 IMPORTER = cache.Importer(
     kind="ai-toolkit",
-    is_here=cache.has_file(r".+\.safetensors", f".*{_LATENTS}"),
     found=_found,
     read=_read,
     variants={space: cache.Variant(family=family) for space, family in _FAMILIES.items()},

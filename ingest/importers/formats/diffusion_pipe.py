@@ -17,10 +17,9 @@ from urllib.parse import quote
 
 import torch
 
-from bucketline.errors import SourceError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, loaded_dict, open_of_any_size, read_part, values_by_role
-from bucketline.ingest.sources.byte_window import FileWindow
+from bucketline.ingest.importers.reading import as_tensor, loaded_dict, names_in, open_of_any_size, read_part
+from bucketline.ingest.sources.objects.object_file import FileWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,62 +27,45 @@ if TYPE_CHECKING:
 
 _DB = "metadata.db"
 _LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
-_COLUMNS = {"mask": "mask", "control_latents": "control/image"}
 _MAX_VALUE_BYTES = 1 << 30
 
 
 def _found(request: cache.ListRequest) -> cache.FoundEntries:
-    source, entries, models, unlisted = request.source, list[cache.CacheEntry](), list[str](), list[str]()
+    source, entries, models = request.source, list[cache.CacheEntry](), list[str]()
     for folder, names in cache.files_below(source):
         if (match := _LATENTS.fullmatch(folder)) is None or _DB not in names:
             continue
         models.append((match["model"] or f"{source.resolve().name}/").rstrip("/").rpartition("/")[2])
-        if request.variant not in (None, models[-1]):
-            continue
-        own = list(_entries(source, folder, models[-1]))
-        entries += own
-        listed = {entry.path for entry in own}
-        # a run that is interrupted has written shards, and not committed the index
-        shards = [name for name in names if re.fullmatch(r"shard_.*\.bin", name) and folder + name not in listed]
-        unlisted += [folder + name for name in shards if (source / folder / name).stat().st_size]
+        if request.variant in (None, models[-1]):
+            entries += _entries(source, folder, models[-1])
     notes = ["text embeddings are not imported; the captions, which the cache has, can be encoded again"]
-    if unlisted:
-        notes.append(
-            f"{unlisted[0]}{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''} is not in its index: caching was "
-            "interrupted; let the trainer finish it, and import again"
-        )
     return cache.FoundEntries(entries=entries, notes=notes, variants=models)
 
 
 def _entries(source: Path, folder: str, model: str) -> Iterator[cache.CacheEntry]:
     """Yield the values of a folder, in order."""
     path = source / folder / _DB
-    try:
-        with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:
-            items = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()
-            places = {
-                shard: database.execute(f"SELECT offset, size FROM shard_{shard} ORDER BY rowid").fetchall()  # noqa: S608 - an int
-                for shard in {int(shard) for shard, _ in items}
-            }
-        mtimes = {shard: (path.parent / f"shard_{shard}.bin").stat().st_mtime_ns for shard in places}
-        for number, (shard, index) in enumerate(items):
-            offset, length = (int(value) for value in places[int(shard)][int(index)])
-            if not (offset >= 0 and 0 < length <= _MAX_VALUE_BYTES):
-                raise ValueError(f"a value of {length} bytes at {offset}")
-            name = f"{folder}shard_{int(shard)}.bin"
-            yield cache.CacheEntry(
-                id=f"{folder}{number}",
-                image=_image(source, name, offset, length),
-                again=f"/{folder.split('/')[-3]}",  # of several resolutions
-                path=name,
-                variant=model,
-                at=(offset, length),
-                stamp=(length, mtimes[int(shard)]),
-            )
-    except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
-        raise SourceError(f"{path} is damaged ({error!s:.100}); cache this dataset again") from error
-    except OSError as error:
-        raise SourceError(f"{error.filename} cannot be read: {error.strerror}; cache this dataset again") from error
+    with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:
+        items = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()
+        places = {
+            shard: database.execute(f"SELECT offset, size FROM shard_{shard} ORDER BY rowid").fetchall()  # noqa: S608 - an int
+            for shard in {int(shard) for shard, _ in items}
+        }
+    mtimes = {shard: (path.parent / f"shard_{shard}.bin").stat().st_mtime_ns for shard in places}
+    for number, (shard, index) in enumerate(items):
+        offset, length = (int(value) for value in places[int(shard)][int(index)])
+        if not (offset >= 0 and 0 < length <= _MAX_VALUE_BYTES):
+            raise ValueError(f"a value of {length} bytes at {offset} in {path}")
+        name = f"{folder}shard_{int(shard)}.bin"
+        yield cache.CacheEntry(
+            id=f"{folder}{number}",
+            image=_image(source, name, offset, length),
+            again=f"/{folder.split('/')[-3]}",  # of several resolutions
+            path=name,
+            variant=model,
+            at=(offset, length),
+            stamp=(length, mtimes[int(shard)]),
+        )
 
 
 def _image(source: Path, shard: str, offset: int, length: int) -> str | None:
@@ -110,13 +92,12 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         latent=cache.squeezed(as_tensor(found, "latents")),
         geometry=cache.Geometry(),
         captions=tuple(captions),
-        columns=values_by_role(found, _COLUMNS),
+        left_out=names_in(found, "mask", "control_latents"),
     )
 
 
 IMPORTER = cache.Importer(
     kind="diffusion-pipe",
-    is_here=cache.has_file(_DB, _LATENTS),
     found=_found,
     read=_read,
     variants={},

@@ -2,10 +2,9 @@
 
 `NAME_WWWWxHHHH_MODEL.npz`, or `NAME.npz` of SD and SDXL, has a latent; W and H are the original's size, never the bucket's.
 SD3, FLUX and later models append `_{h}x{w}` to each key, and may have several sizes in a file: each becomes a sample.
-`crop_ltrb` is what the trainer computed, not what it cropped, so it is not read. The text is in a file of its own, its caption
-only in the caption file next to the image, so that the text may be of an older caption if that file is newer. Of several lines
-the trainer takes the first, or with `enable_wildcard` any. Two images of one name and size share a file. Source:
-`strategy_base.py` and `strategy_*.py` of version 0.10.1.
+`crop_ltrb` is what the trainer computed, not what it cropped, so it is not read. Nor are text caches, which do not tell of
+which caption they are. Of several lines the trainer takes the first, or with `enable_wildcard` any. Two images of one name and
+size share a file. Source: `strategy_base.py` and `strategy_*.py` of version 0.10.1.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, read_npz, text_of, tokens_of
+from bucketline.ingest.importers.reading import as_tensor, read_npz
 from bucketline.ingest.sources.local_files import open_file
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NAME = re.compile(r"(?P<stem>.+)_(?P<width>\d{4,})x(?P<height>\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|hi|anima)\.npz")
-_TEXTS = {"sdxl": "_te_outputs", "sd3": "_sd3_te", "flux": "_flux_te"}  # suffix of those whose layout `ingest pack` has too
 _TEXT_FILE = re.compile(r".+_(te_outputs|(sd3|flux|lumina|hi|anima)_te)\.npz")
 _SEVERAL_SIZES = ("sd3", "flux", "lumina", "hi", "anima")
 _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
@@ -37,10 +33,10 @@ _PLAIN = cache.Variant(scaling=cache.Scaling.NONE)
 _VARIANTS = {
     "sd or sdxl": _PLAIN,  # `NAME.npz`, which does not tell the two apart
     "sd": _PLAIN,
-    "sdxl": replace(_PLAIN, family="sdxl"),
-    "sd3": replace(_PLAIN, family="sd3"),
+    "sdxl": _PLAIN,
+    "sd3": _PLAIN,
     "hi": _PLAIN,
-    "flux": cache.Variant(family="flux"),
+    "flux": cache.Variant(),
     "lumina": cache.Variant(),
     "anima": cache.Variant(),
 }
@@ -60,7 +56,6 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
     entries = []
     for folder, name, stem, model, own in files:
         images = [one for end in _IMAGES for one in (stem + end, stem + end.upper()) if one in own]
-        text = f"{stem}{_TEXTS.get(model, '')}.npz"
         is_shared = len(images) > num_files[folder, stem, model]
         sizes = _sizes(request.source, folder + name) if model in _SEVERAL_SIZES else [""]
         entries += [
@@ -70,7 +65,6 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
                 path=folder + name,
                 variant=model,
                 at=(size,),
-                text_path=folder + text if model in _TEXTS and text in own else None,
                 captioned=f"{folder}{stem}.",
                 problem=f"{' and '.join(images)} share it; rename one, and cache both again" if is_shared else None,
             )
@@ -97,17 +91,15 @@ def _sizes(source: Path, path: str) -> list[str]:
     return sorted(found) or [""]
 
 
-def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
+def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     arrays, size = read_npz(source, entry.path), str(entry.at[0])
     width, height = _original(arrays, size, entry)
     flipped = f"latents_flipped{size}"
-    mask = next((name for name in (f"alpha_mask{size}", "alpha_mask") if name in arrays), None)
     return cache.Cached(
         latent=cache.squeezed(as_tensor(arrays, f"latents{size}")),
         flipped=None if flipped not in arrays else cache.squeezed(as_tensor(arrays, flipped), "flipped latent"),
         geometry=cache.Geometry(original=(height, width)),
-        texts=_texts(source, entry, variant),
-        columns={} if mask is None else {"mask": as_tensor(arrays, mask)},
+        left_out=("alpha_mask",) if f"alpha_mask{size}" in arrays or "alpha_mask" in arrays else (),
     )
 
 
@@ -122,40 +114,10 @@ def _original(arrays: Mapping[str, Any], size: str, entry: cache.CacheEntry) -> 
     return int(match["width"]), int(match["height"])
 
 
-def _texts(source: Path, entry: cache.CacheEntry, variant: str) -> tuple[cache.Text, ...]:
-    if entry.text_path is None or not entry.captions:
-        return ()
-    arrays = read_npz(source, entry.text_path)
-    for name in ("apply_lg_attn_mask", "apply_t5_attn_mask"):
-        if name in arrays and bool(arrays[name].any()):
-            what = f"{entry.text_path} has {name}"
-            raise cache.damaged(f"{what}: its padding is zeros, which the model's own pipeline does not see")
-
-    def own(name: str) -> torch.Tensor:
-        return as_tensor(arrays, name).float()
-
-    if variant == "sdxl":  # both CLIPs' tokens next to each other
-        first, second = tokens_of(own("hidden_state1"), "first CLIP"), tokens_of(own("hidden_state2"), "second CLIP")
-        if first.shape[0] != second.shape[0]:
-            raise cache.damaged(f"its CLIPs have {first.shape[0]} and {second.shape[0]} tokens, expected as many")
-        tokens, pooled = torch.cat([first, second], dim=1), own("pool2")
-    elif variant == "sd3":  # both CLIPs' tokens padded to the T5's width, then the T5's
-        clips, t5 = tokens_of(own("lg_out"), "CLIPs"), tokens_of(own("t5_out"), "T5")
-        if clips.shape[1] > t5.shape[1]:
-            raise cache.damaged(f"its CLIPs' tokens have the width {clips.shape[1]}, the T5's {t5.shape[1]}")
-        padded = torch.nn.functional.pad(clips, (0, t5.shape[1] - clips.shape[1]))
-        tokens, pooled = torch.cat([padded, t5], dim=0), own("lg_pooled")
-    else:
-        tokens, pooled = own("t5_out"), own("l_pooled")
-    return (text_of(entry.captions[0], tokens, pooled, is_older=entry.is_text_older),)
-
-
 IMPORTER = cache.Importer(
     kind="kohya",
-    is_here=cache.has_file(_NAME),
     found=_found,
     read=_read,
     variants=_VARIANTS,
     form=cache.FileForm.FIRST_LINE,
-    dates_text=True,
 )

@@ -21,19 +21,13 @@ if TYPE_CHECKING:
 
 _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
 _IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
-_VIDEO = re.compile(r"(?P<video>.+)_\d{5}-\d{3}(-\d+)?")  # the stem of a part of a video, with first frame and number of frames
 _LATENT = re.compile(r"latents_(?:(?P<column>control(?:_\d+)?|image|clean\w*?)_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
-_FLUX2 = cache.Variant(
-    scaling=cache.Scaling.PACKED,
-    latents="mode",
-    text_refused="Flux.2's embeddings are of several layers of its language model, which no text family here makes of the "
-    "empty caption",
-)
+_FLUX2 = cache.Variant(scaling=cache.Scaling.PACKED, latents="mode")
 _VARIANTS = {
     "hv": cache.Variant(scaling=cache.Scaling.NONE),
     "zi": cache.Variant(scaling=cache.Scaling.NONE, latents="mode"),
     "fk": cache.Variant(family="flux"),
-    "wan": cache.Variant(latents="mode", family="transformers"),
+    "wan": cache.Variant(latents="mode"),
     "qi": cache.Variant(latents="mode"),
     "qie": cache.Variant(latents="mode"),
     "f2d": _FLUX2,
@@ -53,8 +47,8 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
         for name in names:
             if (match := _IMAGE.fullmatch(name)) is None:
                 continue
-            stem, part = match["stem"], _VIDEO.fullmatch(match["stem"])
-            text = f"{part['video'] if part else stem}_{match['arch']}_te.safetensors"
+            stem = match["stem"]
+            text = f"{stem}_{match['arch']}_te.safetensors"
             entries.append(
                 cache.CacheEntry(
                     id=folder + stem,
@@ -77,8 +71,6 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     names = columns.pop("", [])
     if len(names) != 1:
         raise cache.damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
-    if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
-        raise cache.damaged(f"its metadata has no architecture, width and height, only {', '.join(sorted(metadata))[:200]}")
     width, height = cache.pair((metadata["width"], metadata["height"]), "width and height")
     captions: tuple[str, ...] | None = None
     texts: tuple[cache.Text, ...] = ()
@@ -86,21 +78,13 @@ def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
         found, told = read_safetensors(source, entry.text_path)
         caption = told.get("caption1", "")
         captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
-    others = sorted(column for column in columns if not column.startswith("control"))
-    controls = {_role(column): cache.squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if column not in others}
     return cache.Cached(
         latent=cache.squeezed(tensors[names[0]]),
         geometry=cache.Geometry(original=(height, width)),
         captions=captions,
         texts=texts,
-        columns=controls,
-        leaves_out=f"{', '.join(others)} latents of {arch}" if others else None,
+        left_out=tuple(f"{column} latents" for column in sorted(columns)),
     )
-
-
-def _role(column: str) -> str:
-    """Return the role of a control image's latents: `control/image`, or of several `control/0` and so on."""
-    return f"control/{column.removeprefix('control').removeprefix('_') or 'image'}"
 
 
 def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cache.Text, ...]:
@@ -110,14 +94,11 @@ def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cach
                 return value.float()
         raise cache.damaged(f"its text cache has no {content}, only {', '.join(sorted(tensors))[:200]}")
 
-    if caption and arch == "fk":
-        return (text_of(caption, own("t5_vec"), own("clip_l_pooler")),)
-    return (text_of(caption, own("varlen_t5")),) if caption and arch == "wan" else ()
+    return (text_of(caption, own("t5_vec"), own("clip_l_pooler")),) if caption and arch == "fk" else ()
 
 
 IMPORTER = cache.Importer(
     kind="musubi",
-    is_here=cache.has_file(_IMAGE),
     found=_found,
     read=_read,
     variants=_VARIANTS,

@@ -12,18 +12,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import counted
-from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, loaded_dict, read_torch, read_whole, values_by_role
+from bucketline.ingest.importers.reading import as_tensor, loaded_dict, names_in, read_torch, read_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
-_NEWER = re.compile(r"[0-9a-f]{12}_[^_/]+_\d+\.pt")
 _AGGREGATE = "aggregate.pt"
-_COLUMNS = {"latent_mask": "mask", "latent_conditioning_image": "control/conditioning"}
 
 
 def _found(request: cache.ListRequest) -> cache.FoundEntries:
@@ -32,11 +28,6 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
     made_ns: dict[str, int] = {}  # by group
     notes = []
     for folder, names in cache.files_below(request.source):
-        if any(_NEWER.fullmatch(name) for name in names):
-            raise SourceError(
-                f"{request.source / folder} is a cache of a newer OneTrainer, with files called by a hash and the resolution; "
-                "only caches with variation-N/I.pt and aggregate.pt are known"
-            )
         match = _VARIATION.fullmatch(folder)
         if match is None or _AGGREGATE not in names:
             continue
@@ -60,19 +51,10 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
 
 def _images(source: Path, folder: str) -> list[str] | None:
     """Return the images of a variation in order; None if it is one of text."""
-    path = source / folder / _AGGREGATE
-    try:
-        found: Any = read_torch(source, folder + _AGGREGATE)
-    except RejectedError as error:
-        raise SourceError(f"{path}: {error.detail}; cache this group again") from error
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise SourceError(f"{path} is not a list of samples; cache this group again")
-    paths = [one.get("image_path") for one in found]
-    if not any("crop_resolution" in one or path is not None for one, path in zip(found, paths, strict=True)):
+    found: Any = read_torch(source, folder + _AGGREGATE)
+    if not any(one.keys() & {"crop_resolution", "image_path"} for one in found):
         return None
-    if not all(isinstance(path, str) for path in paths):
-        raise SourceError(f"{path} lacks the image_path of some samples; cache this group again")
-    return [str(path) for path in paths]
+    return [str(one["image_path"]) for one in found]
 
 
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
@@ -82,12 +64,11 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
         cache.pair(found[name], name) if name in found else None for name in ("original_resolution", "crop_offset")
     )
     geometry = cache.Geometry(original=original, crop=crop)
-    return cache.Cached(latent=latent, geometry=geometry, columns=values_by_role(found, _COLUMNS))
+    return cache.Cached(latent=latent, geometry=geometry, left_out=names_in(found, "latent_mask", "latent_conditioning_image"))
 
 
 IMPORTER = cache.Importer(
     kind="onetrainer",
-    is_here=cache.has_file(_AGGREGATE, _VARIATION),
     found=_found,
     read=_read,
     variants={"": cache.Variant(scaling=cache.Scaling.NONE, latents="mode")},

@@ -29,15 +29,7 @@ if TYPE_CHECKING:
 _METADATA = re.compile(r"aspect_ratio_bucket_metadata_.+\.json")
 _TEXT = re.compile(r"[0-9a-f]{32}-(?P<model>[A-Za-z0-9_.-]+)\.pt")
 _FAMILIES = {"sd1x": "sd", "sd2x": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "pixart_sigma": "pixart_sigma"}
-_OTHERS = (
-    "kolors",
-    "auraflow",
-    "chroma",
-    "lumina2",
-    "sana",
-    "qwen_image",
-    "wan",
-)  # whose latents are stored as the model is fed
+_OTHERS = ("kolors", "auraflow", "chroma", "lumina2", "sana", "qwen_image", "wan")  # whose latents are as the model is fed
 _FIELDS = ("original_size", "target_size", "intermediary_size", "crop_coordinates")
 
 
@@ -48,7 +40,7 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
     for folder, names in cache.files_below(request.source):
         for name in names:
             if _METADATA.fullmatch(name):
-                metadata |= _images(request.source / folder / name)
+                metadata |= cache.read_json(request.source / folder / name)
             elif _TEXT.fullmatch(name):
                 texts[name] = folder + name
             elif name.endswith(".pt"):
@@ -71,20 +63,13 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
                 image=image,
                 path=path,
                 variant=model,
-                facts=tuple(_numbers(fields)),
+                facts=fields,
                 uncaptioned=(_stem(image).replace("_", " "),),
                 problem=problem,
             )
         )
     own = {name: path for name, path in texts.items() if name.endswith(f"-{model}.pt")}
     return cache.FoundEntries(entries=entries, texts=own)
-
-
-def _images(path: Path) -> dict[str, dict[str, Any]]:
-    found = cache.read_json(path)
-    if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
-        raise SourceError(f"{path} does not map images to their sizes; make the cache again, or restore the file")
-    return found
 
 
 def _stem(image: str) -> str:
@@ -111,14 +96,6 @@ def _shared_end(one: list[str], other: list[str]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))))
 
 
-def _numbers(fields: dict[str, Any]) -> list[int]:
-    """Return the sizes and the crop in an image's metadata as 8 numbers; none if they are not what they should be."""
-    try:
-        return [number for name in _FIELDS for number in cache.pair(fields[name], name)]
-    except Exception:  # noqa: BLE001 - whatever the JSON holds instead
-        return []
-
-
 def _spelled(text: str, trigger: str | None) -> Iterator[cache.Spelled]:
     """Yield the captions that a text may have become, and their spellings, which tell only the digest."""
     for start in dict.fromkeys((f"{trigger} " if trigger else "", "")):
@@ -132,9 +109,9 @@ def _embedded(_entry: cache.CacheEntry, model: str, caption: str) -> dict[str, b
 
 
 def _read(source: Path, entry: cache.CacheEntry, model: str) -> cache.Cached:
-    if len(entry.facts) != 2 * len(_FIELDS):
-        raise cache.damaged(f"its metadata lacks {', '.join(_FIELDS[:3])} or crop_coordinates, or has something else there")
-    width, height, target_w, target_h, scaled_w, scaled_h, top, left = entry.facts
+    (width, height), (target_w, target_h), (scaled_w, scaled_h), crop = (
+        cache.pair(entry.facts[name], name) for name in _FIELDS
+    )
     found = read_torch(source, entry.path)
     latent = found.get("latents") if isinstance(found, dict) else found
     if not isinstance(latent, torch.Tensor):
@@ -145,7 +122,7 @@ def _read(source: Path, entry: cache.CacheEntry, model: str) -> cache.Cached:
         raise cache.damaged(f"its latent is {high} x {wide}, its metadata has {target_h}x{target_w} px; cache it again")
     return cache.Cached(
         latent=latent,
-        geometry=cache.Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=(top, left)),
+        geometry=cache.Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=crop),
         texts=_texts(source, entry, model),
     )
 
@@ -154,14 +131,12 @@ def _texts(source: Path, entry: cache.CacheEntry, model: str) -> tuple[cache.Tex
     if entry.text_path is None or not entry.captions:
         return ()
     found = read_torch(source, entry.text_path)
-    found = found if isinstance(found, dict) else {}
     tokens, has_pooled = as_tensor(found, "prompt_embeds"), _FAMILIES.get(model) in ("sdxl", "sd3", "flux")
     return (text_of(entry.captions[0], tokens, as_tensor(found, "pooled_prompt_embeds") if has_pooled else None),)
 
 
 IMPORTER = cache.Importer(
     kind="simpletuner",
-    is_here=cache.has_file(_METADATA),
     found=_found,
     read=_read,
     variants={name: cache.Variant(family=_FAMILIES.get(name)) for name in (*_FAMILIES, *_OTHERS)},

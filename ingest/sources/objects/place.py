@@ -27,7 +27,7 @@ _SECOND_NS = 1_000_000_000
 
 
 def is_object_url(text: str) -> bool:
-    """Return True if a source is the URL of something in object storage; what a web server has is streamed."""
+    """Return True if a source is the URL of something in object storage."""
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
     return match is not None and match[1].lower() in _SCHEMES
 

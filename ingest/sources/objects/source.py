@@ -18,8 +18,7 @@ from bucketline.files.run_marker import STATUS, is_status
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames
-from bucketline.ingest.sources.captions.metadata_table import read_rows
-from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.captions.metadata_table import TableRows, read_rows
 from bucketline.ingest.sources.folder import FoundFiles
 from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import refuse_too_large

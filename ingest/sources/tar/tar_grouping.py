@@ -10,9 +10,8 @@ from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
-from bucketline.ingest.sources.side_files import side_files
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.ingest.sources.splits import VAL, Splits, split_of_image
+from bucketline.ingest.sources.splits import VAL, Splits, side_files, split_of_image
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.tar.tar_reader import Member

@@ -8,14 +8,12 @@ that tarfile read.
 from __future__ import annotations
 
 import io
-import math
 import tarfile
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError, SourceError
 from bucketline.ingest.sources.source import MAX_FILE_BYTES
-from bucketline.store.format.sample_record import MAX_MTIME_NS, storable_mtime_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,13 +26,6 @@ _CUT_SHORT = "the tar ends inside a member: it was cut short"
 _REPAIR = "copy or create it again"
 
 
-class ByteStream(Protocol):
-    """A stream of bytes."""
-
-    def read(self, num_bytes: int, /) -> bytes:
-        """Return at most `num_bytes` bytes, none at the end."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A member of a tar. Its name is whatever the tar says, and is never used as a path."""
@@ -42,7 +33,6 @@ class Member:
     name: str
     number: int  # among all members
     num_bytes: int
-    mtime_ns: int  # 0 to MAX_MTIME_NS
     offset: int  # of its bytes
     is_file: bool  # False for links, sparse files and others whose bytes are not stored as they are
 
@@ -50,10 +40,8 @@ class Member:
 class Forwards:
     """The file object for tarfile. It refuses to seek backwards, since a malicious header could cause an endless loop."""
 
-    def __init__(self, file: ByteStream, seekable: IO[bytes] | None) -> None:
-        self._file, self._seekable = file, seekable
-        self._num_bytes = None if seekable is None else seekable.seek(0, io.SEEK_END)
-        self._at = 0
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._num_bytes, self._at = file, file.seek(0, io.SEEK_END), 0
         self.seek(0)
         self.last, self.is_short = b"", False  # bytes of the last read; whether it met the end of the file
 
@@ -71,10 +59,7 @@ class Forwards:
     def seek(self, to: int, whence: int = 0) -> int:
         if to < self._at or whence:
             raise tarfile.ReadError(f"a header leads back to byte {to}")
-        if self._seekable is not None:
-            self._at = self._seekable.seek(to)
-        while self._at < to and self.read(min(_CHUNK_BYTES, to - self._at)):
-            pass
+        self._at = self._file.seek(to)
         return self._at
 
     def tell(self) -> int:
@@ -83,7 +68,7 @@ class Forwards:
     @property
     def place(self) -> int:
         """The byte that was reached, at most the file's size; a seek can go past the end of a truncated file."""
-        return self._at if self._num_bytes is None else min(self._at, self._num_bytes)
+        return min(self._at, self._num_bytes)
 
     def read_member(self, member: Member) -> bytes:
         """Read the current member."""
@@ -97,16 +82,16 @@ class Forwards:
 class Tar:
     """An open tar. Errors while reading it are SourceErrors that name the tar and the byte."""
 
-    def __init__(self, file: ByteStream, where: str, seekable: IO[bytes] | None = None) -> None:
-        """Open a tar; `seekable` is the same file if it supports seeking."""
+    def __init__(self, file: IO[bytes], where: str) -> None:
+        """Open a tar."""
         self._where = where
         try:
-            head = _exactly(file, _MAGIC_BYTES)
+            head = file.read(_MAGIC_BYTES)
         except OSError as error:
             raise SourceError(f"{where} cannot be read: {error}") from error
         if head.startswith(_COMPRESSED):
             raise SourceError(f"{where} is compressed; unpack it first, by gunzip, bunzip2, unxz or unzstd")
-        self._bytes = Forwards(_Rest(head, file), None) if seekable is None else Forwards(seekable, seekable)
+        self._bytes = Forwards(file)
 
     def __iter__(self) -> Iterator[Member]:
         """Iterate over the members."""
@@ -122,7 +107,6 @@ class Tar:
                     name=info.name,
                     number=number,
                     num_bytes=info.size,
-                    mtime_ns=_nanoseconds(info.mtime),
                     offset=info.offset_data,
                     is_file=info.isreg() and not info.issparse(),
                 )
@@ -155,31 +139,3 @@ class Tar:
 
     def _damaged(self, what: str) -> SourceError:
         return SourceError(f"{self._where}, near byte {self._bytes.place}: {what}; {_REPAIR}")
-
-
-class _Rest:
-    """A stream whose first bytes have already been read."""
-
-    def __init__(self, head: bytes, file: ByteStream) -> None:
-        self._head, self._file = head, file
-
-    def read(self, num_bytes: int = -1, /) -> bytes:
-        if not self._head:
-            return self._file.read(num_bytes)
-        part = self._head if num_bytes < 0 else self._head[:num_bytes]
-        self._head = self._head[len(part) :]
-        return part
-
-
-def _exactly(file: ByteStream, num_bytes: int) -> bytes:
-    head = b""
-    while len(head) < num_bytes and (part := file.read(num_bytes - len(head))):
-        head += part
-    return head
-
-
-def _nanoseconds(seconds: float) -> int:
-    """Return a header's mtime in nanoseconds, clamped to a record's range; a PAX header may have `nan`, `inf` or `1e400`."""
-    if math.isnan(seconds):
-        return 0
-    return storable_mtime_ns(int(min(max(0.0, seconds * 1e9), float(MAX_MTIME_NS))))

@@ -1,13 +1,11 @@
-"""WebDataset tar shards as a source. Local tars are read by byte range, streams sequentially; nothing is extracted.
+"""WebDataset tar shards as a source, in files or in object storage, read by byte range; nothing is extracted.
 
-The webdataset package expands patterns and opens URLs.
+The webdataset package expands patterns.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import itertools
 import os
 import re
 from contextlib import contextmanager
@@ -15,46 +13,37 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_not_there
-from bucketline.files.redact import PIPE, TAR_NAME, redacted, redacted_within, without_userinfo
+from bucketline.files.redact import redacted, redacted_within, without_userinfo
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sources.byte_window import FileWindow
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
 from bucketline.ingest.sources.local_files import refuse_too_large
-from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, ObjectFile
+from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, FileWindow, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.side_files import side_notes
-from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
-from bucketline.ingest.sources.splits import Splits
+from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.splits import Splits, side_notes
 from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
-from bucketline.ingest.sources.tar.tar_io import TarStream
-from bucketline.ingest.sources.tar.tar_reader import Member, Tar
+from bucketline.ingest.sources.tar.tar_reader import Tar
 from bucketline.store.format.sample_record import storable_mtime_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")  # what a tar's name ends in
 _CHUNK_BYTES = 1 << 20
-_PLACED = 5  # length of `at` for an item in a tar that is not streamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One tar: a local file, an object in object storage, or a URL that webdataset opens."""
+    """One tar: a local file, or an object in object storage."""
 
     url: str
-    path: Path | None  # None for an object or a stream
-
-    @property
-    def is_object(self) -> bool:
-        """True if it is in object storage."""
-        return self.path is None and is_object_url(self.url)
+    path: Path | None  # None for an object
 
     @property
     def shown(self) -> str:
@@ -63,28 +52,20 @@ class Shard:
 
     @property
     def place(self) -> str:
-        """Its path or URL, without a password and what may follow the tar's name."""
-        if self.path is not None:
-            return self.url
-        url = without_userinfo(self.url)
-        found = TAR_NAME.search(url)
-        return url[: found.end()] if found else ""
+        """Its path or URL, without a password."""
+        return self.url if self.path is not None else without_userinfo(self.url)
 
     @property
     def name(self) -> str:
         """Prefix of the ids: the tar's name without its extension."""
-        if self.path is not None:
-            return TAR.sub("", self.path.name)
-        if found := TAR_NAME.search(without_userinfo(self.url)):
-            return TAR.sub("", found[0])
-        return f"stream-{hashlib.blake2b(self.url.encode('utf-8', 'surrogateescape'), digest_size=4).hexdigest()}"
+        return TAR.sub("", self.url.rpartition("/")[2] if self.path is None else self.path.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarSource:
     """The images of tar shards; a sample's id is `SHARD/KEY.EXTENSION`, and never used as a path.
 
-    An item's `at` is its shard, member number, size and mtime, and in a tar that is not streamed the offset of its bytes.
+    An item's `at` is its shard, member number, size, mtime, and the offset of its bytes.
     """
 
     root: str  # the folder of the source
@@ -94,14 +75,14 @@ class TarSource:
     @property
     def is_remote(self) -> bool:
         """True if a tar is in object storage."""
-        return any(shard.is_object for shard in self.shards)
+        return any(shard.path is None for shard in self.shards)
 
     @property
     def local_paths(self) -> tuple[Path, ...]:
         return tuple(shard.path for shard in self.shards if shard.path is not None)
 
     def listing(self) -> Listing:
-        """Read every tar once; only the headers and captions of one that is not streamed."""
+        """Read the headers and captions of every tar."""
         listing, seen, splits = Listing(), dict[str, str](), Splits(self.options.dataset_splits)
         names, sides = CaptionNames.of(self.options), list[str]()
         for number, shard in enumerate(self.shards):
@@ -119,16 +100,7 @@ class TarSource:
         return listing
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        for number, group in itertools.groupby(items, key=lambda item: item.at[0]):
-            wanted = list(group)
-            if _is_placed(wanted[0]):
-                yield from wanted
-            else:
-                yield from _stream(self.shards[number], wanted, self.options)
-
-    def is_read_in_turn(self, items: Sequence[SourceItem]) -> bool:
-        """Return True if a tar is read from its beginning for any of these items."""
-        return not all(map(_is_placed, items))
+        yield from items
 
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
@@ -138,7 +110,7 @@ class TarSource:
         refuse_too_large(stamp.num_bytes)
         if item.held is not None:
             return SourceBytes(data=item.held, stamp=stamp)
-        if shard.is_object:
+        if shard.path is None:
             return SourceBytes(data=_range_of(shard, item, self.options), stamp=stamp)
         try:
             with self._window(item) as window:
@@ -150,7 +122,7 @@ class TarSource:
         return SourceBytes(data=data, stamp=stamp)
 
     def opened(self, item: SourceItem) -> BinaryIO:
-        if item.held is not None or self.shards[item.at[0]].is_object:
+        if item.held is not None or self.shards[item.at[0]].path is None:
             return io.BytesIO(self.read(item).data)
         return io.BufferedReader(self._window(item))
 
@@ -178,7 +150,7 @@ class TarSource:
 
 
 def expand(text: str, options: SourceOptions | None = None) -> TarSource:
-    """Expand a pattern into tars: `{000000..000012}`, `*`, a file, or any URL that webdataset opens."""
+    """Expand a pattern into tars: `{000000..000012}`, `*`, a file, or a URL in object storage."""
     try:
         from webdataset.shardlists import expand_urls
     except ImportError as error:
@@ -206,11 +178,9 @@ def has_scheme(text: str) -> bool:
 
 
 def _found(url: str) -> list[Shard]:
-    if url.startswith(PIPE):
-        raise SourceError(f"{redacted(url)} is a command, and none is run; run it, and name the tar that it writes")
     local = local_path(url)
     if local is None:
-        return [Shard(url=url, path=None)]
+        raise SourceError(f"{redacted(url)} is neither a path nor a URL of object storage; download the tar, and name its path")
     if local.is_file():
         return [Shard(url=url, path=local)]
     import glob
@@ -263,9 +233,9 @@ def local_path(url: str) -> Path | None:
 
 
 @contextmanager
-def _opened(shard: Shard, options: SourceOptions) -> Iterator[tuple[Tar, int | None]]:
-    """Open a shard; yield the tar, and its mtime if it is a local file or an object."""
-    if shard.is_object:
+def _opened(shard: Shard, options: SourceOptions) -> Iterator[tuple[Tar, int]]:
+    """Open a shard; yield the tar and its mtime."""
+    if shard.path is None:
         url, name = split_url(shard.url)
         folder = folder_at(url, options)
         with of_source(shard.url):
@@ -276,23 +246,14 @@ def _opened(shard: Shard, options: SourceOptions) -> Iterator[tuple[Tar, int | N
         parts = {"part_bytes": STREAM_PART_BYTES, "parts_ahead": STREAM_PARTS_AHEAD}
         with ObjectFile(folder, name, entry.num_bytes, explaining=explaining, **parts) as object_file:
             buffered = io.BufferedReader(object_file, _CHUNK_BYTES)
-            yield Tar(buffered, shard.shown, seekable=buffered), stamp_of(entry).mtime_ns
+            yield Tar(buffered, shard.shown), stamp_of(entry).mtime_ns
         return
-    if shard.path is not None:
-        try:
-            file: IO[bytes] = shard.path.open("rb")
-        except OSError as error:
-            raise SourceError(f"{shard.shown} cannot be read: {error.strerror}") from error
-        with file:
-            yield Tar(file, shard.shown, seekable=file), storable_mtime_ns(os.fstat(file.fileno()).st_mtime_ns)
-        return
-    stream = TarStream(shard.url)
     try:
-        yield Tar(stream, shard.shown), None
-        while stream.read(_CHUNK_BYTES):  # read to the end, to learn whether the command failed
-            pass
-    finally:
-        stream.abandon()
+        file = shard.path.open("rb")
+    except OSError as error:
+        raise SourceError(f"{shard.shown} cannot be read: {error.strerror}") from error
+    with file:
+        yield Tar(file, shard.shown), storable_mtime_ns(os.fstat(file.fileno()).st_mtime_ns)
 
 
 def _read_shard(number: int, shard: Shard, samples: ShardSamples, options: SourceOptions) -> None:
@@ -306,37 +267,12 @@ def _read_shard(number: int, shard: Shard, samples: ShardSamples, options: Sourc
                 if not member.is_file:
                     samples.pass_over(member, "a link, or a sparse file")
                     continue
-                time = member.mtime_ns if mtime_ns is None else mtime_ns
-                at = (number, member.number, member.num_bytes, time)
-                samples.add_image(member, at if mtime_ns is None else (*at, member.offset))
+                samples.add_image(member, (number, member.number, member.num_bytes, mtime_ns, member.offset))
             elif (kind := caption_kind(split[1], names)) is not None and member.is_file:
                 if member.num_bytes > MAX_CAPTIONS_BYTES:
                     samples.add_captions(member, too_long(member.name, member.num_bytes))
                 else:
                     samples.add_captions(member, names.read(kind, member.name, tar.read(member)))
-
-
-def _is_placed(item: SourceItem) -> bool:
-    return len(item.at) == _PLACED
-
-
-def _stream(shard: Shard, items: list[SourceItem], options: SourceOptions) -> Iterator[SourceItem]:
-    """Read a stream and yield the wanted items with their bytes."""
-    wanted = {item.at[1]: item for item in items}
-    with _opened(shard, options) as (tar, mtime_ns):
-        for member in tar:
-            item = wanted.pop(member.number, None)
-            if item is None:
-                continue
-            if _identity(shard, member, mtime_ns) != (item.id, item.at[2], item.at[3]):
-                raise _changed(shard)
-            yield item if member.num_bytes > MAX_FILE_BYTES else replace(item, held=tar.read(member))
-    if wanted:
-        raise _changed(shard)
-
-
-def _identity(shard: Shard, member: Member, mtime_ns: int | None) -> tuple[str, int, int]:
-    return f"{shard.name}/{member.name}", member.num_bytes, member.mtime_ns if mtime_ns is None else mtime_ns
 
 
 def _changed(shard: Shard) -> SourceError:

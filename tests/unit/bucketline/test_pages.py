@@ -38,7 +38,7 @@ def test_html_that_no_template_made_is_text(tmp_path: Path) -> None:
 
 def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="'losses' is undefined"):
-        document("train/report/runs.html", title="", subtitle="", made_by="", summaries=[{}], overview=[], reasons=[])
+        document("train/runs.html", title="", subtitle="", made_by="", summaries=[{}], overview=[], reasons=[])
 
 
 def test_a_page_replaces_one_of_ours_and_nothing_else(tmp_path: Path) -> None:

@@ -21,15 +21,13 @@ from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
-from bucketline.ingest.encoders.text.token_statistics import open_caption_lengths
 from bucketline.ingest.encoders.text_columns import Embedding, TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Batch
 from bucketline.loader.latent_scale import LatentScale, RecordedScale
 from bucketline.train.config import Precision, TrainConfig
 from bucketline.train.ema import Average
-from bucketline.train.images.pipeline import draw_latents
-from bucketline.train.images.prompts import DrawingBatch
+from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.load import load
 from bucketline.train.lora import ADAPTER, Layers, add_adapters, layers_by_word
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
@@ -164,14 +162,6 @@ def test_the_empty_caption_is_the_pipelines_negative_prompt_where_that_has_no_te
     for captions in ([""], ["a red cat", "", "a dog"]):
         found = made.encoder.encode(captions)[captions.index("")].tokens
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-def test_scan_knows_without_weights_what_is_stored_of_captions(made: Made) -> None:
-    found = open_caption_lengths(open_model(str(made.folder)), TextSettings(stored_dtype="F32"))
-    assert (found.columns, found.max_tokens) == (made.encoder.columns, made.encoder.max_tokens)
-    stored = [len(one.tokens) for one in made.encoder.encode(list(CAPTIONS))]
-    assert [one.num_tokens for one in found.measure(list(CAPTIONS))] == stored
-    assert max(stored) <= found.max_tokens
 
 
 def _forget_padding(made: Made, captions: tuple[str, ...], theirs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from bucketline.errors import UsageError
 from bucketline.families.registry import family_of_pipeline
 from bucketline.loader.batch import as_fields
 from bucketline.train.config import TrainConfig
-from bucketline.train.outputs.export import export_model
+from bucketline.train.export import export_model
 from bucketline.train.parallel import StopRequest
 from tests.family_models import FORMS, open_pipeline
 from tests.unit.train.tiny_run import ALONE, built

@@ -11,10 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from bucketline.train.images.pipeline import call_of, guidance_of
-from bucketline.train.images.prompts import prompt_batches
+from bucketline.train.export import export_model
+from bucketline.train.images import call_of, guidance_of, prompt_batches
 from bucketline.train.noise import FlowSchedule
-from bucketline.train.outputs.export import export_model
 from tests.commands import call
 from tests.family_models import FORMS, open_pipeline
 from tests.unit.families.test_outputs import run, trainer_of
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.train.images.prompts import DrawingBatch
+    from bucketline.train.images import DrawingBatch
     from bucketline.train.run import Run
     from tests.unit.families.packed import Packed
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,13 @@ import pytest
 import webdataset
 from PIL import Image
 
-from bucketline.errors import SourceError, UsageError
-from bucketline.ingest.pipeline import image_reader, slice_packer
+from bucketline.errors import UsageError
+from bucketline.ingest.pipeline import image_reader
 from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
-from bucketline.ingest.sources.source import SourceItem
-from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import by_id, tree
-from tests.models import SMALL, colour_image, encoded, in_file, png, write_images
-from tests.streamed import streamed
+from tests.models import SMALL, colour_image, encoded, png, write_images
 
 
 def pack(source: object, store: Path, model: Path, *more: object) -> Ran:
@@ -51,12 +46,10 @@ def write_tars(source: Path, folder: Path) -> str:
     return str(folder / "{a,b}.tar")
 
 
-@pytest.mark.parametrize("kind", ["local", "stream"])
 def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_folder(
-    kind: str, source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pattern = write_tars(source, tmp_path / "tars")
-    text = pattern if kind == "local" else streamed(pattern)
+    text = write_tars(source, tmp_path / "tars")
     assert counts(pack(source, tmp_path / "s", model, "--val-fraction", "0.2").json) == (14, 0, 0)
     ran = pack(text, tmp_path / "t", model, "--val-fraction", "0.2")
     assert counts(ran.json) == (14, 0, 0), ran.err
@@ -236,28 +229,3 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
     path.write_bytes(path.read_bytes()[:4000])
     pack(pattern, tmp_path / "s", model).fails("b.tar, near byte")
     assert not (tmp_path / "s").exists()
-
-
-def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_what_was_encoded(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The terminal sends it to the whole group of processes: the stream breaks off before the noted Ctrl-C is looked at."""
-    pattern = streamed(write_tars(source, tmp_path / "tars"))
-    in_turn = TarSource.in_turn
-
-    def breaks_off(self: TarSource, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        for number, item in enumerate(in_turn(self, items)):
-            if number == 13:
-                signal.raise_signal(signal.SIGINT)
-                raise SourceError("its command failed")
-            yield item
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TarSource, "in_turn", breaks_off)
-        patched.setattr(slice_packer, "AHEAD_ITEMS", 2)
-        ran = pack(in_file(tmp_path / "d.toml", pattern, decode_threads=1), tmp_path / "s", model, "--batch-size", "1")
-    assert ran.code == 130
-    assert "rerun the command to continue" in ran.err
-    report = pack(pattern, tmp_path / "s", model).json
-    assert report["packed"] + report["unchanged"] == 14
-    assert report["unchanged"] > 5

@@ -17,9 +17,9 @@ from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import RejectedError, decode_image, placed_by_header
 from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn
-from tests.models import SMALL, colour_image, encoded, png
+from tests.family_models import tiny_dc
+from tests.models import SMALL, colour_image, encoded, png, write_model
 from tests.profiles import icon
-from tests.streamed import streamed
 
 
 def scan(source: object, *more: object) -> Ran:
@@ -58,11 +58,9 @@ def test_what_a_scan_foretells_is_what_packing_does(kind: str, source: Path, tmp
     same = ("found", "rejected", "rejected_by_reason", "without_caption", "enlarged", "crop_loss", "captions_beyond")
     assert {name: report[name] for name in same} == {name: packed[name] for name in same}
     assert report["captions_without_image"] == packed["captions_without_image"] == ["lost.txt"]
-    assert report["captions_too_long"] == packed["captions_truncated"] == 1
     assert report["rejected"] == (8 if kind == "full" else 7)
     store = Store.open(tmp_path / "s")
     assert {b["name"]: b["samples"] for b in report["buckets"]} == {b.name: b.num_rows for b in store.buckets()}
-    assert report["payload_bytes"] == pytest.approx(packed["payload_bytes"], rel=0.05)
     rejects = {reject["id"]: reject["reason"] for reject in report["rejects"]}
     assert rejects["tiny.png"] == "too small"
     assert rejects["bad caption.png"] == "unreadable caption"
@@ -84,8 +82,8 @@ def test_a_scan_of_tars_and_of_a_folder_say_the_same(source: Path, tmp_path: Pat
             captions = {"txt": text.read_bytes()} if text.exists() else {}
             writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes(), **captions})
     same = ("found", "buckets", "without_caption", "captions", "smallest", "median", "largest", "source_bytes")
-    reports = [scan(text).json for text in (source, tmp_path / "t.tar", streamed(f"{tmp_path}/t.tar"))]
-    assert [{name: report[name] for name in same} for report in reports] == [{name: reports[0][name] for name in same}] * 3
+    reports = [scan(text).json for text in (source, tmp_path / "t.tar")]
+    assert [{name: report[name] for name in same} for report in reports] == [{name: reports[0][name] for name in same}] * 2
 
 
 def test_a_scan_without_a_model_needs_neither_torch_nor_transformers(source: Path) -> None:
@@ -97,7 +95,6 @@ def test_a_scan_without_a_model_needs_neither_torch_nor_transformers(source: Pat
     ran = spawn([sys.executable, "-c", script], PYTHONPATH=str(ROOT)).done()
     assert "14 images" in ran.out
     assert "train/64x64" in ran.out
-    assert "use --model" in ran.out
 
 
 def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> None:
@@ -112,8 +109,8 @@ def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> 
             "smallest ",
             "train/16x24",
         ),
-        *("images without a caption", "1 caption longer than the text encoder accepts", "caption without an image: lost.txt"),
-        *("the store would hold about ", "from the file headers only; --full"),
+        *("images without a caption", "caption without an image: lost.txt"),
+        "from the file headers only; --full",
     ):
         assert words in out
 
@@ -209,3 +206,19 @@ def test_what_a_header_tells_is_refused_with_the_reason_that_decoding_gives(data
     with pytest.raises(RejectedError) as by_decoding:
         decode_image(data, FRAMING, "a")
     assert (by_header.value.reason, by_header.value.detail) == (by_decoding.value.reason, by_decoding.value.detail)
+
+
+@pytest.mark.parametrize("config", ["{}", '{"_class_name": "VQModel", "block_out_channels": [4], "latent_channels": 4}'])
+def test_a_scan_refuses_a_vae_that_packing_would_refuse(config: str, source: Path, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "vae" / "config.json").write_text(config, encoding="utf-8")
+    ran = scan(source, "--model", folder)
+    assert ran.code == 1
+    assert any(found in ran.err for found in ("vae/config.json is not that of an AutoencoderKL", "vae/ is a VQModel, expected"))
+
+
+def test_a_scan_refuses_latents_that_the_models_vae_has_not(source: Path, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    tiny_dc().save_pretrained(folder / "vae")
+    assert scan(source, "--model", folder).code == 0
+    scan(source, "--model", folder, "--latents", "moments").fails("AutoencoderDC has no distribution", code=2)

@@ -16,7 +16,6 @@ from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
 from tests.models import SMALL, colour_image, encoded, png
 from tests.pages import parsed
-from tests.streamed import streamed
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
 
@@ -117,9 +116,10 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.png").write_bytes(png(*size))
         (tmp_path / name / "strip.png").write_bytes(png(10, 500))
+    (tmp_path / "dogs" / "a.txt").write_text("a dog", encoding="ascii")
     data = tmp_path / "data.toml"
     data.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "dogs"\nrepeats = 3\n', encoding="ascii")
-    ran = scan(data, tmp_path / "sheet.html").done()
+    ran = scan(data, tmp_path / "sheet.html", "--caption-template", "sks").done()
     assert ran.out.endswith("sheet.html: contact sheet of the crops that lose most\n")
     page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
@@ -127,19 +127,20 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
         *(str(tmp_path / "dogs"), "train/24x16", "Too much cropped away", "Rejected"),
     ]
     assert len(page.images()) == 4
+    assert "sks, a dog" in page.text
     inside = scan(data, tmp_path / "dogs" / "sheet.html")
     assert (inside.code, inside.out) == (2, "")
     assert "is inside the source" in inside.err
 
 
-def test_the_sheet_of_streamed_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:
+def test_the_sheet_of_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:
     import webdataset
 
     with webdataset.TarWriter(str(tmp_path / "t.tar"), encoder=False) as writer:
         for path in sorted(source.rglob("*.png")):
             writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes()})
     figures = []
-    for name, text in (("folder", source), ("stream", streamed(f"{tmp_path}/t.tar"))):
+    for name, text in (("folder", source), ("tar", tmp_path / "t.tar")):
         assert scan(text, tmp_path / f"{name}.html").code == 0
         images = parsed(tmp_path / f"{name}.html", str(text)).images()
         figures.append(sorted(image.tobytes() for image in images))

@@ -25,8 +25,7 @@ from bucketline.train.checkpoint import Start
 from bucketline.train.compile import compile_blocks, example_batches, flops_of, peak_flops, warm_up
 from bucketline.train.config import Compile, Objective
 from bucketline.train.ema import Average
-from bucketline.train.images.pipeline import draw_latents
-from bucketline.train.images.prompts import DrawingBatch
+from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.load import load
 from bucketline.train.log import graphs_compiled
 from bucketline.train.noise import Prep, load_schedule, sample_noise

@@ -331,7 +331,7 @@ def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
     [
         ({"sharding": "hsdp"}, "--sharding is 'hsdp', expected ddp, fsdp, "),
         ({"sharding": "fsdp:1"}, "--sharding is 'fsdp:1', expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
-        ({"keep_gathered": True}, "keep_gathered is for --sharding fsdp, and"),
+        ({"keep_gathered": True}, "keep_gathered is True, and --sharding is ddp"),
     ],
 )
 def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -23,13 +23,12 @@ from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
-from bucketline.train import checkpoint, log
+from bucketline.train import checkpoint, images, log, memory
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
 from bucketline.train import weight_layout as weights
 from bucketline.train.checkpoint import read_state
 from bucketline.train.config import Compile, Precision, TrainConfig
-from bucketline.train.images import drawing
 from bucketline.train.log import read_metrics
 from bucketline.train.main import main
 from bucketline.train.run import TrainSummary, rare_collection, train
@@ -39,6 +38,7 @@ from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config,
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 STEPS = 8
@@ -73,7 +73,7 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = shutil.copytree(ready, tmp_path_factory.mktemp("whole"), dirs_exist_ok=True)
     add_to_store(folder / "tiny.store", samples({"train/96x64": 1}))  # too few for a batch
     vaes: list[weakref.ref[Any]] = []
-    load_vae = drawing.drawing_vae
+    load_vae = images.drawing_vae
 
     def load(*args: Any) -> Any:
         vae = load_vae(*args)
@@ -88,7 +88,7 @@ def whole(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         pytest.MonkeyPatch.context() as patched,
         contextlib.redirect_stderr(said),
     ):
-        patched.setattr(drawing, "drawing_vae", load)
+        patched.setattr(images, "drawing_vae", load)
         patched.setattr(transformers.PreTrainedModel, "__init__", refuse)
         patched.setattr(gc, "unfreeze", lambda: None)
         asked = asked_of(folder, "whole", num_images=2, images_every=4)
@@ -125,7 +125,7 @@ def test_the_card_names_data_and_configuration_and_its_example_loads_the_model(
         assert UNet2DConditionModel.from_pretrained(whole.summary.checkpoint / name).config.in_channels == 2
     card = (whole.asked.output_dir / "README.md").read_text(encoding="utf-8")
     manifest = Store.open(whole.folder / "tiny.store").manifest
-    for part in (manifest.digest, manifest.store_id, "| vae | latent_channels 2", "| learning_rate | 0.001 |", "| torch |"):
+    for part in (manifest.digest, manifest.store_id, '"latent_channels": 2', '"learning_rate": 0.001', '"torch": "'):
         assert part in card
     assert (whole.summary.checkpoint / "README.md").read_text(encoding="utf-8") == card
     monkeypatch.chdir(whole.summary.checkpoint)
@@ -327,14 +327,16 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
     assert checkpoints(first) == ["02"]
 
 
-@pytest.mark.parametrize("at", ["build_training", "train_step"])
-def test_the_folder_of_a_run_that_made_no_step_is_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+@pytest.mark.parametrize(("module", "at"), [(memory, "build_training"), (run_module, "train_step")])
+def test_the_folder_of_a_run_that_made_no_step_is_taken_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, at: str
+) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
     asked = config(folder, max_steps=2)
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, at, fail)
+        patched.setattr(module, at, fail)
         with pytest.raises(MemoryError):
             train(replace(asked, seed=3), ALONE)
     assert (asked.output_dir / "metrics.jsonl").exists() is (at == "train_step")

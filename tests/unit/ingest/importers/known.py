@@ -76,8 +76,7 @@ class Known:
 def make_known(folder: Path, name: str, count: int = 6) -> Known:
     """Write images and captions, pack them with a tiny pipeline of the family, and read back what was stored.
 
-    `name` is a family, or `FAMILY at 256 px`: with a VAE that makes an eighth of the size, and squares; or `t5`: PixArt's
-    transformer with a pipeline of no known family, whose text is its only encoder's last hidden state.
+    `name` is a family, or `FAMILY at 256 px`: with a VAE that makes an eighth of the size, and squares.
     """
     family, _, square = name.partition(" at ")
     images = folder / "images"
@@ -86,11 +85,7 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(*SIZES[n % len(SIZES)], seed=n))
         path.with_suffix(".txt").write_text(TEXTS[n % len(TEXTS)], encoding="utf-8")
-    model = write_pipeline(folder / "model", "pixart_sigma" if family == "t5" else family)
-    if family == "t5":
-        index = model / "model_index.json"
-        described = {**json.loads(index.read_text(encoding="utf-8")), "_class_name": "WanPipeline"}
-        index.write_text(json.dumps(described), encoding="utf-8")
+    model = write_pipeline(folder / "model", family)
     if square:
         blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
         tiny_vae(block_out_channels=(4,) * 4, **blocks).save_pretrained(model / "vae")
@@ -107,7 +102,6 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
             "--grid",
             grid,
             *PACKED,
-            *(("--text", "plain") if family == "t5" else ()),
         )
         call("ingest", "pack", images, packed, *asked).done()
         read = read_store(packed)

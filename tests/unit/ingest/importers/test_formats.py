@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.commands import call
 from tests.unit.ingest.importers.known import Form, Known, assert_as_packed, assert_same_bits, read_store, run_import, undone
@@ -21,7 +22,6 @@ from tests.unit.ingest.importers.writers import (
     diffusion_pipe_values,
     kohya,
     kohya_latent,
-    mds_shard,
     musubi,
     onetrainer,
     simpletuner,
@@ -32,8 +32,8 @@ from tests.unit.ingest.importers.writers import (
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
 def test_kohyas_other_models(family: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known(family)
-    summary = run_import("auto", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done().json
-    assert summary["text"] == ("encode" if family == "sd" else "source")
+    summary = run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done().json
+    assert summary["text"] == "encode"
     assert_as_packed(tmp_path / "s.store", own, Form(scaled=family == "flux"))
 
 
@@ -91,17 +91,7 @@ def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, Form(scaled=False, text="none"), ids=ids)
     run_import("musubi", musubi(tmp_path / "qil", own, "qil"), tmp_path / "other.store", own).fails("latents of 'qil'")
-    run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own).fails(
-        "packs latents 2 x 2, as Flux.2 does, and the VAE of --model"
-    )
-
-
-def test_musubis_latents_and_texts_of_wan(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("t5")
-    summary = run_import("auto", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own).done().json
-    assert (summary["variant"], summary["text"]) == ("wan", "source")
-    ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
-    assert_as_packed(tmp_path / "s.store", own, FORMS["musubi"], ids=ids)
+    run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own).fails("channels, the VAE of")
 
 
 @pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
@@ -110,7 +100,7 @@ def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
 ) -> None:
     own = known("flux")
     source = simpletuner(tmp_path / "cache", own, hashed=hashed, packed=packed)
-    run_import("auto", source, tmp_path / "s.store", own).done()
+    run_import("simpletuner", source, tmp_path / "s.store", own).done()
     assert_as_packed(tmp_path / "s.store", own, FORMS["simpletuner"], crops="source")
 
 
@@ -137,19 +127,11 @@ def test_a_crop_of_a_larger_image_is_rejected_unless_crops_are_unknown(known: Ca
     assert_as_packed(tmp_path / "other.store", own, FORMS["simpletuner"])
 
 
-def test_onetrainers_next_format_is_refused_by_name(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("sd")
-    source = onetrainer(tmp_path / "cache", own)
-    folder = next(source.glob("image/*/variation-0"))
-    torch.save({}, folder / "0123456789ab_512_0.pt")
-    run_import("onetrainer", source, tmp_path / "s.store", own).fails("a newer OneTrainer")
-
-
 def test_ai_toolkits_sizes_crops_and_mirrored_copies(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sdxl")
     source, first = ai_toolkit(tmp_path / "cache", own), own.samples[0]
     ai_toolkit_file(source, own, first, "sdxl", flip_x=True)
-    summary = run_import("auto", source, tmp_path / "s.store", own).done().json
+    summary = run_import("ai-toolkit", source, tmp_path / "s.store", own).done().json
     assert (summary["found"], summary["imported"], summary["text"]) == (7, 7, "source")
     stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
     for sample in own.samples:
@@ -189,25 +171,9 @@ def test_a_video_of_diffusion_pipe_is_rejected_among_images(known: Callable[[str
         for n, sample in enumerate(own.samples[:3])
     ]
     diffusion_pipe_values(tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents", values)
-    summary = run_import("auto", tmp_path / "cache", tmp_path / "s.store", own).done().json
+    summary = run_import("diffusion-pipe", tmp_path / "cache", tmp_path / "s.store", own).done().json
     assert (summary["imported"], summary["rejected"]) == (2, 1)
     assert "of a video" in summary["rejects"][0]["detail"]
-
-
-def test_an_interrupted_cache_of_diffusion_pipe_is_named_with_json_too(known: Callable[[str], Known], tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents"
-    diffusion_pipe_values(folder, [])
-    (folder / "shard_0.bin").write_bytes(bytes(1000))
-    ran = run_import("diffusion-pipe", tmp_path / "cache", tmp_path / "s.store", known("flux"))
-    assert ran.code == 1
-    assert "error: not one of 0 samples could be imported" in ran.err
-    assert any("shard_0.bin is not in its index: caching was interrupted" in note for note in ran.json["notes"])
-
-
-def test_mds_columns_of_pickles_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
-    rows = [{"latents_256": bytes(8192), "extra": b"cos\nsystem\n(S'false'\ntR."}]
-    mds_shard(tmp_path / "cache", rows, {"extra": "pkl"})
-    run_import("mds", tmp_path / "cache", tmp_path / "s.store", known("sd")).fails("column 'extra' holds pickles")
 
 
 def test_two_files_of_one_image_are_told_apart_by_their_names(known: Callable[[str], Known], tmp_path: Path) -> None:
@@ -222,3 +188,67 @@ def test_two_files_of_one_image_are_told_apart_by_their_names(known: Callable[[s
         f"{sample.stem}_{width:04d}x{height:04d}_sd",
         f"{sample.stem}_0120x0080_sd",
     }
+
+
+def test_masks_and_control_images_are_counted_and_left_out(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    for n, sample in enumerate(own.samples):
+        mask = {"alpha_mask": np.ones(sample.bucket_hw, "f4")} if n else {}
+        kohya_latent(tmp_path / "kohya", sample, "sd", sample.latent, **mask)
+    for path in onetrainer(tmp_path / "onetrainer", own).glob("image/*/*/[0-9].pt"):
+        torch.save(torch.load(path) | {"latent_mask": torch.ones(1, 8, 8), "latent_conditioning_image": None}, path)
+    for kind, left_out in (("kohya", {"alpha_mask": 5}), ("onetrainer", {"latent_mask": 6})):
+        ran = run_import(kind, tmp_path / kind, tmp_path / f"{kind}.store", own, "--text", "none").done()
+        assert (ran.json["imported"], ran.json["left_out"]) == (6, left_out)
+
+
+@pytest.fixture(scope="module")
+def flux2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
+    """A tiny VAE of Flux.2's class that has the statistics of its latents, and latents of some images, `[4, h, w]` each."""
+    from diffusers import AutoencoderKLFlux2, Flux2Pipeline
+
+    folder = tmp_path_factory.mktemp("flux2")
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    torch.manual_seed(0)
+    vae: Any = AutoencoderKLFlux2(block_out_channels=(4, 4), norm_num_groups=2, latent_channels=4, **blocks)
+    with torch.no_grad():
+        images = [2 * torch.rand(1, 3, *size) - 1 for size in ((32, 48), (48, 32), (32, 48))]
+        latents = [vae.encode(image).latent_dist.mode() for image in images]
+        packed = [Flux2Pipeline._patchify_latents(latent) for latent in latents]
+        flat = torch.cat([one.flatten(2) for one in packed], dim=2)[0]
+        vae.bn.running_mean.copy_(flat.mean(dim=1))
+        vae.bn.running_var.copy_(flat.var(dim=1))
+    vae.save_pretrained(folder / "vae")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "Flux2Pipeline"}), encoding="utf-8")
+    return folder, [latent[0] for latent in latents]
+
+
+def test_flux2s_latents_are_unpacked_by_the_statistics_among_its_vaes_weights(
+    flux2: tuple[Path, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    from diffusers import AutoencoderKLFlux2, Flux2Pipeline
+
+    model, latents = flux2
+    vae: Any = AutoencoderKLFlux2.from_pretrained(model / "vae")
+    mean, var = vae.bn.running_mean.view(1, -1, 1, 1), vae.bn.running_var.view(1, -1, 1, 1)
+    source = tmp_path / "cache"
+    source.mkdir()
+    for n, latent in enumerate(latents):
+        fed = (Flux2Pipeline._patchify_latents(latent[None]) - mean) / torch.sqrt(var + vae.config.batch_norm_eps)
+        _, _, h, w = fed.shape
+        metadata = {"architecture": "f2d", "width": str(4 * w), "height": str(4 * h), "format_version": "1.0.1"}
+        save_file({f"latents_{h}x{w}_float32": fed[0].contiguous()}, source / f"{n}_0048x0048_f2d.safetensors", metadata)
+        text = {"architecture": "f2d", "caption1": f"a cat {n}"}
+        save_file({"ctx_vec_float32": torch.ones(4, 6)}, source / f"{n}_f2d_te.safetensors", text)
+    asked = ("--model", model, "--text", "none")
+    ran = call("ingest", "import", "musubi", source, tmp_path / "s.store", *asked, "--json").done()
+    assert (ran.json["variant"], ran.json["imported"], ran.json["text"]) == ("f2d", 3, "none")
+    assert ran.json["scaling_undone"] == "packed 2 x 2 and normalised"
+    stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
+    for n, latent in enumerate(latents):
+        np.testing.assert_allclose(stored[str(n)].latent, latent.numpy(), rtol=2**-9, atol=2**-9)
+        assert stored[str(n)].caption == f"a cat {n}"
+    (model / "vae" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "weights")
+    call("ingest", "import", "musubi", source, tmp_path / "o.store", "--model", model).fails(
+        "the statistics that scale Flux.2's latents are among its weights"
+    )

@@ -47,7 +47,6 @@ ODD_NPZ: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "damaged LZMA": damaged_lzma,
     "a size of text": lambda found: saved(**{**found, "original_size": np.array(["wide", "high"])}),
     "a size of a million numbers": lambda found: saved(**{**found, "original_size": np.ones(1 << 20)}),
-    "a mask of text": lambda found: saved(**{**found, "alpha_mask": np.full((40, 60), "x")}),
     "complex latents": lambda found: saved(**{**found, "latents": found["latents"].astype("c8")}),
 }
 
@@ -59,7 +58,7 @@ def test_an_odd_npz_file_is_a_reject(how: str, known: Callable[[str], Known], tm
     path = max(source.rglob("*_sdxl.npz"))
     with np.load(path) as found:
         path.write_bytes(ODD_NPZ[how](dict(found)))
-    ran = run_import("kohya", source, tmp_path / "s.store", own, "--columns", "none", "--text", "none").done()
+    ran = run_import("kohya", source, tmp_path / "s.store", own, "--text", "none").done()
     assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
     assert ran.json["rejects"][0]["reason"] == "unusable cache entry"
     assert len(read_store(tmp_path / "s.store")) == 5
@@ -142,24 +141,13 @@ def test_a_compressed_torch_file_that_claims_gigabytes_is_not_unpacked(known: Ca
     assert "has more bytes unpacked" in ran.json["rejects"][0]["detail"]
 
 
-def test_one_flat_image_among_what_is_new_does_not_refuse_a_later_run(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_one_odd_image_among_what_is_new_does_not_refuse_a_later_run(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sdxl")
     source, store = tmp_path / "cache", tmp_path / "s.store"
     for sample in own.samples[1:]:
         kohya_latent(source, sample, "sdxl", sample.latent)
     assert run_import("kohya", source, store, own, "--text", "none").json["imported"] == 5
-    kohya_latent(source, own.samples[0], "sdxl", own.samples[0].latent / 4)
-    ran = run_import("kohya", source, store, own, "--text", "none").done()
-    assert (ran.json["imported"], ran.json["unchanged"]) == (1, 5)
-
-
-def test_one_latent_that_is_far_too_wide_is_a_reject_in_later_runs_too(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("sdxl")
-    source, store = tmp_path / "cache", tmp_path / "s.store"
-    for sample in own.samples[1:]:
-        kohya_latent(source, sample, "sdxl", sample.latent)
-    assert run_import("kohya", source, store, own, "--text", "none").json["imported"] == 5
-    kohya_latent(source, own.samples[0], "sdxl", own.samples[0].latent * 50)
-    for _ in range(2):
+    for factor in (0.25, 50):
+        kohya_latent(source, own.samples[0], "sdxl", own.samples[0].latent * np.float32(factor))
         ran = run_import("kohya", source, store, own, "--text", "none").done()
-        assert ran.json["rejected_by_reason"] == {"wrongly scaled latent": 1}
+        assert (ran.json["imported"], ran.json["unchanged"]) == (1, 5)

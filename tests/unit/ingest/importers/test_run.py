@@ -1,10 +1,13 @@
-"""The run of an import: what changed, what is hostile, what is interrupted, and several ranks."""
+"""The run of an import: what is new, hostile or interrupted; into a store on a disk and at a URL, by a hub's model."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +15,27 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError
+from bucketline.ingest.encoders.model_folder import ModelFolder
 from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.importers import captions, run
 from bucketline.ingest.importers.rows import row_of
 from bucketline.loader.commands.batch_options import BatchSize
+from bucketline.store import Store
+from bucketline.store.change import commit as commit_module
+from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.push_pull import pull
+from bucketline.store.transfer import files
+from bucketline.store.verify.verify import verify_folder
 from bucketline.train.config import TrainConfig
 from bucketline.train.run import train
-from tests.commands import call, forked_ranks
-from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import FORMS, kohya, kohya_latent, simpletuner
+from tests import object_storage
+from tests.commands import BIN, Ran, call, spawn
+from tests.kit import everything
+from tests.models import write_model
+from tests.unit.ingest.encoders.test_model_folder import away, hub_of
+from tests.unit.ingest.importers.known import Known, assert_as_packed, read_store, run_import
+from tests.unit.ingest.importers.writers import FORMS, WRITERS, kohya, kohya_latent, simpletuner
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -30,6 +45,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
     from bucketline.ingest.importers.cache import CacheEntry
     from tests.unit.ingest.importers.known import Known
+
 
 RAN = "a pickle was run"
 
@@ -114,31 +130,6 @@ def test_a_sample_of_another_model_and_one_that_is_not_finite_are_rejected(own: 
     assert [reject["id"] for reject in summary["rejects"]] == sorted([first.id, second.id, third.id])
 
 
-def test_one_latent_of_a_wrong_scale_among_many_is_rejected(own: Known, source: Path, tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    for copy in range(8):
-        for sample in own.samples:
-            kohya_latent(source, replace(sample, id=f"{copy}/{sample.id}"), "sdxl", sample.latent)
-    wrong = own.samples[0]
-    kohya_latent(source, wrong, "sdxl", wrong.latent * np.float32(6))
-    ran = run_import("kohya", source, tmp_path / "s.store", own, "--text", "none").done()
-    assert ran.json["rejected_by_reason"] == {"wrongly scaled latent": 1}
-    assert ran.json["rejects"][0]["id"] == wrong.id
-
-
-def test_embeddings_of_another_model_are_refused(
-    own: Known, source: Path, known: Callable[[str], Known], tmp_path: Path
-) -> None:
-    for path in source.rglob("*_te_outputs.npz"):
-        found = dict(np.load(path))
-        np.savez(path, **{**found, "hidden_state1": -found["hidden_state1"], "hidden_state2": -found["hidden_state2"]})
-    run_import("kohya", source, tmp_path / "s.store", own).fails("is not what the encoders of")
-    assert not (tmp_path / "s.store").exists()
-    run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode").done()
-    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
-
-
 def test_captions_are_encoded_in_full_batches_so_that_they_have_the_bits_of_pack(
     own: Known, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,13 +165,6 @@ def test_with_a_published_vae_captions_are_stored_without_embeddings(known: Call
     run_import("kohya", source, tmp_path / "s.store", None, "--vae", "sd", "--text", "encode").fails("needs --model", code=2)
 
 
-def test_other_options_than_the_stores_are_refused(own: Known, source: Path, tmp_path: Path) -> None:
-    assert run_import("kohya", source, tmp_path / "s.store", own).code == 0
-    run_import("kohya", source, tmp_path / "s.store", own, "--crop", "center").fails(
-        "rules.import.crop = unknown, this run has center"
-    )
-
-
 def test_packing_and_importing_into_one_store_is_refused_both_ways(own: Known, source: Path, tmp_path: Path) -> None:
     assert run_import("kohya", source, tmp_path / "s.store", own).code == 0
     call("ingest", "pack", own.images, tmp_path / "s.store", "--model", own.model, "--grid", "32x48").fails(
@@ -189,6 +173,9 @@ def test_packing_and_importing_into_one_store_is_refused_both_ways(own: Known, s
     run_import("kohya", source, own.images.parent / "packed.store", own).fails(
         "was packed, not imported; import into a new store"
     )
+    run_import("kohya", source, tmp_path / "s.store", own, "--crop", "center").fails(
+        "rules.import.crop = unknown, this run has center"
+    )
 
 
 def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
@@ -196,15 +183,15 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
 ) -> None:
     last = max(source.rglob("*_sdxl.npz")).name.partition("_")[0]
 
-    def interrupted(entry: CacheEntry, *args: Any) -> Any:
+    def interrupted(source: Path, entry: CacheEntry, *args: Any) -> Any:
         if last in entry.id:  # whichever thread reads it: the rows before it are added first
             raise KeyboardInterrupt
-        return row_of(entry, *args)
+        return row_of(source, entry, *args)
 
     with monkeypatch.context() as patched:
         patched.setattr(run, "row_of", interrupted)
         patched.setattr(run, "TOGETHER", 1)
-        stopped = run_import("kohya", source, tmp_path / "s.store", own)
+        stopped = run_import("kohya", source, tmp_path / "s.store", own, "--batch-size", 1)
     assert stopped.code == 130
     assert "interrupted: what was imported is committed" in stopped.err
     again = run_import("kohya", source, tmp_path / "s.store", own).done()
@@ -213,14 +200,9 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
-@pytest.mark.slow
-def test_several_ranks_share_the_work(own: Known, source: Path, tmp_path: Path) -> None:
-    min(source.rglob("*_sdxl.npz")).write_bytes(b"damaged")
-    ran = forked_ranks(2, "ingest", "import", "kohya", source, tmp_path / "s.store", "--model", own.model, "--json").done()
-    assert (ran.json["found"], ran.json["imported"], ran.json["rejected"]) == (6, 5, 1)
-    assert len(list((tmp_path / "s.store" / "shards").glob("*.lmdb"))) == 2
-    again = forked_ranks(2, "ingest", "import", "kohya", source, tmp_path / "s.store", "--model", own.model, "--json")
-    assert (again.json["imported"], again.json["unchanged"], again.json["rejected"]) == (0, 5, 1)
+def test_ranks_are_refused(own: Known, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run_import("kohya", source, tmp_path / "s.store", own).fails("run it without torchrun", code=2)
 
 
 @pytest.mark.slow
@@ -245,11 +227,173 @@ def test_captions_beyond_the_most_that_a_row_has_do_not_make_it_look_changed(own
     assert run_import("kohya", source, tmp_path / "s.store", own, *options).json["unchanged"] == 6
 
 
-def test_of_several_captions_the_first_is_the_one_that_the_cache_has_embedded(own: Known, source: Path, tmp_path: Path) -> None:
-    for path in source.rglob("*.txt"):
-        path.write_text(path.read_text(encoding="utf-8") + "\nanother caption\n", encoding="utf-8")
-        os.utime(path, ns=(1, 1))
-    ran = run_import("kohya", source, tmp_path / "s.store", own).done()
-    assert ran.json["notes"] == ["6 caption files with several lines: the first is taken, as sd-scripts does"]
-    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
-    assert run_import("kohya", source, tmp_path / "s.store", own).json["unchanged"] == 6
+def brighter(own: Known) -> Known:
+    """Return other images of the same names."""
+    return replace(own, samples=tuple(replace(one, latent=one.latent * np.float32(1.25)) for one in own.samples))
+
+
+def dated(folder: Path, seconds: int) -> None:
+    for path in folder.rglob("*"):
+        os.utime(path, ns=(seconds * 10**9, seconds * 10**9))
+
+
+def test_rows_of_another_folder_are_not_replaced(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, store = known("sdxl"), tmp_path / "s.store"
+    first, second = kohya(tmp_path / "first", own), kohya(tmp_path / "second", brighter(own))
+    dated(first, 1)
+    assert run_import("kohya", first, store, own).json["replaced"] == 0
+    run_import("kohya", second, store, own).fails(
+        "6 rows of the store would be replaced by other files of the same names: 'cats/1.png' came from", "a store of its own"
+    )
+    assert_as_packed(store, own, FORMS["kohya"])
+    run_import("kohya", second, store, own, "--dry-run").fails()
+
+
+def test_what_was_cached_again_is_replaced_and_counted_and_a_moved_folder_is_unchanged(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own, store = known("sdxl"), tmp_path / "s.store"
+    source = kohya(tmp_path / "cache", own)
+    assert run_import("kohya", source, store, own).code == 0
+    shutil.copytree(source, tmp_path / "moved")
+    moved = run_import("kohya", tmp_path / "moved", store, own).done()
+    assert moved.json["unchanged"] == 6
+    dated(source, 2)
+    again = run_import("kohya", source, store, own).done()
+    assert (again.json["imported"], again.json["replaced"]) == (6, 6)
+    shown = run_import("kohya", source, store, own)
+    assert (shown.json["unchanged"], shown.json["replaced"]) == (6, 0)
+
+
+@pytest.mark.parametrize("kind", ["simpletuner", "onetrainer", "diffusion-pipe"])
+def test_a_folder_added_to_a_data_set_changes_no_ids(kind: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, store, source = known(WRITERS[kind][1]), tmp_path / "s.store", tmp_path / "cache"
+    cats = replace(own, samples=tuple(one for one in own.samples if one.id.startswith("cats/")))
+    options: tuple[Any, ...] = ("--text", "none", "--captions", tmp_path / "captions")
+    (tmp_path / "captions").mkdir()
+    WRITERS[kind][0](source, cats)
+    dated(source, 1)
+    run_import(kind, source, store, own, *options).done()
+    before = {one.id for one in read_store(store)}
+    assert before == {one.id.removeprefix("cats/") for one in cats.samples}
+    shutil.rmtree(source)
+    WRITERS[kind][0](source, own)
+    dated(source, 1)
+    grown = run_import(kind, source, store, own, *options).done()
+    assert grown.json["not_in_source"] == 0
+    dogs = {one.id for one in read_store(store)} - before
+    assert len(dogs) == 3
+    assert all(name.partition("dogs/")[1] for name in dogs)
+    again = run_import(kind, source, store, own, *options)
+    assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
+
+
+WEIGHTS = "vae/diffusion_pytorch_model.fp16.safetensors"
+
+
+def test_weights_that_a_hub_has_are_there_before_they_are_downloaded(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}", encoding="ascii")
+    names = ("vae/config.json", WEIGHTS)
+    assert ModelFolder(name="owner/model", path=tmp_path, hub_files=names).has_weights("vae")
+    assert not ModelFolder(name="owner/model", path=tmp_path, hub_files=names[:1]).has_weights("vae")
+    assert not ModelFolder(name=str(tmp_path), path=tmp_path).has_weights("vae")
+    unreached = ModelFolder(name="owner/model", path=tmp_path, is_unreached=True)
+    with pytest.raises(ModelError, match=r"owner/model: the weights of vae/ are not in the hub's cache, and the hub could not"):
+        unreached.has_weights("vae")
+    (tmp_path / WEIGHTS).touch()
+    assert unreached.has_weights("vae")
+
+
+@pytest.mark.slow
+def test_an_import_records_the_same_vae_whatever_the_hubs_cache_has(tmp_path: Path) -> None:
+    folder, cache = write_model(tmp_path / "model"), tmp_path / "cache"
+    cache.mkdir()
+    latents = np.random.default_rng(0).normal(size=(4, 8, 12)).astype("f4")
+    np.savez(cache / "a_0024x0016_sd.npz", latents=latents, original_size=np.array([24, 16]))
+    asked = ("--model", "owner/model", "--text", "none", "--trust-scale")
+    shutil.rmtree(folder / "text_encoder")
+    recorded = []
+    with hub_of(folder) as (url, fetched):
+        for name in ("empty", "downloaded"):
+            spawn([BIN / "ingest", "import", "kohya", cache, tmp_path / name, *asked], **away(tmp_path, url)).done()
+            recorded.append(Store.open(tmp_path / name).manifest.encoders["vae"])
+    assert "vae/diffusion_pytorch_model.safetensors" in fetched
+    assert recorded[0] == recorded[1]
+    assert isinstance(recorded[0], dict)
+    assert recorded[0]["weights_hash"] is not None
+    for weights in (tmp_path / "hub").rglob("diffusion_pytorch_model.safetensors"):
+        weights.unlink()
+    spawn([BIN / "ingest", "import", "kohya", cache, tmp_path / "none", *asked], **away(tmp_path)).fails(
+        "the weights of vae/ are not in the hub's cache"
+    )
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "bucketline"))
+    return object_storage.in_memory()
+
+
+def to_url(source: Path, place: ObjectFolder, own: Known, *more: object) -> Ran:
+    return call("ingest", "import", "kohya", source, place.url, "--model", own.model, "--json", *more)
+
+
+def sent(place: ObjectFolder) -> set[str]:
+    return {file.name for file in place.names("shards") if file.name.endswith(".lmdb")}
+
+
+def test_an_import_into_a_url_is_the_same_as_on_a_disk(own: Known, source: Path, place: ObjectFolder, tmp_path: Path) -> None:
+    min(source.rglob("*_sdxl.npz")).write_bytes(b"damaged")
+    dry = to_url(source, place, own, "--dry-run")
+    assert (dry.code, dry.json["imported"], dry.json["rejected"]) == (0, 5, 1), dry.err
+    assert newest_generation_or_none(place) is None
+    done = to_url(source, place, own).done()
+    here = run_import("kohya", source, tmp_path / "here.store", own)
+    same = ("found", "imported", "unchanged", "rejected", "generation", "buckets")
+    assert {name: done.json[name] for name in same} == {name: here.json[name] for name in same}
+    pull(place, tmp_path / "pulled.store")
+    pulled, local = Store.open(tmp_path / "pulled.store"), Store.open(tmp_path / "here.store")
+    assert everything(pulled) == everything(local)
+    assert place.read("rejects.jsonl") == (tmp_path / "here.store" / "rejects.jsonl").read_bytes()
+    assert to_url(source, place, own, "--dry-run").json["disk_bytes"] == done.json["disk_bytes"]
+    again = to_url(source, place, own).json
+    assert (again["imported"], again["unchanged"], again["rejected"], again["generation"]) == (0, 5, 1, 1)
+    (work,) = (tmp_path / "bucketline-pack").iterdir()
+    assert not list((work / "shards").iterdir())  # what was committed has left
+    assert not verify_folder(place, lambda _: None, 1).corrupt
+
+
+def newest_generation_or_none(place: ObjectFolder) -> int | None:
+    return None if place.size("manifest.json") is None else newest_generation(place).generation
+
+
+def test_an_interrupted_import_is_continued_and_sends_nothing_again(
+    own: Known, source: Path, place: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:  # it ends after its shards were sent, before the commit
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            to_url(source, place, own)
+    uploaded = sent(place)
+    assert len(uploaded) == 1
+    assert newest_generation_or_none(place) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
+        again = to_url(source, place, own)
+    assert again.code == 0, again.err
+    assert (again.json["imported"], again.json["unchanged"], again.json["generation"] > 0) == (0, 6, True)
+    assert sent(place) == uploaded
+    assert newest_generation(place).samples == 6
+
+
+def test_the_next_import_adds_what_is_new(own: Known, source: Path, place: ObjectFolder, tmp_path: Path) -> None:
+    later = source / "cats"
+    later.rename(tmp_path / "cats")
+    assert to_url(source, place, own).json["imported"] == 3
+    (tmp_path / "cats").rename(later)
+    done = to_url(source, place, own, "--work", tmp_path / "another machine").json
+    assert (done["imported"], done["unchanged"], done["generation"]) == (3, 3, 2)
+    assert newest_generation(place).samples == 6
+    call("ingest", "import", "kohya", source, tmp_path / "s.store", "--work", tmp_path / "w", "--vae", "sdxl").fails(code=2)

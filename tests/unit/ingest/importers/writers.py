@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from tests.unit.ingest.importers.known import Form, Known, Sample
 
-CLIP_WIDTH = 8  # of the first CLIP of the tests' SDXL
 WITH_SIZES = ("sd3", "flux")  # kohya's models whose keys have the latent's size
 
 
@@ -43,34 +42,13 @@ def kohya_latent(folder: Path, sample: Sample, model: str, latent: Any, **more: 
     return path
 
 
-def kohya_text(folder: Path, sample: Sample, family: str) -> None:
-    """Write the text encoders' outputs one by one, as the model's strategy does."""
-    tokens, pooled, off = sample.tokens, sample.pooled, np.array(False)
-    outputs: dict[str, Any] = {}
-    if family == "sdxl":
-        name = "te_outputs"
-        outputs = {"hidden_state1": tokens[:, :CLIP_WIDTH], "hidden_state2": tokens[:, CLIP_WIDTH:], "pool2": pooled}
-    elif family == "sd3":
-        name = "sd3_te"
-        outputs = {f"{part}_attn_mask": np.ones(3, dtype=np.int64) for part in ("clip_l", "clip_g", "t5")}
-        outputs |= {"lg_out": tokens[:77], "lg_pooled": pooled, "t5_out": tokens[77:]}
-        outputs |= {"apply_lg_attn_mask": off, "apply_t5_attn_mask": off}
-    elif family == "flux":
-        name = "flux_te"
-        outputs = {"l_pooled": pooled, "t5_out": tokens, "txt_ids": np.zeros((len(tokens), 3))}
-        outputs |= {"t5_attn_mask": np.ones(len(tokens)), "apply_t5_attn_mask": off}
-    else:
-        return
-    np.savez(folder / f"{sample.stem}_{name}.npz", **outputs)
-
-
 def kohya(folder: Path, known: Known, model: str | None = None) -> Path:
     """Write a folder of images, captions and their caches."""
     shutil.copytree(known.images, folder)
     model = model or known.family
     for sample in known.samples:
         kohya_latent(folder, sample, model, known.fed(sample.latent) if model == "flux" else sample.latent)
-        kohya_text(folder, sample, model)
+        np.savez(folder / f"{sample.stem}_te_outputs.npz", hidden_state1=sample.tokens)  # of which caption, nothing says
     return folder
 
 
@@ -105,28 +83,10 @@ def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
         if arch == "fk":
             assert sample.pooled is not None
             embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_pooler_float32": tensor(sample.pooled)}
-        elif arch == "wan":
-            embeds = {"varlen_t5_float32": tensor(sample.tokens)}
         else:
             embeds = {"varlen_llm_embed_float32": tensor(sample.tokens)}
         save_file(embeds, folder / f"{stem}_{arch}_te.safetensors", text)
     return folder
-
-
-def musubi_video(folder: Path, stem: str, latent: Any, arch: str, *, caption: str) -> None:
-    """Write a part of a video, `[C, F, h, w]`, and the video's caption."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _, frames, h, w = latent.shape
-    metadata = {
-        "architecture": _named(arch),
-        "width": str(8 * w),
-        "height": str(8 * h),
-        "format_version": "1.0.1",
-    }
-    name = f"{stem}_00000-{1 + 4 * (frames - 1):03d}_{8 * w:04d}x{8 * h:04d}_{arch}.safetensors"
-    save_file({f"latents_{frames}x{h}x{w}_float32": tensor(latent)}, folder / name, metadata)
-    text = {"architecture": _named(arch), "caption1": caption, "format_version": "1.0.1"}
-    save_file({"varlen_t5_float32": torch.ones(3, 4)}, folder / f"{stem}_{arch}_te.safetensors", text)
 
 
 # SimpleTuner
@@ -334,7 +294,7 @@ WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the fam
     "mds": (mds, "sd at 256 px"),
 }
 FORMS = {  # what each writer makes of the known images
-    "kohya": Form(scaled=False),
+    "kohya": Form(scaled=False, text="encode"),
     "musubi": Form(),
     "simpletuner": Form(has_crop=True),
     "onetrainer": Form(scaled=False, has_crop=True, text="encode"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bucketline.ingest.images.crop_loss import CropLoss
+from bucketline.ingest.images.crop import CropLoss
 from bucketline.ingest.listing_diff import not_in_source, unknown
 from bucketline.ingest.parallel.item_parts import ItemParts, take_apart
 from bucketline.ingest.sources.source import Listing, SourceItem

@@ -8,7 +8,6 @@ import pytest
 
 from bucketline.errors import BucketlineError, SourceError, UsageError
 from bucketline.ingest.commands.pack import Pack
-from bucketline.ingest.commands.peek import PeekSource
 from bucketline.ingest.commands.scan import Scan
 from bucketline.ingest.images.crop import Crop
 from bucketline.ingest.rules import Phases
@@ -93,8 +92,6 @@ def test_options_of_the_file_hold_unless_the_command_line_gives_others(folder: P
     assert not asked.left_out & {"grid", "val_fraction", "flip", "crop", "background"}
     scanned = parse_options(Scan, [str(place)], "scan")
     assert (scanned.source, scanned.grid, scanned.decode_threads) == (str(folder / "photos"), "sd15", 2)
-    peeked = parse_options(PeekSource, [str(place), "-o", "sheet.html"], "peek")
-    assert (peeked.place, peeked.grid, peeked.caption) == (str(folder / "photos"), "sd15", "a photo")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +181,6 @@ BAD = {
     "an earlier field": ('[[source]]\npath = "photos"\ncaption_column = "a"', "it is `captions_from`"),
     "two trigger words": ('[[source]]\npath = "photos"\ncaption_template = ["a", "b"]', "only one may be without it"),
     "no name": ('[[source]]\npath = "*.tar"', r"source\[0\].path .*\*.tar' gives its store no name; add one"),
-    "a stream without a name": ('[[source]]\npath = "https://host/a.tar"', r"gives its store no name; add one"),
     "nothing there": ('[[source]]\npath = "photo"', r"data.toml, source photo: .* \(did you mean 'photos'\?\)"),
     "one name twice": ('[[source]]\npath = "photos"\n[[source]]\npath = "x/../photos"', "would both become photos.store"),
     "one folder twice": ('[[source]]\npath = "photos"\n[[source]]\npath = "photos"\nname = "b"', "would be packed twice"),

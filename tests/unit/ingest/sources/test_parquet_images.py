@@ -90,7 +90,6 @@ def test_a_file_packs_what_a_folder_of_its_images_packs(tmp_path: Path, model: P
     again = call("ingest", "pack", file, tmp_path / "a", "--model", model, "--check", "content", "--json").done().json
     assert (again["packed"], again["unchanged"]) == (0, 10)
     assert call("ingest", "scan", file, "--json", *SMALL).json["found"] == 10
-    call("ingest", "peek", file, "-o", tmp_path / "sheet.html").done()
 
 
 def test_a_folder_as_on_the_hub_has_its_splits(tmp_path: Path, model: Path) -> None:

@@ -21,7 +21,6 @@ from bucketline.ingest.sources.splits import Splits, split_in_folders, split_in_
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
 from tests.models import SMALL, in_file, png
-from tests.streamed import streamed
 from tests.unit.ingest.sources.tar.test_tar_source import write_members
 
 COUNTS = {"train": 4, "validation": 2, "test": 3}
@@ -207,8 +206,7 @@ def test_tars_that_a_pattern_names_have_the_splits_of_their_folders(tmp_path: Pa
     objects = ObjectFolder.open(f"memory://{uuid.uuid4().hex}/tars")
     for split in COUNTS:
         objects.write(f"{split}-0.tar", (tmp_path / split / "0.tar").read_bytes())
-    for place in (tmp_path, streamed(tmp_path)):
-        assert held_out_and_trained(f"{place}/{{test,train}}/0.tar")[:2] == (4, 0)
+    assert held_out_and_trained(f"{tmp_path}/{{test,train}}/0.tar")[:2] == (4, 0)
     assert held_out_and_trained(f"{objects.url}/*.tar")[:2] == (4, 2)
 
 
@@ -277,3 +275,60 @@ def test_a_source_that_is_itself_called_test_is_packed_and_said(tmp_path: Path) 
 def test_a_split_is_a_folder_first_and_then_a_word_of_the_name(path: str, split: str) -> None:
     assert split_in_path(path) == split
     assert split_in_folders(path.rpartition("/")[0] + "/test.png") in (split, "")
+
+
+FILES = {
+    **{f"a/{n}.jpg": png(20, 20, n) for n in range(3)},
+    **{f"a/{n}.txt": b"a cat" for n in range(3)},
+    **{f"a/{n}-masklabel.png": png(20, 20) for n in range(3)},
+    "a/0-masklabel.txt": b"of the mask",
+    "a/1-condlabel.png": png(20, 20),
+    "a/_controls/0.depth.jpg": png(20, 20),
+    "_controls/0.line.jpg": png(20, 20),
+    "b/alone-masklabel.png": png(20, 20),  # next to no image
+    "b/my_controls/c.png": png(20, 20),
+}
+SAMPLES = ["a/0.jpg", "a/1.jpg", "a/2.jpg", "b/alone-masklabel.png", "b/my_controls/c.png"]
+COUNTED = "NAME-masklabel (3 images), _controls/ (2 images), NAME-condlabel (1 image)"
+
+
+def write_source(kind: str, folder: Path) -> str:
+    if kind == "objects":
+        objects = ObjectFolder.open(f"memory://{uuid.uuid4().hex}/photos")
+        for name, data in FILES.items():
+            objects.write(name, data)
+        return objects.url
+    for name, data in FILES.items():
+        (folder / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "photos" / name).write_bytes(data)
+    return str(folder / "photos" if kind == "folder" else write_members(folder / "s.tar", FILES.items()))
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "objects"])
+def test_side_files_are_left_out_and_counted_by_what_they_are_called(kind: str, tmp_path: Path) -> None:
+    listing = open_source(write_source(kind, tmp_path)).listing()
+    assert sorted(item.id.removeprefix("s/") for item in listing.items) == SAMPLES
+    assert [note.partition(";")[0] for note in listing.notes] == [
+        f"left out as masks and control images of other trainers: {COUNTED}"
+    ]
+    assert listing.captions_from.total() == 3
+
+
+def test_scan_counts_them_and_a_table_that_names_one_packs_it(tmp_path: Path) -> None:
+    source = write_source("folder", tmp_path)
+    scanned = call("ingest", "scan", source, *SMALL).done().out
+    assert f"  note: left out as masks and control images of other trainers: {COUNTED};" in scanned
+    table = '{"file_name": "a/0-masklabel.png", "text": "a mask"}\n'
+    (tmp_path / "photos" / "metadata.jsonl").write_text(table, encoding="utf-8")
+    for place in (source, f"{source}/metadata.jsonl"):
+        items = {item.id: item.captions for item in open_source(place).listing().items}
+        assert items["a/0-masklabel.png"] == ("a mask",)
+
+
+def test_a_folder_of_nothing_but_side_files_is_refused_and_its_own_name_does_not_count(tmp_path: Path) -> None:
+    for name in ("0.depth.jpg", "1.depth.jpg"):
+        (tmp_path / "_controls").mkdir(exist_ok=True)
+        (tmp_path / "_controls" / name).write_bytes(png(20, 20))
+    with pytest.raises(SourceError, match=r"has no images to pack: left out as masks and .* _controls/ \(2 images\)"):
+        open_source(str(tmp_path)).listing()
+    assert len(open_source(str(tmp_path / "_controls")).listing().items) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.service import client, ring_stream
-from bucketline.loader.service.wire import Request, ServiceAnswer, message_of
+from bucketline.loader.service import client, ring
+from bucketline.loader.service.wire import Answer
 from bucketline.store import Store
-from tests.unit.loader.service.test_service import assert_same
+from tests.contract.test_backends import values
 
 REFUSED = 801  # cudaErrorNotSupported
 
@@ -44,74 +43,58 @@ class HostCopier:
 
 
 class Runtime:
-    """Stands in for libcudart's last error: a failed call leaves it, the next launch that torch checks raises it."""
+    """Stands in for libcudart: a failed call leaves an error, which the next launch that torch checks raises."""
 
-    def __init__(self, code: int) -> None:
-        self._code, self._pending = code, 0
+    def __init__(self, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.code, self.pending = code, 0
+        self.registered, self.unregistered, self.num_bounced = list[int](), list[int](), 0
+        cudart = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.unregistered.append)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: self)
 
-    def fail(self) -> int:
-        self._pending = self._code
-        return self._code
+        def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+            assert not self.pending
+            self.num_bounced += 1
+            return tensor.clone()
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+
+    def _register(self, address: int, *_: int) -> int:
+        self.registered.append(address)
+        self.pending = self.code
+        return self.code
 
     def cudaGetLastError(self) -> int:  # noqa: N802 - as it is called there
-        found, self._pending = self._pending, 0
+        found, self.pending = self.pending, 0
         return found
-
-    def check(self) -> None:
-        if self.cudaGetLastError():
-            raise RuntimeError("CUDA error: operation not supported")
 
 
 @pytest.mark.parametrize("code", [0, REFUSED])
 def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
     store: Store, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    calls: dict[str, list[int]] = {"register": [], "unregister": [], "bounced": []}
-
-    def register(address: int, *_: int) -> int:
-        calls["register"].append(address)
-        return runtime.fail()
-
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls["unregister"].append)
-    runtime = Runtime(code)
-
-    def pinned(tensor: torch.Tensor) -> torch.Tensor:
-        runtime.check()
-        calls["bounced"].append(tensor.data_ptr())
-        return tensor.clone()
-
-    def pinned_stream(answer: ServiceAnswer, _: object) -> ring_stream.RingStream:
+    def stream(answer: Answer, _: object) -> ring.RingStream:
         copier: Any = HostCopier()
-        return ring_stream.RingStream(answer, copier)
+        return ring.RingStream(answer, copier)
 
-    def asked(request: Request) -> dict[str, Any]:
-        return message_of(replace(request, is_pinned=True))
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(client, "RingStream", pinned_stream)
-    monkeypatch.setattr(client, "message_of", asked)
+    runtime = Runtime(code, monkeypatch)
+    monkeypatch.setattr(client, "RingStream", stream)
     config = LoaderConfig(batch_size=4, epochs=2)
     with Loader(store, config) as own, Loader(store, config, service=socket_path) as loader, caplog.at_level(logging.WARNING):
-        num_batches = 0
-        for one, other in zip(own.forever(), loader.forever(), strict=True):
-            assert_same(one, other)
-            num_batches += 1
-    warned = [record for record in caplog.records if "refuses to register" in record.message]
+        expected = [values(batch) for batch in own.forever()]
+        assert [values(batch) for batch in loader.forever()] == expected
+    num_warned = sum("refuses to register" in record.message for record in caplog.records)
     if code:
-        assert (len(calls["register"]), len(calls["unregister"]), len(calls["bounced"]), len(warned)) == (1, 0, num_batches, 1)
+        assert (len(runtime.registered), runtime.num_bounced, num_warned) == (1, len(expected), 1)
     else:
-        assert sorted(calls["register"]) == sorted(calls["unregister"])
-        assert (calls["bounced"], warned) == ([], [])
+        assert sorted(runtime.registered) == sorted(runtime.unregistered) != []
+        assert (runtime.num_bounced, num_warned) == (0, 0)
 
 
 def test_a_refusal_leaves_no_error_in_the_runtime(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    runtime = Runtime(REFUSED)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: runtime.fail()))
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: runtime)
-    assert not ring_stream._register(np.zeros(8, np.uint8))
-    runtime.check()
+    runtime = Runtime(REFUSED, monkeypatch)
+    assert not ring.register(np.zeros(8, np.uint8))
+    assert not runtime.pending
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())  # a runtime that is linked statically
-    assert not ring_stream._register(np.zeros(8, np.uint8))
+    assert not ring.register(np.zeros(8, np.uint8))
     assert "the next CUDA call may report error 801 once more" in caplog.text

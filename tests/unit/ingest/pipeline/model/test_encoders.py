@@ -132,12 +132,6 @@ def test_a_model_of_another_configuration_is_refused_though_nothing_is_encoded(
     assert loads == []
 
 
-def test_a_store_that_notes_its_model_as_earlier_versions_did_is_packed_and_verified(again: Path, model: Path) -> None:
-    (again / "s" / "packed_model.json").write_text('{"form": 1}', encoding="ascii")
-    assert pack(again / "photos", again / "s", model).json["unchanged"] == 6
-    assert verify(Store.open(again / "s"), lambda _: None).strays == ()
-
-
 def test_the_encoders_are_loaded_once_for_all_sources_of_a_data_set_file(
     packed: Path, model: Path, tmp_path: Path, loads: list[str]
 ) -> None:

@@ -1,1 +1,0 @@
-"""The outputs of a run: its folder, checkpoints, weights, metrics and progress."""

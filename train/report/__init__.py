@@ -1,1 +1,0 @@
-"""`train report`: one page about one run, or about several next to each other. Imports no torch."""
