@@ -122,7 +122,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     assert config.learning_rate is not None  # resolved: each optimizer has its own
     asked, warm = config.lr_schedule, min(1.0, (step + 1) / max(1, config.warmup_steps))
     if not asked.ends:
-        return config.learning_rate * warm
+        return config.learning_rate * warm * next(share for share, end in asked.pieces if step < end)
     if warm < 1.0:
         return config.learning_rate * warm
     horizon = asked.end or config.num_steps
@@ -132,5 +132,5 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     if asked.cycles is not None and passed < 1.0:
         passed = asked.cycles * passed % 1.0
     is_cosine = asked.name in (Course.COSINE, Course.RESTARTS)
-    share = (1 + math.cos(math.pi * passed)) / 2 if is_cosine else 1 - passed
+    share = (1 + math.cos(math.pi * passed)) / 2 if is_cosine else (1 - passed) ** (asked.power or 1)
     return config.learning_rate * (asked.floor + (1 - asked.floor) * share)
