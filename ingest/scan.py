@@ -174,9 +174,11 @@ def _sheet(
 def _grid(config: ScanConfig) -> Grid:
     if config.model is None:
         return parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
+    from bucketline.ingest.encoders.text.registry import text_family_of
     from bucketline.ingest.encoders.vae import refuse_latents
 
     model = open_model(config.model, config.model_config)
+    text_family_of(model, is_plain=config.text is not None)  # a model that no pack can use is refused here too
     kind, downscale, _ = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     return model_grid(config.grid, model, downscale)

@@ -143,14 +143,12 @@ class ReadOptions(OrderOptions):
 class LoaderConfig(ReadOptions):
     """Size, order and captions of the batches that a loader delivers. Set one of the three sizes; the rest has defaults.
 
-    Fields that the trainer and `loader plan` have as options, too, are described there: `OrderOptions` and `ReadOptions`, and
-    `RemoteArguments` for object storage.
-
     Size of a batch:
         batch_size: Rows of a rank's micro-batch. The global batch is ranks x this x `accumulation`.
         batch_pixels: Instead: as many rows of a bucket as fit this many pixels (height x width x rows, of video x frames).
         batch_tokens: Instead: as many rows of a bucket as fit this many latent positions (h x w x rows).
         batch_multiple: Round the rows of `batch_pixels` and `batch_tokens` down to a multiple of this, which is also the least.
+        accumulation: Micro-batches of an optimizer step, all of one bucket.
 
     Rows and their order:
         split: The split to read: "train", or "val" for the held-out rows.
@@ -159,10 +157,15 @@ class LoaderConfig(ReadOptions):
         rewind: Each `for` reads the same epoch from its first batch, with the same draws, also after a break: for validation.
         remainder: What becomes of rows that do not fill a global batch: "carry" (they open the next epoch), "drop", or
             "partial" (padded with weight 0 in each epoch); see `Remainder`.
+        seed: Seed of the order and of every draw.
+        window: Rows that each lane mixes at a time, of a few shards, for slow disks and object storage. None: all rows are
+            shuffled, unless a store at a URL is larger than `cache_bytes`, by which the window is chosen then. 0: as stored.
         lanes: Equal parts of each global batch that a window deals the shards to. None: one for each machine.
         row_weights: `batch.weight` of each store's rows, in the order of the stores. (): 1.
 
     What a row has:
+        caption_dropout: Probability that a caption is replaced by the empty one (of classes: the null class).
+        flip: Probability of the mirrored image, of a store that was packed with flips.
         columns: Roles of the columns to read. The others are not read.
         ragged: Names of the ragged groups to read. The others are not read.
         pad_to: Tokens of each caption, padding included. None: the store's longest caption.
@@ -171,7 +174,15 @@ class LoaderConfig(ReadOptions):
         text: Quantised tokens "dequantised" to float16 by the prefetch threads, or as "stored"; see `TextForm`.
 
     Reading:
+        verify: Compare the checksum of every row and caption that is read; the first mismatch raises `CorruptError`.
         plain_reads: Read with `preadv` instead of a memory map: slower, but a failing disk raises an error.
+        threads: Prefetch threads; 1 or 2 are enough.
+        prefetch_bytes: Limit on prefetched batches, in bytes, used up only once the caller had to wait; at least two batches.
+        cache: Folder that caches stores in object storage. None: BUCKETLINE_CACHE, or the user's cache directory.
+        cache_bytes: Size of that cache, all of its stores together, such as "500GiB". None: 80 % of the free space.
+        endpoint: Address of an S3-compatible service. None: BUCKETLINE_ENDPOINT, or that of the URL's kind.
+        store_option: "KEY=VALUE" pairs for the client of object storage, such as "region=eu-central-1".
+        deadline: Seconds after which an unanswered request to object storage fails. None: BUCKETLINE_DEADLINE, or 60.
     """
 
     batch_size: int | None = field(default=None, metadata=DECIDES_NOTHING)

@@ -64,15 +64,27 @@ _LOCK = ".lock"  # in the folder, where it stays
 # ---------------------------------------------------------------------------------------------- the folder
 
 
-def lock_folder(output: Path) -> Callable[[], None]:
-    """Take exclusive use of a run's folder; return what releases it, as the kernel does when the process ends."""
+def lock_folder(output: Path, *, is_new: bool = False) -> Callable[[], None]:
+    """Take exclusive use of a run's folder; return what releases it, as the kernel does when the process ends.
+
+    `is_new`: the run has made the folder, and removes it if it was refused before it wrote anything.
+    """
     try:
-        return FileLock(output / _LOCK, item=output).release
+        lock = FileLock(output / _LOCK, item=output)
     except LockedError as error:
         raise LockedError(f"{error}, or choose another --output-dir") from error
     except NoLocksError as error:
         log.warning("%s; nothing keeps another run from writing to %s as well", error, output)
         return lambda: None
+
+    def release() -> None:
+        with contextlib.suppress(OSError):
+            if is_new and [path.name for path in output.iterdir()] == [_LOCK]:
+                (output / _LOCK).unlink()
+                output.rmdir()
+        lock.release()
+
+    return release
 
 
 class RunStatus(StrEnum):

@@ -156,9 +156,10 @@ def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
         raise UsageError(f"{output} has no checkpoint to resume; give the --output-dir of a run, or leave out --resume")
     if not config.resume:
         refuse_place(config)
+    is_new = not output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
-        at_end.callback(lock_folder(output))
+        at_end.callback(lock_folder(output, is_new=is_new))
     except OSError as error:
         raise UsageError(f"--output-dir {output} cannot be made: {error.strerror}; choose another one") from error
     if not config.resume:

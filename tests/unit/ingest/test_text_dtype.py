@@ -97,15 +97,6 @@ def test_pooled_embeddings_stay_in_16_bits() -> None:
         assert set(fixed) == {"pooled"}
 
 
-def test_a_scan_counts_the_bytes_of_quantised_tokens(source: Path, model: Path) -> None:
-    found = {}
-    for dtype in ("F16", "I8"):
-        ran = call("ingest", "scan", source, "--model", model, *SMALL, "--json", "--text-dtype", dtype).done()
-        found[dtype] = json.loads(ran.out)["text_bytes"]
-    num_tokens = found["F16"] // (8 * 2)  # of a width of 8
-    assert found["I8"] == num_tokens * (8 + 2) > 0
-
-
 @pytest.fixture(scope="module")
 def loud_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model whose tokens are beyond the range of F16, though not of F32."""

@@ -126,7 +126,7 @@ def test_captions_that_a_killed_first_phase_committed_are_not_encoded_again(
     killed(source, tmp_path / "s", model, monkeypatch, FreshCaptions, "of", 4)
     assert (tmp_path / "s" / KEPT).is_dir()
     stray = verify(Store.open(tmp_path / "s"), lambda _: None, 1).strays[0]
-    assert "belongs to captions that a pack has encoded before its images" in stray.what
+    assert "belongs to a run that is under way, or that was interrupted" in stray.what
     encoded.clear()
     assert pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model).json["packed"] == NUM_IMAGES
     assert 0 < len(encoded) < num_texts

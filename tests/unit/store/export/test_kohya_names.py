@@ -81,7 +81,7 @@ def test_two_images_of_one_name_are_not_taken_for_two_sizes(known: Known, tmp_pa
     (other / f"{sample.stem}.png").rename(other / f"{sample.stem}.jpg")
     store = tmp_path / "s.store"
     assert run_import("kohya", source, store, known, "--text", "none").code == 0
-    assert run_import("kohya", other, store, known, "--text", "none", "--replace").code == 0
+    assert run_import("kohya", other, store, known, "--text", "none").code == 0
     call("store", "export", store, tmp_path / "out", "--format", "kohya").fails("have one name in kohya's caches")
 
 
