@@ -182,8 +182,9 @@ class _EmbeddedCaptions:
     """A cache's text embeddings in files that are called by a digest of their caption, which tells what was embedded."""
 
     def __init__(self, captions: _CaptionFolder, paths: Mapping[str, str]) -> None:
-        self._captions, self._paths = captions, paths
+        self._captions, self._paths, self._used = captions, paths, set[str]()
         self._found = self._missing = 0  # samples with a caption that has an embedding, and with only others
+        self._whole = 0  # files of several lines that were embedded as one caption
 
     def of(
         self, name: str, names: Callable[[str], Mapping[str, bool]], unless_in_file: Sequence[str]
@@ -194,12 +195,15 @@ class _EmbeddedCaptions:
         `unless_in_file` are texts that the trainer takes of images without a caption file.
         """
         forms, problem = self._captions.forms(name)
+        for embedded in {"", *(embedded for _, embedded in self._captions.spelled(""))}:  # of captions that were dropped
+            self._used |= names(embedded).keys() & self._paths.keys()
         if problem is not None:
             return (), problem, None
         for texts in forms if forms[0] else [(text,) for text in (*unless_in_file, "")]:
             found = [self._embedded(text, names) for text in texts]
             if hits := [one for one in found if one[1]]:
                 self._found += 1
+                self._whole += len(forms) > 1 and texts is forms[0]
                 captions = (*(stored for stored, _ in hits), *(stored for stored, there in found if not there))
                 return captions, None, next((self._paths[one] for one, is_own in hits[0][1].items() if is_own), None)
         captions = self._captions.usual(forms)
@@ -212,19 +216,25 @@ class _EmbeddedCaptions:
         for stored, embedded in spelled:
             there = {name: is_own for name, is_own in names(embedded).items() if name in self._paths}
             if there and stored:
+                self._used |= there.keys()
                 return stored, there
         return spelled[0][0], {}
 
     def tell(self, listing: CacheListing, causes: str) -> None:
-        """Note in a listing how many captions have no embedding, and whether none has."""
-        if self._paths and not self._found:
-            listing.text_unknown = (
-                f"none of the cache's {counted(len(self._paths), 'text embedding')} is of a caption that is here"
-            )
+        """Note in a listing how many captions and embeddings have no counterpart, and whether none has."""
+        if self._whole:
+            files = f"{counted(self._whole, 'caption file')} with several lines {'is' if self._whole == 1 else 'are'}"
+            listing.notes.append(f"{files} one caption each, as the trainer embedded it")
+        unknown = len(self._paths) - len(self._used)
+        embeddings = counted(unknown, "text embedding")
+        if unknown and not self._found:
+            listing.text_unknown = f"none of the cache's {embeddings} is of a caption that is here"
             listing.notes.append(listing.text_unknown)
         elif self._missing:
             captions = f"{counted(self._missing, 'caption')} {'has' if self._missing == 1 else 'have'}"
-            listing.notes.append(f"{captions} no embedding in the cache")
+            listing.notes.append(f"{captions} no embedding in the cache, which has {unknown} of captions that are not here")
+        elif unknown:
+            listing.notes.append(f"the cache has {embeddings} of captions that are not here")
         if self._missing or listing.text_unknown is not None:
             listing.notes.append(f"likely causes: {causes}; --text encode takes the captions as they are here")
 

@@ -35,7 +35,7 @@ def test_ai_toolkits_embedding_of_an_edited_caption_is_not_taken(known: Callable
     (reject,) = ran.json["rejects"]
     assert reject["id"] == first.id
     assert "has no embedding of its caption 'a green house'" in reject["detail"]
-    assert "1 caption has no embedding in the cache" in ran.json["notes"]
+    assert any("1 caption has no embedding in the cache, which has 1 of" in note for note in ran.json["notes"])
     assert any("likely causes: the trainer's trigger_word (--trigger" in note for note in ran.json["notes"])
     dry = run_import("ai-toolkit", source, tmp_path / "dry.store", own, "--dry-run").done()
     assert dry.json["rejects"] == [reject]
@@ -69,7 +69,9 @@ def test_a_file_of_several_lines_that_was_embedded_as_one_caption_is_one(
     own = captioned(tmp_path, known("sdxl"), "{}, at noon\n\nThe evening sun is low.".format)
     source = WRITERS[kind][0](tmp_path / "cache", own)
     write_captions(source, own, "{}\n".format)
-    assert run_import(kind, source, tmp_path / "s.store", own).done().json["text"] == "source"
+    ran = run_import(kind, source, tmp_path / "s.store", own).done()
+    assert ran.json["text"] == "source"
+    assert "6 caption files with several lines are one caption each, as the trainer embedded it" in ran.json["notes"]
     assert_as_packed(tmp_path / "s.store", own, FORMS[kind], crops="source")
     assert run_import(kind, source, tmp_path / "s.store", own).json["unchanged"] == 6
 
@@ -147,6 +149,23 @@ def test_ai_toolkits_white_space_is_in_the_digest_and_not_in_the_caption(
     write_captions(source, own, "{}\n".format)
     assert run_import("ai-toolkit", source, tmp_path / "s.store", own).json["text"] == "source"
     assert_as_packed(tmp_path / "s.store", own, FORMS["ai-toolkit"], crops="source")
+
+
+def test_embeddings_of_captions_that_no_sample_has_are_counted_without_those_of_dropped_ones(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("sdxl")
+    source, first = ai_toolkit(tmp_path / "cache", own), own.samples[0]
+    for caption in ("", "an older caption"):
+        ai_toolkit_file(source, own, replace(first, caption=caption), "sdxl")
+    ran = run_import("ai-toolkit", source, tmp_path / "s.store", own).done()
+    assert "the cache has 1 text embedding of captions that are not here" in ran.json["notes"]
+    source = simpletuner(tmp_path / "other", own)
+    (text, *_) = sorted((source / "cache" / "text").iterdir())
+    for name in ("d41d8cd98f00b204e9800998ecf8427e-sdxl.pt", f"{'0' * 32}-sdxl.pt"):  # the first is of the empty caption
+        text.with_name(name).write_bytes(text.read_bytes())
+    ran = run_import("simpletuner", source, tmp_path / "t.store", own).done()
+    assert "the cache has 1 text embedding of captions that are not here" in ran.json["notes"]
 
 
 def test_of_the_embeddings_of_two_models_ai_toolkits_latents_take_their_own(
