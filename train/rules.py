@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.files.paths import overlap
@@ -134,6 +135,15 @@ def _no_flips(facts: Facts) -> None:
                 )
 
 
+def _no_adapters(facts: Facts) -> None:
+    if (path := facts.config.lora_from) is not None and facts.start.state is None:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"--lora-from {path} cannot be read as a .safetensors file of adapters: {error}") from error
+
+
 def _unguidable(facts: Facts) -> None:
     guidance, family = facts.config.image_guidance, facts.family
     if guidance is not None and guidance > family.no_guidance and not family.is_guidable:
@@ -157,7 +167,7 @@ def _other_objective(facts: Facts) -> None:
 
 
 Rule = Callable[[Facts], None]
-RULES: tuple[Rule, ...] = (_past, _changed, _ignored, _no_flips, _unguidable, _other_objective)
+RULES: tuple[Rule, ...] = (_past, _changed, _ignored, _no_flips, _no_adapters, _unguidable, _other_objective)
 """Rules of a run whose stores are open; each raises what it refuses."""
 RULES_OF_A_GENERATION: tuple[Rule, ...] = (_ignored,)
 """Those of them by which a later generation of the stores is looked at while the run continues."""

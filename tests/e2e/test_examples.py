@@ -167,7 +167,7 @@ def test_the_commands_of_the_readmes_quick_start_run(folder: Path, tmp_path: Pat
         words = shlex.split(line.partition("#")[0].replace("--max-steps 20000", "--max-steps 2 --num-images 1"))
         run_in(tmp_path, words).done()
     assert len(lines) >= 4
-    assert len(again) >= 2
+    assert again
     assert (tmp_path / "runs" / "first" / "checkpoints" / "step-00000002").is_dir()
 
 

@@ -47,11 +47,8 @@ def cache(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["npy", "auto"])
-def test_an_installed_packages_importer_is_used_by_its_name_and_found(
-    kind: str, environment: dict[str, str], cache: Path, tmp_path: Path
-) -> None:
-    imported = [sys.executable, "-m", "bucketline.ingest", "import", kind, cache, tmp_path / "s", "--vae", "sdxl"]
+def test_an_installed_packages_importer_is_used_by_its_name(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
+    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
     ran = spawn([*imported, "--text", "none", "--dtype", "F32", "--json"], **environment).done()
     assert json.loads(ran.out)["imported"] == 3
     with Loader(tmp_path / "s", LoaderConfig(batch_size=1, epochs=1)) as loader:
@@ -121,7 +118,7 @@ def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
 def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:
     ran = spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"])
     assert ran.code == 2
-    assert "KIND is 'npy', expected auto, kohya, " in ran.err
+    assert "KIND is 'npy', expected kohya, " in ran.err
     assert not (tmp_path / "s").exists()
 
 

@@ -171,7 +171,7 @@ def as_arguments(asked: TrainConfig) -> list[str]:
     if in_file:
         path = asked.output_dir.with_name(f"{asked.output_dir.name}-options.toml")
         path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in in_file.items()), encoding="utf-8")
-        arguments.append(str(path))
+        arguments.insert(0, str(path))
     return arguments
 
 
