@@ -56,15 +56,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(20_500),
-    "ingest": Budget(18_600),
-    "loader": Budget(11_300),
-    "train": Budget(8_600),
-    TRAINER: Budget(5_800, mark=2_600),
-    "bucketline": Budget(6_800),
-    "bench": Budget(7_200),
-    "product": Budget(72_800, mark=64_000),
-    "tests": Budget(73_700, mark=62_000),
+    "store": Budget(18_900),
+    "ingest": Budget(16_700),
+    "loader": Budget(9_850),
+    "train": Budget(7_300),
+    TRAINER: Budget(4_800, mark=2_600),
+    "bucketline": Budget(6_750),
+    "bench": Budget(7_100),
+    "product": Budget(66_400, mark=64_000),
+    "tests": Budget(67_300, mark=62_000),
 }
 
 
