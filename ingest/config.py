@@ -229,7 +229,8 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
-    A store keeps the rules that its first pack was given: later packs take from it what their options leave out.
+    A store keeps the rules that its first pack was given, and where its model is: later packs take from it what their options
+    leave out.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
@@ -258,7 +259,8 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     place: Positional[StorePlace]
     """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
     model: Annotated[str, Arg(metavar="MODEL")] = ""
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    """Folder in diffusers layout, one .safetensors checkpoint, or a hub model's name, needed for a new store. The folder has
+    vae/, text_encoder/ and tokenizer/. Default: the model of the last pack into STORE on this machine."""
     check: Check = Check.SIZE_TIME
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: Annotated[str | None, Arg(metavar="N|FRACTION")] = field(default=None, metadata={ALONE: PRUNE})
@@ -278,7 +280,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     json: bool = False
     """Print the summary as one JSON object."""
     left_out: Hidden[frozenset[str]] = frozenset()
-    """Fields that are taken from the store, if there is one, since the command line left them out."""
+    """Fields that are taken from the store, if there is one, since the command line left them out: its rules, and its model."""
 
     def __post_init__(self) -> None:
         ChangingArguments.__post_init__(self)

@@ -44,15 +44,22 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
+        from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
         from bucketline.ingest.parallel.signals import exit_code_of
 
         if self.engine is not None:
             _prepare_environment(self)
-        if not self.model:
-            _refuse_swapped(self.source, self.place)
-            raise UsageError(f"{redacted(str(self.place))} needs --model MODEL, whose VAE and text encoders make it")
         try:
-            return self._run()
+            own = with_packed_model(self)
+        except UsageError:
+            _refuse_swapped(self.source, self.place)
+            raise
+        if own.model != self.model and not torchrun_ranks()["rank"]:
+            told = f"model: {printable(own.model)}, as the last pack into {shown(self.place)}"
+            print(told, file=sys.stderr if self.json else sys.stdout, flush=True)
+        try:
+            with naming_packed_model(own):
+                return own._run()
         except SourceError:
             _refuse_swapped(self.source, self.place)
             raise
@@ -90,7 +97,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import with_dataset_file
 
         options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
-        return replace(options, left_out=RULES - given)
+        return replace(options, left_out=(RULES | {"model"}) - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""

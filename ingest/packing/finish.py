@@ -12,6 +12,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.ingest.images.crop import crop_losses_as_json
 from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
+from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED
 from bucketline.ingest.pipeline.packed_index import StoredIds
@@ -98,6 +99,7 @@ def finish(run: PackRun) -> PackResult:
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
     published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
+    unnoted = note_model(config, is_compared=account.has_encoded)
     store = target.open(published)
     _write_long_captions(config.store / LONG_CAPTIONS, store, run.sealed, account)
     gone = not_in_source(store, outline)
@@ -117,7 +119,7 @@ def finish(run: PackRun) -> PackResult:
         rejected=len(account.rejects),
         without_caption=account.without_caption,
         captions_from=outline.captions_from,
-        notes=[*outline.notes, *_notes_about_encoders(config, before, account)],
+        notes=[*outline.notes, *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,

@@ -15,6 +15,7 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import unknown
 from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
 from bucketline.ingest.sources.objects.source import ObjectSource
@@ -86,7 +87,10 @@ def prepare(
     most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
     store = None if existing is None else target.open(existing)
     refuse_small_disk(config, facts, grid, outline, store, most_bytes, is_recaptioned=is_recaptioned)
-    return held.enter_context(target.writing(contents))
+    manifest = held.enter_context(target.writing(contents))
+    if existing is None:
+        note_model(config, is_compared=True)  # so that an interrupted run is continued without it
+    return manifest
 
 
 def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
