@@ -164,8 +164,11 @@ def update(optimizer: Optimizer, trained: Sequence[nn.Parameter], clip_norm: flo
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step is skipped on the device where its `found_inf` is 1; torch's scaler asks the same."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return True if an optimizer's step is skipped on the device where its `found_inf` is 1; torch's scaler asks the same.
+
+    Not of fused SGD: a first step that is skipped leaves its momentum as the memory was, and the next one reads it.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not isinstance(optimizer, torch.optim.SGD)
 
 
 def is_whole_on_gpu(tensor: Tensor) -> bool:

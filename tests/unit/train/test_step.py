@@ -11,7 +11,7 @@ import torch
 
 from bucketline.train.config import ObjectiveOptions
 from bucketline.train.noise import squared_error
-from bucketline.train.step import train_step
+from bucketline.train.step import train_step, update
 from bucketline.train.values import LossWeight, Weighting
 from tests.unit.train.tiny_run import make_batch, make_training
 
@@ -92,3 +92,15 @@ def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments
         assert all(torch.equal(second[number][name], tensor) for name, tensor in entry.items())
     with spoiled.averaged() as average:
         assert all(tensor.isfinite().all() for tensor in average.state_dict().values())
+
+
+def test_a_first_step_that_is_not_finite_leaves_nothing_to_fused_sgd() -> None:
+    """Torch makes the momentum of memory as it is, and a step that is skipped on the device does not fill it."""
+    weights = torch.nn.Parameter(torch.zeros(4096))
+    optimizer = torch.optim.SGD([weights], lr=1.0, momentum=0.9, fused=True)
+    kept = [torch.full((4096,), float("nan")) for _ in range(64)]  # what the next allocation may find
+    del kept
+    for value in (float("nan"), 1.0):
+        weights.grad = torch.full((4096,), value)
+        update(optimizer, [weights], clip_norm=None)
+    assert torch.equal(weights.detach(), -torch.ones(4096))
