@@ -557,6 +557,13 @@ class Run:
         config, family, start = self.config, self.training.family, self.start
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
+        if config.caption_dropout and not family.is_guidable:
+            log.warning(
+                "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this "
+                "one learns for the empty caption is never a negative prompt there; leave it out, unless captions are to count "
+                "less",
+                *(config.caption_dropout, family.pipelines[0]),
+            )
         if start.state is None:
             chosen = [f"{as_option(name)} {value}" for name, value in chosen_options(config, self._given).items() if value]
             self._progress.say(f"left open: {', '.join(chosen) or 'nothing'}")

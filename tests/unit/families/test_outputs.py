@@ -88,6 +88,16 @@ def test_guidance_of_images_by_a_model_that_is_not_trained_is_refused(packed: Pa
         assert trainer.training.family.image_guidance == 1.0
 
 
+@pytest.mark.parametrize("form", ["sd", *GUIDED_BY_ANOTHER], indirect=True)
+def test_an_empty_caption_that_is_no_negative_prompt_is_said(
+    packed: Packed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainer_of(packed, tmp_path / "run", caption_dropout=0.1):
+        pass
+    said = "--caption-dropout is 0.1, and Ideogram4Pipeline guides by a second model" in caplog.text
+    assert said is (packed.form in GUIDED_BY_ANOTHER)
+
+
 ADAPTERS = [
     pytest.param({"recompute": 1.0, "caption_dropout": 0.5}, id="LoRA"),
     pytest.param({"dora": True, "lora_dropout": 0.5}, id="DoRA", marks=pytest.mark.slow),
