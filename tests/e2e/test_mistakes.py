@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import bucketline.loader
 import bucketline.store
 from bucketline import cli, errors
+from bucketline.ingest.packing.packed_model import PACKED_MODEL
 from bucketline.store import Column, LatentColumn, RaggedGroup, RowColumn, Store, StoreWriter
 from bucketline.store.format.hashing import file_digest
 from tests.commands import call, called
@@ -122,6 +123,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options = "--store photos.store --model sd15 --output-dir runs/a --batch 2 --max-steps 2 --num-images 0 --seed 1"
         trained = called(train, *options.split())
         assert not trained.code, trained.err  # it returns nothing after a run
+    shutil.copytree(folder / "photos.store", folder / "pulled.store", ignore=shutil.ignore_patterns(PACKED_MODEL))
+    note = shutil.copytree(folder / "photos.store", folder / "relocated.store") / PACKED_MODEL
+    note.write_text(note.read_text(encoding="utf-8").replace("sd15", "sd14"), encoding="utf-8")
     return folder
 
 
