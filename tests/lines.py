@@ -57,7 +57,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "store": Budget(18_900),
-    "ingest": Budget(16_700),
+    "ingest": Budget(16_800),
     "loader": Budget(9_850),
     "train": Budget(7_300),
     TRAINER: Budget(4_800, mark=2_600),
