@@ -247,6 +247,7 @@ class RayWorkers:
         self._members: list[_Member] = []
         self._waiting: list[Attempt] = []  # slices that no worker packs
         self._failed_starts = 0
+        self._is_stopping = False
         self._has_begun = False
         self._say_at = time.monotonic() + _SAY_EVERY_S
         kind: Any = ray.remote(PackWorker)
@@ -302,7 +303,7 @@ class RayWorkers:
 
     def stop(self, take: Callable[[Attempt, PackedSlice], None]) -> None:
         """Have the workers end their slices where they are, and take what they have encoded."""
-        self.check = lambda: None
+        self.check, self._is_stopping = lambda: None, True
         for member in self._members:
             with contextlib.suppress(RayError):
                 member.actor.stop.remote()
@@ -363,7 +364,7 @@ class RayWorkers:
                 raise RankError(
                     f"workers do not start: {why}; every node needs bucketline[ingest,ray] of the same versions, and the model"
                 ) from error
-        if (lost := member.attempt) is not None:
+        if (lost := member.attempt) is not None and not self._is_stopping:
             if lost.attempt + 1 == MAX_ATTEMPTS:
                 raise RankError(
                     f"slice {lost.number} lost its worker {MAX_ATTEMPTS} times, at last: {why}; if memory was short, use a "

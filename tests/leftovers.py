@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-SHARED = re.compile(r"/dev/shm/(?!bucketline-tests)")  # but for stores of tests, whose base folder may be in memory
+SHARED = re.compile(r"/dev/shm/(?!bucketline-tests|\S*/shards/)")  # but for stores of tests, which may be in memory
 
 
 def held() -> dict[str, Counter[object]]:

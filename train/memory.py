@@ -19,7 +19,7 @@ from bucketline.train.compile import example_batches, forward_backward
 from bucketline.train.config import BASE_OFF, Base, TrainConfig
 from bucketline.train.model import build_training
 from bucketline.train.optim import make_optimizer
-from bucketline.train.values import Ema, EmaPlace
+from bucketline.train.values import DDP, Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +96,7 @@ def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str,
         if config.optimizer is None and has_torchao and is_whole:
             yield {"optimizer": "adamw-8bit"}, "moments have 8 bits"
         return
-    if not is_whole or config.dora:
+    if config.sharding != DDP or config.dora:
         return
     if config.base is None and has_torchao:
         yield {"base": Base.INT8}, "frozen weights have 8 bits"

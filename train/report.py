@@ -32,6 +32,7 @@ WORSE = 1.05  # the last validation over the best one
 VALIDATIONS = 6  # that the chart by timestep shows of a run
 MAX_FRAMES, FRAME_PX = 12, 1000  # contact sheets of a run that a page shows, and the longest side of one
 MAX_IMAGES, IMAGE_PX = 16, 2048  # newest images of a run that a page shows at their own size, and their longest side
+TABLES = ("buckets", "val_loss_per_timestep")  # of a line of metrics
 SPEED = {
     "samples_per_s": "Samples/s",
     "data_wait_fraction": "Share of the time waiting for data",
@@ -92,10 +93,20 @@ def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
                 path=path,
                 document=_read(path / CONFIG, {}),
                 status=_read(path / STATUS, {}),
-                lines=[line for line in found if is_number(line.get("step"))],
+                lines=[_numbers(line) for line in found if is_number(line.get("step"))],
             )
         )
     return runs
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a line of metrics, and its tables of numbers; a damaged line may have anything else."""
+    found: dict[str, Any] = {}
+    for name, value in line.items():
+        numbers = [*value.values()] if isinstance(value, dict) else [value]
+        if isinstance(value, dict) is (name in TABLES) and all(isinstance(one, int | float) for one in numbers):
+            found[name] = value
+    return found
 
 
 def _read(path: Path, otherwise: _T) -> _T:

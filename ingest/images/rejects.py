@@ -28,6 +28,7 @@ class Reason(StrEnum):
     REFUSED = "caption that the model does not take"
     CACHE = "unusable cache entry"
     OTHER_VAE = "latent of another VAE"
+    SCALE = "wrongly scaled latent"
     TEXT = "unusable text embedding"
     PLACEMENT = "crop unknown or impossible"
 

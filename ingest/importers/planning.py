@@ -137,6 +137,7 @@ def _planned(
         vae=vae,
         scaling=listing.form.scaling,
         dtype=config.dtype,
+        may_be_off=config.trust_scale,
         crops=crops,
         is_flipped=is_flipped,
         is_text_kept=text == SOURCE,

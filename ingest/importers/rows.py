@@ -45,6 +45,7 @@ class RowRules:
     vae: NamedVae
     scaling: Scaling
     dtype: str  # of latents
+    may_be_off: bool  # whether their spread is not compared with the VAE's
     crops: Crops
     is_flipped: bool  # whether the mirrored image's latent is stored too
     is_text_kept: bool  # whether text embeddings are those of the cache
@@ -60,7 +61,7 @@ class RowRules:
 
     def unscaled(self, latent: Tensor) -> NDArray[Any]:
         """Return a cache's latent as a row has it."""
-        return self.vae.stored(latent, self.scaling, self.dtype)
+        return self.vae.stored(latent, self.scaling, self.dtype, may_be_off=self.may_be_off)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
+MAX_SPREAD_OF_ONE = 4.0  # of one latent over the VAE's; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
 _PATCH_PX = 2  # a patch's height and width
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 
@@ -87,11 +88,18 @@ class NamedVae:
                 values = (values.reshape(channels, -1) / self.scale + self.shift).reshape(values.shape)
         return _unpacked(values) if scaling is Scaling.PACKED else values
 
-    def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str) -> NDArray[Any]:
-        """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits."""
-        stored = _converted(self.unscaled(latent, scaling), dtype)
+    def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> NDArray[Any]:
+        """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits.
+
+        `may_be_off`: its spread is not compared with the VAE's.
+        """
+        values = self.unscaled(latent, scaling)
+        stored = _converted(values, dtype)
         if not stored.isfinite().all():
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
+        if not may_be_off and (spread := self.spread_of([values])) > MAX_SPREAD_OF_ONE:
+            what = f"its spread is {spread:.3g} times that of the VAE of {self.name}"
+            raise RejectedError(Reason.SCALE, f"{what}, at most {MAX_SPREAD_OF_ONE:g} is plausible; --trust-scale imports it")
         return as_stored(stored)
 
     def spread_of(self, latents: Sequence[NDArray[Any]]) -> float:

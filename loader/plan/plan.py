@@ -193,6 +193,8 @@ class Plan:
         rows, at, drawn = self._rows_of(spans), 0, []
         for (step, _), (first, count, real) in zip(parts, shapes, strict=True):
             epoch, bucket, _ = placed[step]
+            weight = np.ones(count, dtype=np.float32)
+            weight[max(real, 0) :] = 0.0
             drawn.append(
                 PlannedStep(
                     step=step,
@@ -200,7 +202,7 @@ class Plan:
                     bucket=self.buckets[bucket].name,
                     first_position=first,
                     rows=rows[at : at + count],
-                    weight=(np.arange(count) < real).astype(np.float32),
+                    weight=weight,
                 )
             )
             at += count

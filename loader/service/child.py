@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.loader.service import wire
-from bucketline.loader.service.sockets import accept_all
+from bucketline.loader.service.sockets import accept_all, peer_of
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
@@ -90,6 +90,9 @@ class ChildLink:
         except OSError as error:
             sock.close()
             raise DeliveryError(f"{self._name} has ended: {error.strerror}") from error
+        if peer_of(sock) != os.geteuid():  # another user's process took the name that a killed child left
+            sock.close()
+            raise DeliveryError(f"{self._name} has ended")
         return wire.ask(sock, self._name, message)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from bucketline.loader.service import wire
 from bucketline.loader.service.ring import RingClient
 from bucketline.loader.service.sockets import is_loopback
 from bucketline.loader.service.tcp import FrameClient
-from bucketline.loader.service.wire import COUNTED, NamesRequest, Request, ServedManifest, StoresRequest
+from bucketline.loader.service.wire import COUNTED, FullError, NamesRequest, Request, ServedManifest, StoresRequest
 from bucketline.store import Store
 from bucketline.store.format.manifest import dump_manifest, generations
 from bucketline.store.read.lost_files import refuse_lost_shards
@@ -223,7 +223,7 @@ class Service:
                 self._clients[client] = thread
             except RuntimeError as error:
                 self._num_refused += 1
-                client.refuse(DeliveryError(f"the service has no thread for another client: {error}"))
+                client.refuse(FullError(f"the service has no thread for another client: {error}"))
                 client.close()
 
     def _make_room_for(self, stranger: Client) -> None:
@@ -236,11 +236,11 @@ class Service:
             found.shut()
 
     def _admit(self, client: Client) -> None:
-        """Let a client that has proved that it has the token have a slot of its kind."""
+        """Let a client that has proved that it has the token have a slot of its kind; a far one tries again if none is free."""
         with self._lock:
             client.is_stranger = False
             if sum(one.is_known and type(one) is type(client) for one in self._clients) >= client.max_clients:
-                raise DeliveryError(f"the service has {client.max_clients} clients, its maximum")
+                raise FullError(f"the service has {client.max_clients} clients, its maximum")
             client.is_known = True
 
     def stop(self) -> None:

@@ -324,7 +324,7 @@ class FrameStream:
     def _receive(self, first: Answer) -> None:
         """Receive until the end, over one connection after another."""
         answer: Answer | None = first
-        tries, turn = _Tries(self._link), self._turn
+        tries, turn = None, self._turn
         while True:
             try:
                 if answer is None:
@@ -335,7 +335,7 @@ class FrameStream:
                     self._receive_all(answer or self._link.answer(self._sock, wire.message_of(self._request)))
                     return
             except (LostError, OSError) as error:
-                if self._turn != turn:
+                if tries is None or self._turn != turn:
                     tries, turn = _Tries(self._link), self._turn
                 tries.pause(error, self._over)
             answer = None

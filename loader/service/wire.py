@@ -103,6 +103,10 @@ class LostError(DeliveryError):
     """The other side has ended, is silent, or sends anything but what is expected."""
 
 
+class FullError(LostError):
+    """The service has no room for another client now: one over TCP tries again."""
+
+
 def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
     """Send one message, with a descriptor if one is given."""
     body = json.dumps(message).encode()
@@ -243,14 +247,14 @@ def failure_as_json(error: BaseException) -> dict[str, str]:
     """Return a failure as a JSON message."""
     is_known = isinstance(error, BucketlineError)
     kinds = type(error).__mro__ if is_known else (DeliveryError,)  # the nearest class that a client knows
-    kind = next(one.__name__ for one in kinds if getattr(errors, one.__name__, None) is one)
+    kind = next(one.__name__ for one in kinds if one is FullError or getattr(errors, one.__name__, None) is one)
     text = str(error) if is_known else f"the service failed: {type(error).__name__}: {error}"
     return {"error": kind, "message": text[: MAX_MESSAGE_BYTES // 16]}
 
 
 def failure_of(message: Mapping[str, Any]) -> BucketlineError:
     """Return the failure in a message, with the class that it had in the service."""
-    kind = getattr(errors, str(message.get("error")), None)
+    kind = FullError if message.get("error") == FullError.__name__ else getattr(errors, str(message.get("error")), None)
     known = isinstance(kind, type) and issubclass(kind, BucketlineError)
     return (kind if known and kind is not None else DeliveryError)(str(message.get("message")))
 
@@ -284,7 +288,7 @@ class Client:
     def __init__(self, sock: socket.socket, token: bytes | None = None, host: str = "") -> None:
         self.sock, self._token, self.host = sock, token, host
         self.is_stranger, self.is_known = True, False  # which has one slot or the other; neither, once it is to end
-        self.counts: Counter[str] = Counter()  # see `COUNTED`
+        self.counts = Counter(dict.fromkeys((*COUNTED, "waited_us"), 0))  # all keys at once: other threads iterate over it
 
     def request(self) -> dict[str, Any]:
         """Greet, and return the client's message once it has proved that it has the token."""
@@ -324,13 +328,23 @@ BATCH, END = 1, 2  # kinds of frames; an end has the failure, if one ends the it
 HEAD = struct.Struct("<BQQQIQ")
 
 
+_layouts: dict[tuple[int, str, int], tuple[object, bytes]] = {}  # by the id of the fields, which each entry keeps alive
+_MOST_LAYOUTS = 4096
+
+
 def layout_of(filled: FilledBuffer) -> bytes:
-    """Return the bucket, bytes and fields of a filled buffer."""
-    found = [
-        [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
-        for field in filled.fields
-    ]
-    return json.dumps([filled.bucket, filled.num_bytes, found]).encode()
+    """Return the bucket, bytes and fields of a filled buffer; equal fields are one object, whose layout is made once."""
+    key = id(filled.fields), filled.bucket, filled.num_bytes
+    known = _layouts.get(key)
+    if known is None:
+        found = [
+            [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
+            for field in filled.fields
+        ]
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        known = _layouts[key] = filled.fields, json.dumps([filled.bucket, filled.num_bytes, found]).encode()
+    return known[1]
 
 
 def head_of(filled: FilledBuffer, layout: bytes) -> bytes:

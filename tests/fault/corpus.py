@@ -158,6 +158,7 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             crops=Crops.UNKNOWN,
             is_flipped=False,
             is_text_kept=False,
+            may_be_off=True,
             max_captions=8,
             held_out=HeldOut(),
         )

@@ -43,7 +43,6 @@ LOADED: tuple[dict[str, Any], ...] = (
     {"batch_size": 2, "seed": 2, "caption_dropout": 0.3, "remainder": "partial"},
     {"batch_pixels": 4 * 64 * 96, "window": 16, "lanes": 1, "text": "stored"},
 )
-EXACT = ("ids", "keys", "flipped", "original_size", "crop", "target_size", "weight", "token_mask", "class_labels")
 
 
 def packed(work: Path) -> dict[str, Any]:

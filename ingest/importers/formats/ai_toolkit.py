@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LATENTS, _TEXTS = "_latent_cache/", "_t_e_cache/"
 _SPACES = ("sd1", "sd2", "sdxl", "sd3", "flux", "flux1", "flux_kontext", "flex1", "flex2")  # models, as the digest calls them
 _FAMILIES = {"sd1": "sd", "sd2": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux1": "flux"}
-_SIZES = {"scale_to_": ("height", "width"), "crop_": "yx"}
+_SIZES = {"scaled size": ("scale_to_height", "scale_to_width"), "crop": ("crop_y", "crop_x")}
 
 
 def _found(request: cache.ListRequest) -> cache.FoundEntries:
@@ -101,7 +101,7 @@ def _embedded(entry: cache.CacheEntry, variant: str, caption: str) -> dict[str, 
 
 def _read(source: Path, entry: cache.CacheEntry, variant: str) -> cache.Cached:
     tensors, _ = read_safetensors(source, entry.path)
-    resized, crop = (cache.pair([entry.facts[f"{what}{side}"] for side in sides], what) for what, sides in _SIZES.items())
+    resized, crop = (cache.pair([entry.facts.get(name) for name in names], what) for what, names in _SIZES.items())
     texts: tuple[cache.Text, ...] = ()
     if entry.text_path is not None and entry.captions and variant in _FAMILIES:
         found, _ = read_safetensors(source, entry.text_path)

@@ -31,14 +31,21 @@ _MAX_VALUE_BYTES = 1 << 30
 
 
 def _found(request: cache.ListRequest) -> cache.FoundEntries:
-    source, entries, models = request.source, list[cache.CacheEntry](), list[str]()
+    source, entries, models, unlisted = request.source, list[cache.CacheEntry](), list[str](), list[str]()
     for folder, names in cache.files_below(source):
         if (match := _LATENTS.fullmatch(folder)) is None or _DB not in names:
             continue
         models.append((match["model"] or f"{source.resolve().name}/").rstrip("/").rpartition("/")[2])
         if request.variant in (None, models[-1]):
-            entries += _entries(source, folder, models[-1])
+            own = [*_entries(source, folder, models[-1])]
+            listed, entries = {entry.path for entry in own}, entries + own
+            # a run that is interrupted has written shards, and not committed the index
+            shards = (folder + name for name in names if re.fullmatch(r"shard_.*\.bin", name) and folder + name not in listed)
+            unlisted += [path for path in shards if (source / path).stat().st_size]
     notes = ["text embeddings are not imported; the captions, which the cache has, can be encoded again"]
+    if unlisted:
+        what = f"{unlisted[0]}{f' and {len(unlisted) - 1} more' if len(unlisted) > 1 else ''} is not in its index"
+        notes.append(f"{what}: caching was interrupted; let the trainer finish it, and import again")
     return cache.FoundEntries(entries=entries, notes=notes, variants=models)
 
 

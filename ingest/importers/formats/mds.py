@@ -41,7 +41,7 @@ _INDEX = "index.json"
 _MAX_UNPACKED_BYTES = 1 << 30  # of a compressed shard; Streaming's own limit is 64 MiB unless its user sets another
 _ZSTD = "zstd"  # of other codecs pyarrow does not tell that data are cut short
 _LATENTS = re.compile(r"latents_(?P<height>\d{1,6})(x(?P<width>\d{1,6}))?")
-_INTS = ("int", "int32", "int64", "uint32", "uint64")
+_INTS = ("int", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 _ARRAY = re.compile(r"ndarray:(float16|float32|float64):(\d+(?:,\d+)*)")
 _KEYS = ("key", "id", "hash", "image_path")  # columns that may name a sample
 _NUM_TOKENS = 77  # of a caption, where no column says how many
@@ -199,7 +199,8 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
             raise cache.damaged(f"its {column} is not UTF-8 (byte {error.start})") from error
 
     def number(column: str) -> int:
-        return int.from_bytes(values[column], "little") if kinds.get(column) in _INTS else 0
+        kind = kinds.get(column, "")
+        return int.from_bytes(values[column], "little", signed=not kind.startswith("u")) if kind in _INTS else 0
 
     def floats(column: str, shape: Sequence[int]) -> Tensor:
         return _floats(column, kinds[column], values[column], shape)
@@ -216,7 +217,7 @@ def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     return cache.Cached(
         latent=latent,
         flipped=floats(flipped, latent.shape) if values.get(flipped) else None,
-        geometry=cache.Geometry(original=(height, width) if height and width else None),
+        geometry=cache.Geometry(original=cache.pair((height, width), "original size") if height and width else None),
         captions=(caption,) if caption else (),
         texts=texts,
         left_out=tuple(own for own, data in values.items() if data and (own in ("jpg", "mask") or own.startswith("control/"))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -20,14 +21,16 @@ from bucketline.families.qwenimage import QwenImage
 from bucketline.families.registry import family_of_pipeline
 from bucketline.families.sana import Sana
 from bucketline.loader.latent_scale import LatentScale
+from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.options import options_of
 from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
 from bucketline.train.lora import adapted_layers
-from bucketline.train.noise import FlowSchedule, Prep, load_schedule, squared_error
-from bucketline.train.values import LossWeight
+from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
+from bucketline.train.step import loss_of
+from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
 from tests.family_models import FORMS, tiny_model
-from tests.unit.train.tiny_run import config, facts, make_batch
+from tests.unit.train.tiny_run import config, facts, make_batch, make_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +95,42 @@ def test_sd3s_loss_is_theirs_of_preconditioned_outputs(scheme: str, setting: str
     weighting = sigmas**-2.0 if scheme == "sigma_sqrt" else torch.ones_like(sigmas)
     theirs = (weighting * (model_pred - model_input) ** 2).reshape(len(ours), -1).mean(1)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def scripts_sigmas(u: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return the noise at the timesteps that the scripts take for draws in [0, 1)."""
+    kind: Any = FlowMatchEulerDiscreteScheduler
+    scheduler = kind(shift=shift)  # whose timesteps fall
+    found: torch.Tensor = scheduler.sigmas[(u * 1000).long()]
+    return found
+
+
+def test_a_logit_mean_has_the_other_sign() -> None:
+    """Theirs draws an index into timesteps that fall: u near 1 has little noise."""
+    z = normal(KEYS, Purpose.TIMESTEP, (1,)).squeeze(1).double()
+    theirs = scripts_sigmas(torch.sigmoid(0.5 + 1.0 * -z), shift=3.0)  # -z is as likely as z
+    drawn = draw_timesteps(ObjectiveOptions(timesteps=Timesteps.parse("logit-normal:-0.5,1", "--timesteps")), KEYS, 1000)
+    ours = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(drawn, 8, 8).noise.flatten()
+    torch.testing.assert_close(ours, theirs)
+    assert float(theirs.mean()) < float(scripts_sigmas(torch.sigmoid(-0.5 + z), shift=3.0).mean())
+
+
+@pytest.mark.parametrize("prior", [1.0, 0.5])
+def test_a_priors_gradients_are_theirs_by_a_factor_and_clipped_where_theirs_are(prior: float, tmp_path: Path) -> None:
+    training = make_training(tmp_path, accumulation=1)
+    weighing = dataclasses.replace(training, mean_weight=(1 + prior) / 2)
+    batch = dataclasses.replace(make_batch(4), weight=torch.tensor([1.0, 1.0, prior, prior]))
+    noised = training.prep.for_training(batch)
+    errors = squared_error(training.predict(training.model, noised.noisy, noised.timesteps, batch), noised.target)
+    theirs = torch.autograd.grad(errors[:2].mean() + prior * errors[2:].mean(), training.trained)
+    ours = torch.autograd.grad(loss_of(weighing, batch), training.trained)
+    limit = float(torch.nn.utils.get_total_norm(theirs)) / 2
+    for gradients, norm in ((theirs, limit), (ours, limit * round(1 / (1 + prior), 3))):  # as the table has the setting
+        for parameter, gradient in zip(training.trained, gradients, strict=True):
+            parameter.grad = gradient
+        assert torch.nn.utils.clip_grad_norm_(training.trained, norm) > norm
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one * (1 + prior), other, rtol=1e-3, atol=1e-6)
 
 
 FLUX_SCRIPT = (

@@ -54,7 +54,8 @@ def test_what_saves_memory_is_tried_in_order_of_cost(tmp_path: Path, monkeypatch
     assert names(config(tmp_path)) == (*WHOLE, *MOMENTS)
     assert names(config(tmp_path, lora_rank=8)) == ADAPTERS
     assert names(config(tmp_path, sharding="fsdp"), world_size=8) == WHOLE
-    assert names(config(tmp_path, sharding="fsdp", lora_rank=8), world_size=8) == WHOLE[:4]
+    for world_size in (1, 8):  # a quantised or waiting base is refused with fsdp on any number of processes
+        assert names(config(tmp_path, sharding="fsdp", lora_rank=8), world_size=world_size) == WHOLE[:4]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)  # torchao
     assert names(config(tmp_path)) == WHOLE
     assert names(config(tmp_path, lora_rank=8)) == (*WHOLE[:4], ADAPTERS[6])

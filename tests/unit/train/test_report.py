@@ -199,11 +199,12 @@ def test_a_sheet_that_is_damaged_is_left_out_of_the_page(tmp_path: Path, caplog:
     page_of([read(run)])
 
 
-def test_a_run_without_steps_yet_makes_a_page_too(tmp_path: Path) -> None:
+def test_a_run_without_steps_yet_and_damaged_lines_make_a_page_too(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", losses=())
     (run / "status.json").write_text("{", encoding="ascii")
-    line = '{"step": 2, "val_loss": NaN, "val_loss_per_timestep": {"5": NaN}}'
-    (run / "metrics.jsonl").write_text(f'{{"step": 1, "loss": null}}\n{line}\n{{"buckets"', encoding="ascii")
+    strange = ['{"step": 1, "loss": null, "buckets": 3}', '{"step": "x", "loss": 1}', "[1]", '{"step": 2, "val_loss": "NaN"}']
+    strange += ['{"step": 2, "val_loss": NaN, "val_loss_per_timestep": {"5": NaN}}', "", '{"buckets"']
+    (run / "metrics.jsonl").write_text("\n".join(strange), encoding="ascii")
     (tmp_path / "r.html").write_bytes(page_of([read(run)])[0])
     assert "not recorded" in parsed(tmp_path / "r.html").text
 

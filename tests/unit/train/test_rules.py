@@ -148,7 +148,7 @@ CASES = (
     Case("is not the text encoder .* has 0{32}; ", {}, with_a_text_encoder, ModelError),
     Case("model/vae is not the VAE .*: its weights_hash", {}, with_manifest(encoders=ANOTHER_VAE), ModelError),
     Case("--optimizer is adamw, which cannot round .* choose adamw-8bit", {"weights": WeightDtype.BF16}),
-    Case("--epochs is 0.01|no step", {"epochs": 1e-6, "max_steps": None}, error=BucketlineError),
+    Case("no step", {"epochs": 1e-6, "max_steps": None}, error=BucketlineError),
     Case(r"no service can be reached at .*none\.sock", {"service": "/none.sock"}, error=BucketlineError),
     Case("--track-with is aim, expected one of .*aim.*, whose package is installed", {"track_with": ("aim",)}),
 )

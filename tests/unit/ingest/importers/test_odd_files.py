@@ -147,7 +147,7 @@ def test_one_odd_image_among_what_is_new_does_not_refuse_a_later_run(known: Call
     for sample in own.samples[1:]:
         kohya_latent(source, sample, "sdxl", sample.latent)
     assert run_import("kohya", source, store, own, "--text", "none").json["imported"] == 5
-    for factor in (0.25, 50):
+    for factor, imported, reasons in ((0.25, 1, {}), (50, 0, {"wrongly scaled latent": 1})):
         kohya_latent(source, own.samples[0], "sdxl", own.samples[0].latent * np.float32(factor))
         ran = run_import("kohya", source, store, own, "--text", "none").done()
-        assert (ran.json["imported"], ran.json["unchanged"]) == (1, 5)
+        assert (ran.json["imported"], ran.json["unchanged"], ran.json["rejected_by_reason"]) == (imported, 5, reasons)

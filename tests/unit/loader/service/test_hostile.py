@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from bucketline.loader.service import wire
 from bucketline.loader.service.ring import CONTROL_BYTES, ControlPage, Word, map_shared
 from bucketline.loader.service.sockets import Security, connected
 from bucketline.loader.service.tcp import FrameClient
-from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, PROTOCOL, LostError, ask, receive, send
+from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, PROTOCOL, FullError, LostError, ask, receive, send
 from bucketline.store import Store
 from bucketline.store.folder import MissingObjectError
 from bucketline.typed_json import encode
@@ -219,7 +220,7 @@ def test_strangers_keep_no_client_out_and_none_of_another_host(
         assert len([*early]) > 1
         monkeypatch.setattr(FrameClient, "max_clients", 0)
         with pytest.raises(DeliveryError, match="the service has 0 clients, its maximum"):
-            Loader(None, LoaderConfig(batch_size=2), service=address)
+            Loader(None, LoaderConfig(batch_size=2), service=replace(address, deadline_s=0.5))
 
 
 def test_a_client_for_whom_there_is_no_thread_is_refused_and_the_service_continues(
@@ -233,7 +234,7 @@ def test_a_client_for_whom_there_is_no_thread_is_refused_and_the_service_continu
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    for where in (ServiceAddress(served.socket), ServiceAddress(served.tcp, token)):
+    for where in (ServiceAddress(served.socket), ServiceAddress(served.tcp, token, deadline_s=0.5)):
         none_is_left.set()
         with pytest.raises(DeliveryError, match="the service has no thread for another client: can't start new thread"):
             Loader(None, LoaderConfig(batch_size=2), service=where)
@@ -255,7 +256,13 @@ def test_a_failure_is_read_as_it_was_told_and_only_the_first_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(MissingObjectError("x"), StoreError), (LostError("x"), DeliveryError), (KeyError("x"), DeliveryError)]
+    ("error", "kind"),
+    [
+        (MissingObjectError("x"), StoreError),
+        (LostError("x"), DeliveryError),
+        (FullError("x"), FullError),
+        (KeyError("x"), DeliveryError),
+    ],
 )
 def test_a_failure_keeps_the_nearest_class_that_a_client_knows(error: Exception, kind: type[Exception]) -> None:
     assert type(wire.failure_of(wire.failure_as_json(error))) is kind

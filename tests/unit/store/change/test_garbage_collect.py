@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib
 import os
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ from bucketline.store.write.publish import adopt, lock_store
 from tests.commands import call
 from tests.kit import everything, flip_bit, make_store, samples_of, tree, write_shard
 
-collect_module = importlib.import_module("bucketline.store.change.garbage_collect")
 BUCKET = "train/64x64"
 HOUR_S = 3600.0
 

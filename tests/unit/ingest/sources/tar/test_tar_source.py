@@ -30,8 +30,6 @@ from tests.commands import call
 from tests.kit import tree
 from tests.models import png
 
-EMBEDDED = {"txt": b"a cat\nthe cat", "json": b'{"text": "not this"}'}
-
 
 def write(path: Path, samples: Iterable[Mapping[str, Any]], **options: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
