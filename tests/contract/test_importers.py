@@ -140,7 +140,7 @@ def test_damage_anywhere_is_a_reject_or_an_error_of_the_source(kind: str, source
         path = files[random.integers(len(files))]
         data = path.read_bytes()
         at = int(random.integers(min(len(data), 4000)))
-        after = at + int(random.choice([2, random.integers(1, 40)]))  # other bytes in place, or the rest moved
+        after = at + int(random.choice([2, int(random.integers(1, 40))]))  # other bytes in place, or the rest moved
         cut = data[:at], bytes(random.integers(256, size=2, dtype="u1")), data[after:]
         path.write_bytes(b"".join(cut[: int(random.integers(1, 4))]))
         try:
