@@ -1,12 +1,14 @@
-"""The loops of `docs/your-own-loop.md` run as they stand, over a store with held-out samples; and the help texts name all.
+"""The loops of `docs/your-own-loop.md` run as they stand, over stores packed with tiny models of the real classes.
 
-Those of the README, of this page and of `docs/loader.md` also run over photographs that `ingest pack` has encoded.
+Those of the README and of `docs/loader.md` run over photographs that `ingest pack` has encoded.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,38 +17,82 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.latent_scale import noise_like
+from bucketline.train.noise import draw_timesteps
 from tests.commands import BIN, ROOT, spawn
-from tests.kit import make_store, samples_of
 from tests.photographs import crop_of
+from tests.unit.train.packed_families import Packed, pack_family
+from tests.unit.train.tiny_run import built
 
 PAGE = ROOT / "docs" / "your-own-loop.md"
 BLOCKS = dict(re.findall(r"\n## ([^\n]+)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
-EACH = 7 // 2 + 4 // 2 + 1  # batches of an epoch of `partial`
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_store(tmp_path / "photos.store", samples_of({"train/64x64": 7, "train/96x64": 4, "val/64x64": 3}))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+MODELS = {"Stable Diffusion": "sd", "SDXL": "sdxl", "Flux": "flux"}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Packed]:
+    """Return what packs a dozen images with a family's own tiny pipeline, once."""
+    return functools.cache(lambda family: pack_family(tmp_path_factory.mktemp(family), family))
+
+
+def in_a_folder(packed: Packed, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder where the page's names are."""
+    (folder / "photos.store").symlink_to(packed.store)
+    (folder / {"sd": "sd15"}.get(packed.family, packed.family)).symlink_to(packed.model)
+    monkeypatch.chdir(folder)
 
 
 def run(title: str) -> dict[str, Any]:
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "loop"}
     exec(compile(next(block for name, block in BLOCKS.items() if title in name), str(PAGE), "exec"), names)
     return names
 
 
 def test_the_page_has_these_loops() -> None:
-    assert [name.partition(" ")[0] for name in BLOCKS] == ["Plain", "Accelerate", "Lightning", "A"]
+    assert [name.partition(" ")[0] for name in BLOCKS] == [
+        *("Stable", "SDXL", "Flux,", "Validation", "Accelerate", "Lightning", "A"),
+    ]
 
 
-def test_the_plain_loop_trains_its_epochs_and_is_over_when_it_is_run_again(folder: Path) -> None:
-    first = run("Plain PyTorch")
-    state = json.loads((folder / "checkpoint.json").read_text())
-    assert (state["epoch"], state["step"]) == (3, -(-3 * 7 // 2) + 3 * 4 // 2)
-    assert len(first["losses"]) == 2
-    assert "batch" not in run("Plain PyTorch")  # nothing remained
+@pytest.mark.slow
+@pytest.mark.parametrize("title", MODELS)
+def test_a_loop_of_the_page_has_the_trainers_loss(
+    title: str, packed: Callable[[str], Packed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = packed(MODELS[title])
+    in_a_folder(own, tmp_path, monkeypatch)
+    names = run(title)
+    assert (tmp_path / "trained" / own.part / "config.json").is_file()
+    trainer = built(own.config(tmp_path / "run"))
+    with trainer.loader as loader:
+        batch = next(loader.forever())
+    training, prep = trainer.training, trainer.training.prep
+    indices = draw_timesteps(prep.options, batch.keys, prep.schedule.num_timesteps)
+    noise = noise_like(batch.latents, batch.latent_kind, batch.keys)
+    monkeypatch.setattr(torch, "randn_like", lambda _: noise)
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: indices)
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: (indices + 1) / prep.schedule.num_timesteps)
+    names["model"].load_state_dict(training.bare_model.state_dict())
+    with torch.no_grad():
+        expected = training.errors(training.model, prep.for_training(batch), batch).mean()
+        assert float(names["loss_of"](batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.fixture
+def folder(packed: Callable[[str], Packed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    in_a_folder(packed("sd"), tmp_path, monkeypatch)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_loop_that_saves_is_over_when_it_is_run_again(folder: Path) -> None:
+    first = run("Validation")
+    state = json.loads((folder / "checkpoint" / "loader.json").read_text())
+    assert state["epoch"] == 3
+    assert first["losses"]
+    assert "batch" not in run("Validation")  # nothing remained
 
 
 @pytest.mark.slow
@@ -60,10 +106,12 @@ def test_the_loop_of_accelerate_resumes(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_the_loop_of_lightning_resumes(folder: Path) -> None:
     names = run("Lightning")
-    assert names["trainer"].global_step == 2 * EACH
+    with Loader("photos.store", LoaderConfig(batch_size=2, remainder="partial")) as loader:
+        assert names["trainer"].global_step == 2 * len(loader)
     assert (folder / "run.ckpt").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # in a single process
 def test_a_loader_in_a_distributed_checkpoint_resumes(folder: Path) -> None:
     assert run("A data loader with a state")["steps"] == list(range(10))
@@ -85,9 +133,7 @@ def blocks(page: str) -> list[str]:
     return [block for block in found if "photos.store" in block]
 
 
-ON_PHOTOGRAPHS = [
-    (page, number) for page in ("README.md", "docs/loader.md", "docs/your-own-loop.md") for number in range(len(blocks(page)))
-]
+ON_PHOTOGRAPHS = [(page, number) for page in ("README.md", "docs/loader.md") for number in range(len(blocks(page)))]
 
 
 @pytest.fixture(scope="module")
