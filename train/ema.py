@@ -7,8 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from bucketline.train.parallel import local, sharded_like
+from bucketline.train.parallel import local
 from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
@@ -68,8 +69,11 @@ class Average:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the average of a trained parameter, sharded as that is; any other tensor unchanged."""
-        average = self._by_id.get(id(tensor))
-        return tensor if average is None else sharded_like(average, tensor)
+        average = self._by_id.get(id(tensor), tensor)
+        if average is tensor or not isinstance(tensor, DTensor):
+            return average
+        placed, size = (tensor.device_mesh, tensor.placements), {"shape": tensor.shape, "stride": tensor.stride()}
+        return DTensor.from_local(average.to(tensor.device), *placed, run_check=False, **size)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

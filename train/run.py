@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from bucketline.loader import Loader, WeightedStore
     from bucketline.train.hub import HubUploads
     from bucketline.train.images import StoredPrompt
-    from bucketline.train.parallel import Agreed
     from bucketline.train.rules import Rule
     from bucketline.train.step import Training
     from bucketline.train.validation import ValidationResult
@@ -249,14 +248,15 @@ class Run:
     ) -> None:
         """Open the stores, refuse what does not suit, load the model and the start's checkpoint, and compile.
 
-        A new run's folder gets its status before the model is loaded, and then only encoded prompts; a resumed run's folder stays
-        as it is.
+        A new run's folder gets its status before the model is loaded, and then only encoded prompts; a resumed one is left
+        as it is until it trains.
         """
         self.given, self.ranks, self.start = config, ranks, start  # `given`: before it is resolved
         self._accelerator = accelerator or start_processes(config)
         self._progress = progress or ProgressLine(talks=False)
         self.device = self._accelerator.device
         self.steps_done, self.has_begun = start.steps_done, False
+        self.uploads: HubUploads | None = None
         self._log: RunLog | None = None  # on rank 0, once training begins
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
@@ -266,7 +266,12 @@ class Run:
             data.expect_service(config, ranks, shares)
             self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
             window = self._continue_loader()
-            config = self._resolved()
+            config = resolve(config, start, self.loader, self.device)
+            set_up_device(config, self.device)
+            refuse_combinations(config, ranks.world_size)
+            find_optimizer(config)  # a missing library is told before anything is made
+            shard_ranks_of(config, ranks)  # and a number of processes that --sharding cannot divide
+            expect_equal("the plan's digest", self.loader.plan.digest)
             with failures_recorded(self):
                 if start.checkpoint is None:
                     self._begin()
@@ -278,7 +283,10 @@ class Run:
 
                 self.work = step_work_of(self.config, ranks, self.device)
                 compile_and_count(self.training, ranks, self.loader, self._progress.say, self.work)
-                self.uploads = self._hub_uploads()
+                if self.config.push_to_hub and ranks.is_main:
+                    from bucketline.train.hub import HubUploads
+
+                    self.uploads = HubUploads(self.config.push_to_hub, self._progress.say)
                 self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
                 at_end.enter_context(contextlib.closing(self.saver))
             self._recorder = WindowRecorder(
@@ -309,28 +317,11 @@ class Run:
             raise StateError(f"{error}; or continue by another plan, with --resume --new-plan") from error
         return state.window
 
-    def _resolved(self) -> TrainConfig:
-        """Return the resolved configuration, if device, optimizer and ranks can do what it says."""
-        config = resolve(self.given, self.start, self.loader, self.device)
-        set_up_device(config, self.device)
-        refuse_combinations(config, self.ranks.world_size)
-        find_optimizer(config)  # a missing library is told before anything is made
-        shard_ranks_of(config, self.ranks)  # and a number of processes that --sharding cannot divide
-        expect_equal("the plan's digest", self.loader.plan.digest)
-        if self.given.epochs is not None:
-            self._progress.say(f"{counted(config.num_steps, 'step')}: --epochs is {self.given.epochs:g}")
-        return config
-
     def _begin(self) -> None:
         """Record that the run is in progress: a new one before its first file, a resumed one once nothing is refused."""
         self.has_begun = True
         output, done = self.given.output_dir, self.steps_done
-
-        def begin() -> None:
-            output.mkdir(parents=True, exist_ok=True)
-            write_status(output, RunStatus.RUNNING, done, begins=True)
-
-        from_rank_zero(self.ranks, begin)
+        from_rank_zero(self.ranks, lambda: write_status(output, RunStatus.RUNNING, done, begins=True))
 
     def _build(self, config: TrainConfig) -> tuple[Training, WeightLayout, tuple[StoredPrompt, ...]]:
         """Build the model with its optimizer and average, as memory allows; load the prompts of its images."""
@@ -347,13 +338,6 @@ class Run:
         from bucketline.train.images import load_prompts
 
         return training, weights, load_prompts(given, store, training.family)
-
-    def _hub_uploads(self) -> HubUploads | None:
-        if self.config.push_to_hub is None or not self.ranks.is_main:
-            return None
-        from bucketline.train.hub import HubUploads
-
-        return HubUploads(self.config.push_to_hub, self._progress.say)
 
     def close(self) -> None:
         """Release files and threads; a checkpoint in progress is complete when this returns."""
@@ -401,22 +385,22 @@ class Run:
             ended = mark(self.device)
             self.steps_done += 1
             waited_before, waited = waited, self.loader.stats().waited_s
-            took = (began, ended)
-            self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
+            wait_s = waited - waited_before
+            self._write(self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=wait_s))
             self._progress.step(self.steps_done)
             self.saver.poll()
-            agreed = stop.agreed(is_overdue=self.saver.is_overdue())
-            if agreed.stopped_by is not None:
-                return agreed.stopped_by
+            stopped_by, is_overdue = stop.agreed(is_overdue=self.saver.is_overdue())
+            if stopped_by is not None:
+                return stopped_by
             # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
-            began = mark(self.device) if self._pause(agreed) else ended
+            began = mark(self.device) if self._pause(is_overdue=is_overdue) else ended
         return None
 
-    def _pause(self, agreed: Agreed) -> bool:
-        """Run the tasks that are due between two steps; return whether there was one."""
+    def _pause(self, *, is_overdue: bool) -> bool:
+        """Run the tasks that are due between two steps, a checkpoint if it `is_overdue`; return whether there was one."""
         config, done = self.config, self.steps_done
         is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)  # `or` would leave out the others
-        if agreed.saves or _due(self.saver.every_steps, done):
+        if is_overdue or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
             self._to_save.add(Output.EXPORT)
@@ -442,7 +426,8 @@ class Run:
             self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
         self.saver.finish()
-        self._write(self._recorder.partial())
+        if (window := self._recorder.state()) is not None:
+            self._write(window.line(self.work))
         images = [output / LOSS_CURVE]
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
@@ -568,6 +553,8 @@ class Run:
     def _tell_assumptions(self) -> None:
         """Print what was left open; warn of a start at random, a new plan, changes by a resume, small buckets."""
         config, family, start = self.config, self.training.family, self.start
+        if self.given.epochs is not None:
+            self._progress.say(f"{counted(config.num_steps, 'step')}: --epochs is {self.given.epochs:g}")
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
         if config.caption_dropout and not family.is_guidable:

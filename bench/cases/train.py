@@ -47,6 +47,7 @@ def _trainer(asked: TrainConfig, progress: ProgressLine | None = None) -> Run:
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.run import Run
 
+    asked.output_dir.mkdir(parents=True, exist_ok=True)
     return Run(asked, TrainRanks(rank=0, world_size=1), progress=progress)
 
 

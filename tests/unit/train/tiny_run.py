@@ -231,6 +231,7 @@ def built(asked: TrainConfig) -> Run:
     """Return a run that is ready for its first step."""
     from bucketline.train.run import Run
 
+    asked.output_dir.mkdir(parents=True, exist_ok=True)
     return Run(asked, ALONE)
 
 
