@@ -72,8 +72,8 @@ class Average:
         average = self._by_id.get(id(tensor), tensor)
         if average is tensor or not isinstance(tensor, DTensor):
             return average
-        placed, size = (tensor.device_mesh, tensor.placements), {"shape": tensor.shape, "stride": tensor.stride()}
-        return DTensor.from_local(average.to(tensor.device), *placed, run_check=False, **size)
+        own, mesh, placements = average.to(tensor.device), tensor.device_mesh, tensor.placements
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
