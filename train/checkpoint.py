@@ -388,7 +388,7 @@ def explained(folder: Path) -> Iterator[None]:
         assert isinstance(given, Exception)
         said = failed_write(folder.parent.parent, given)  # before that makes room
         shutil.rmtree(aside_of(folder), ignore_errors=True)
-        advice = way_on(folder.parent.parent, first="make room, then ")
+        advice = way_on(folder.parent.parent, first="fix that, then ")
         raise TrainError(f"{folder} cannot be written: {said}; {advice}") from error
 
 

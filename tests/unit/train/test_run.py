@@ -320,6 +320,10 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
         train(asked, ALONE)
     assert "--resume" not in str(ended.value)
     assert (status(asked.output_dir)["state"], checkpoints(asked)) == ("failed", [])
+    has_steps = bool(read_metrics(asked.output_dir)[1:])  # after the first validation
+    assert ("start over in another --output-dir" in str(ended.value)) is has_steps is (asked.max_steps == 3)
+    with pytest.raises(UsageError, match="already has a run") if has_steps else contextlib.nullcontext():
+        train(replace(asked, learning_rate=1e-3, max_steps=1), ALONE)
     first = config(folder, output_dir=folder / "first", max_steps=2)
     train(first, ALONE)
     with pytest.raises(TrainError, match=f"{message}.*: continue with --resume, with a lower --learning-rate"):
