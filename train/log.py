@@ -289,6 +289,9 @@ class WindowRecorder:
 
     def state(self) -> WindowState | None:
         """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
+        if (read := self._pending) is not None:  # in order, since steps that were skipped in a row are counted
+            complete = read()
+            self._pending = lambda: complete
         return None if self._open is None else copy.deepcopy(self._sent(self._open)())
 
     def _sent(self, window: WindowState) -> Callable[[], WindowState]:

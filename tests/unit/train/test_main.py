@@ -75,7 +75,7 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         ({"keep_gathered": True}, "keep_gathered is True, and --sharding is ddp"),
         ({"max_steps": None}, "no length is given: pass --max-steps, such as --max-steps 20000, or --epochs"),
         ({"max_steps": 4, "epochs": 2.0}, "--max-steps is 4 and --epochs is 2, expected one of them"),
-        ({"max_steps": None, "epochs": 0.0}, "--epochs is 0, expected a number above 0"),
+        ({"max_steps": None, "epochs": 0.0}, "--epochs is 0.0, expected a number above 0"),
         ({"max_steps": None, "epochs": 2.0, "follow": True}, "--epochs is 2 with --follow, .*; give --max-steps"),
         ({"timestep_range": "0.8:0.2"}, r"--timestep-range is 0\.8:0\.2: low is 0\.8, expected less than high, 0\.2"),
         ({"timestep_range": "0:2"}, r"--timestep-range is 0:2: high is 2\.0, expected 0 to 1"),
