@@ -90,7 +90,13 @@ def reckoned(steps: list[Step], first: int, log_every: int) -> list[dict[str, An
 
 
 # A look at the open window while the one before it is not read: five in a row are counted in order.
-@example([Step("train/64x64", 1.0, INF if number in (1, 2, 3, 4, 6) else 1.0) for number in range(7)], 0, 2, looks={6}, cut=24)
+@example(
+    steps=[Step("train/64x64", 1.0, INF if number in (1, 2, 3, 4, 6) else 1.0) for number in range(7)],
+    first=0,
+    log_every=2,
+    looks={6},
+    cut=24,
+)
 @given(
     steps=steps_of_a_run,
     first=st.integers(0, 5),
