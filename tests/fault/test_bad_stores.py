@@ -21,7 +21,7 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
 from tests.commands import call, spawn
 from tests.every_reader import everything
-from tests.fault.hostile_files import put
+from tests.fault.damage import put
 from tests.kit import add, edit_json, flip_bit, make_sample, make_store, open_writer, rewrite_manifest, samples_of
 
 BUCKET = "train/64x64"

@@ -24,7 +24,7 @@ from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing
 from tests.every_reader import everything
-from tests.fault.hostile_files import BUCKET, paged, replace_file, sound_store, with_row, write_document
+from tests.fault.damage import BUCKET, paged, replace_file, sound_store, with_row, write_document
 from tests.kit import COLUMNS, IMAGE_COLUMNS
 
 Document = dict[str, Any]

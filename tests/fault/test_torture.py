@@ -1,4 +1,7 @@
-"""Running every fault: records, table, page and options; a crash or a hang is an outcome."""
+"""Running every fault: records, table, page and options; a crash or a hang is an outcome.
+
+The parsers of files, on their fuzzer's seeds and on small changes of them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from typing import Any
 import pytest
 
 from bucketline.errors import UsageError
+from bucketline.ingest.importers.registry import IMPORTERS
 from tests.commands import ROOT, call, spawn
-from tests.fault import families
-from tests.fault.apart import How, apart
+from tests.fault import families, fuzz
 from tests.fault.conftest import merged
 from tests.fault.families import FAMILIES, run_family
-from tests.fault.ground import fair
+from tests.fault.ground import How, apart, fair
+from tests.fault.parsers import PARSERS, inputs, mutated, read_cache
 from tests.fault.record import TEXT, Kind, Outcome, Record, Wrong, expect, shortfalls, write_page
+from tests.process_memory import forget_highest, in_memory
 
 
 def test_work_apart_is_done_refused_defect_dead_or_hung() -> None:
@@ -138,3 +143,27 @@ def test_an_empty_source_is_refused_and_is_not_the_folder_one_stands_in(tmp_path
 def test_a_name_that_is_too_long_is_said_in_words(command: tuple[str, ...], tmp_path: Path) -> None:
     ran = call(*command[:2], tmp_path / ("x" * 300), *command[2:]).fails("File name too long")
     assert ran.err.startswith("error: ")
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_changed_file_is_read_or_is_an_error_of_ours(parser: str, tmp_path: Path) -> None:
+    count, changed = 0, 100 if parser.startswith(fuzz.IMPORT) else 400
+    forget_highest()
+    peak = in_memory("VmRSS")
+    for data in mutated(parser, changed, seed=5):
+        PARSERS[parser](data, tmp_path)
+        count += 1
+    assert count == changed + len(inputs(parser))
+    assert in_memory("VmHWM") - peak < 1 << 30
+
+
+@pytest.mark.parametrize("kind", IMPORTERS)
+def test_a_sound_cache_of_the_corpus_is_imported(kind: str, tmp_path: Path) -> None:
+    (data,) = inputs(fuzz.IMPORT + kind)
+    assert read_cache(kind, data, tmp_path) == 2
+
+
+def test_every_parser_is_fuzzed_and_its_seeds_are_small() -> None:
+    assert tuple(PARSERS) == fuzz.PARSERS
+    assert all(1 <= len(inputs(parser)) <= 40 for parser in PARSERS)
+    assert sum(len(data) for parser in PARSERS for data in inputs(parser)) < 1 << 18
