@@ -116,7 +116,7 @@ def flipped_bits(asked: Asked) -> Iterator[Record]:
         store, records = asked.folder / f"flips{words}", dict[str, Record]()
         worn_store(store, form, num_rows=30)
         expected = apart(partial(contents, store), LONGEST_S).done()
-        for path, bit in draw_flips(store, flips, random.Random(asked.seed)):
+        for path, bit in draw_flips(store, flips, asked.draw):
             fault = f"a bit flipped in {kind_of(path)}{words}"
             records.setdefault(fault, Record(fault, Kind.FLIP)).trial(f"bit {bit} of {path.name}", trial, path, bit)
         yield from (records[fault] for fault in sorted(records))
@@ -196,7 +196,7 @@ def owners(path: Path) -> dict[str, str]:
 def damaged_files(asked: Asked) -> Iterator[Record]:
     """Files of a store removed, cut, overwritten or exchanged, then a repair and the same samples packed again."""
     for (words, form), trials in zip(FORMS, (asked.of(12, 200), asked.of(12, 100)), strict=True):
-        folder, draw = asked.folder / f"damage{words}", random.Random(asked.seed)
+        folder, draw = asked.folder / f"damage{words}", asked.draw
         sound, path = folder / "sound", folder / "s"
         every = worn_store(sound, form, num_rows=60)
         before = by_id(Store.open(sound))
@@ -477,7 +477,7 @@ def lying_files(asked: Asked) -> Iterator[Record]:
             sound, path, records = Path(folder, f"sound{words}"), Path(folder, f"s{words}"), dict[str, Record]()
             sound_store(sound, form)
             expected = apart(lambda sound=sound: digest_of_everything(Store.open(sound)), CASE_S).done()  # type: ignore[misc]
-            lies = lies_about(sound, random.Random(asked.seed), asked.of(100, 500), 0.2 if asked.is_quick else 1.0)
+            lies = lies_about(sound, asked.draw, asked.of(100, 500), 0.2 if asked.is_quick else 1.0)
             for kind, name, lie in lies:
                 is_edit = kind == RANDOM
                 fault = ("a store's file edited at random" if is_edit else f"{kind} that lie, with right checksums") + words

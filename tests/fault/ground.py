@@ -177,7 +177,7 @@ class Ground:
         import_for_packs(*FOR_STORES)
         (asked.folder / "work").mkdir()
         write_model(asked.folder / "model")
-        return cls(folder=asked.folder, draw=random.Random(asked.seed), most=most if asked.is_quick else None)
+        return cls(folder=asked.folder, draw=asked.draw, most=most if asked.is_quick else None)
 
     def fresh(self) -> Path:
         """Return an empty folder."""

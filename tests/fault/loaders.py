@@ -489,7 +489,7 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
         expect(not left, f"left behind: {left}")
         return outcome
 
-    draw, records = random.Random(asked.seed), dict[str, Record]()
+    draw, records = asked.draw, dict[str, Record]()
     order = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
     order += draw.choices(order, [_WEIGHTS[service] for _, service in order], k=asked.of(0, 240 - len(order)))
     draw.shuffle(order)
@@ -509,7 +509,7 @@ CONFIG = LoaderConfig(batch_size=2, epochs=1)
 
 def floods(asked: Asked) -> Iterator[Record]:
     """Flood a socket, then a port that asks for a token: no token, half a message, garbage, drips."""
-    draw = random.Random(asked.seed)
+    draw = asked.draw
     store = make_store(asked.folder / "s", samples_of({"train/64x64": 20}))
     token = asked.folder / "token"
     token.write_bytes(TOKEN)

@@ -23,14 +23,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lmdb
 
 from bucketline.errors import ModelError
-from tests.commands import kept_port
+from tests.commands import ROOT, kept_port, spawn
 from tests.fault.ground import import_for_packs
 
 HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look hung
@@ -223,6 +223,13 @@ def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None
             [Path(folder, f"{rank}.{to}").read_text(encoding="utf-8") for rank in range(num_ranks)] for to in ("out", "err")
         ]
     return {"codes": codes, "out": said[0], "err": said[1]}
+
+
+def run_apart(runs: Sequence[str], asked: Sequence[object], **environment: str) -> list[dict[str, Any]]:
+    """Run them in a process of its own, as the command above; return what it prints."""
+    command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked]
+    found: list[dict[str, Any]] = json.loads(spawn(command, PYTHONPATH=str(ROOT), **environment).done().out)
+    return found
 
 
 def main() -> int:

@@ -21,21 +21,21 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
 from bucketline.store.write.change_base import newest_manifest
 from bucketline.store.write.publish import LocalTarget
-from tests.commands import ROOT, spawn
-from tests.fault.ground import HANG_S, expect_sound, import_for_packs
-from tests.fault.noted_pack import be_rank, ended_within, fork_pack
-from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, Wrong, expect
+from tests.commands import ROOT
+from tests.fault.ground import HANG_S, Apart, expect_sound, import_for_packs
+from tests.fault.noted_pack import be_rank, ended_within, fork_pack, run_apart
+from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, Wrong, expect, tried
 from tests.fault.same_store import committed_ids, compare, noted_ids
 from tests.kit import COLUMNS, IMAGES, Form, Sample, by_id, make_sample
 from tests.models import SMALL, write_images, write_model
@@ -103,31 +103,23 @@ def write_shards(store: Path, run: int, pipe: int, shards: int, form: Form) -> N
 
 def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> int:
     """Start a run and kill it; return how many of its samples were committed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+    told = store.with_name("told")
+    told.write_bytes(b"")
+
+    def work() -> None:
         os.setpgid(0, 0)
-        os.close(reader)
-        try:
-            write_shards(store, run, writer, MANY, form)
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.close(writer)
-    told, wanted = b"", draw.choice([draw.randrange(1, 5), draw.randrange(3, 60)])
-    while told.count(b"\n") < wanted and (part := os.read(reader, 1)):
-        told += part
+        write_shards(store, run, os.open(told, os.O_WRONLY | os.O_APPEND), MANY, form)
+
+    process, wanted = Apart(work), draw.choice([draw.randrange(1, 5), draw.randrange(3, 60)])
+    while told.read_bytes().count(b"\n") < wanted and not process.is_over():
+        time.sleep(0.0001)
     time.sleep(draw.choice([0.0, draw.random() * 0.002, draw.random() * 0.03]))
     # half of the time with the process that seals what an earlier run left, if there is one; else that one comes to its end
-    (os.kill if draw.random() < 0.5 else os.killpg)(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (os.kill if draw.random() < 0.5 else os.killpg)(process.pid, signal.SIGKILL)
+    ended = process.ended()
     wait_for_orphans()
-    while part := os.read(reader, 4096):
-        told += part
-    os.close(reader)
-    expect(code == -signal.SIGKILL, f"a run ended by itself with {code}")
-    return max(int(line.split()[1]) for line in told.decode().splitlines())
+    expect(ended.signal == signal.SIGKILL, f"a run ended by itself: {ended}")
+    return max(int(line.split()[1]) for line in told.read_text(encoding="ascii").splitlines())
 
 
 def expect_kept(store: Path, copy: Path, committed: dict[str, int], form: Form = IMAGES) -> None:
@@ -153,20 +145,19 @@ def expect_kept(store: Path, copy: Path, committed: dict[str, int], form: Form =
     expect(not lost, f"{len(lost)} committed samples are missing, {lost[:1]} among them")
 
 
-def kill_writers(record: Record, kills: int, draw: random.Random, folder: Path, form: Form) -> None:
+def kill_writers(store: Path, form: Form, draw: random.Random) -> Callable[[int], Outcome]:
+    """Return a trial that kills the n-th run of one store after another."""
     committed: dict[str, int] = {}
-    store = folder / "s"
 
     def trial(run: int) -> Outcome:
-        committed.update({name_of(run, number): number for number in range(kill_one(store, run, draw, form))})
-        expect_kept(store, folder / "copy", committed, form)
-        return Outcome.RECOVERED
-
-    for run in range(kills):
         if run % KILLS_A_STORE == 0:
             shutil.rmtree(store, ignore_errors=True)
             committed.clear()
-        record.trial(run, trial, run)
+        committed.update({name_of(run, number): number for number in range(kill_one(store, run, draw, form))})
+        expect_kept(store, store.with_name("copy"), committed, form)
+        return Outcome.RECOVERED
+
+    return trial
 
 
 def asked_of(folder: Path, store: object) -> list[str]:
@@ -174,58 +165,48 @@ def asked_of(folder: Path, store: object) -> list[str]:
     return ["pack", *map(str, (folder / "photos", store, "--model", folder / "model", *SMALL, "--batch-size", 3))]
 
 
-def kill_packs(record: Record, kills: int, draw: random.Random, folder: Path) -> None:
+def kill_packs(kills: int, draw: random.Random, folder: Path) -> Iterator[Record]:
     """Kill `ingest pack` at every step, or some of them; the next run must finish the store."""
     write_images(folder / "photos", NUM_IMAGES)
     write_model(folder / "model")
     steps = [*STEPS, *draw.choices(STEPS[:3], k=kills - len(STEPS))]
     moments = {f"p{n}": step.format(draw.randrange(2, 30)) for n, step in enumerate(steps)}
-    runs = [f"{name},1,0:{moment}:kill" for name, moment in moments.items()]
-    again = [f"{name},1,-" for name in [*moments, "whole"]]
-
-    def ran(*runs: str) -> list[tuple[str, dict[str, list[object]]]]:
-        command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked_of(folder, folder / "{}"), "--json"]
-        return list(zip(runs, json.loads(spawn(command, PYTHONPATH=str(ROOT)).done().out), strict=True))
-
-    killed = ran(*runs)
+    asked = [*asked_of(folder, folder / "{}"), "--json"]
+    killed = run_apart([f"{name},1,0:{moment}:kill" for name, moment in moments.items()], asked)
     committed = {name: committed_ids(folder / name) for name in moments}
     for name in moments:
         shutil.copytree(folder / name, folder / f"{name}.left")
-    finished = dict(ran(*again))
+    finished = run_apart([f"{name},1,-" for name in [*moments, "whole"]], asked)
 
-    def trial(name: str, codes: object) -> Outcome:
+    def trial(name: str, codes: object, then: dict[str, Any]) -> Outcome:
         expect(codes == [-signal.SIGKILL], f"it ended with {codes}, not killed")
         expect_kept(folder / f"{name}.left", folder / "copy", dict.fromkeys(committed[name], -1))
-        then = finished[f"{name},1,-"]
         expect(then["codes"] == [0], f"the next run: {then}")
-        report = json.loads(str(then["out"][0]))
+        report, num_kept = json.loads(then["out"][0]), len(committed[name])
         counts = [report[what] for what in ("found", "unchanged", "packed", "rejected")]
-        expected = [NUM_IMAGES, len(committed[name]), NUM_IMAGES - len(committed[name]), 0]
-        expect(
-            counts == expected, f"found, unchanged, packed, rejected are {counts}, expected {expected}: packed twice, or lost"
-        )
+        expected = [NUM_IMAGES, num_kept, NUM_IMAGES - num_kept, 0]
+        expect(counts == expected, f"found, unchanged, packed, rejected: {counts}, expected {expected}: packed twice, or lost")
         faults = compare(folder / name, folder / "whole").faults
         expect(not faults, faults[:1])
         left = {path.name for path in (folder / name).rglob("*") if path.parent.name == "pending" or path.suffix == ".tmp"}
         expect(left <= {"writer.lock"}, f"left behind: {left}")
         return Outcome.RECOVERED
 
-    for (name, moment), (_, run) in zip(moments.items(), killed, strict=True):
-        record.trial(moment, trial, name, run["codes"])
+    cases = [
+        (moment, name, run["codes"], then)
+        for (name, moment), run, then in zip(moments.items(), killed, finished[:-1], strict=True)
+    ]
+    yield from tried("ingest pack killed", Kind.KILL, trial, cases)
 
 
 def killed_writers_and_packs(asked: Asked) -> Iterator[Record]:
     """`kill -9` of what writes shards, and of `ingest pack`, once each and many times in a row."""
     adopt_orphans()
-    draw = random.Random(asked.seed)
     for words, form, kills in (("", IMAGES, asked.of(8, 400)), (COLUMNS_TOO, COLUMNS, asked.of(8, 200))):
-        record = Record(f"writer of shards killed{words}", Kind.KILL)
-        kill_writers(record, kills, draw, asked.folder, form)
-        yield record
-    record = Record("ingest pack killed", Kind.KILL)
-    kill_packs(record, asked.of(len(STEPS), 40), draw, asked.folder)
-    yield record
-    yield from ended_again_and_again(KILLED, asked.of(4, 30), asked.folder / "row", draw)
+        trial = kill_writers(asked.folder / "s", form, asked.draw)
+        yield from tried(f"writer of shards killed{words}", Kind.KILL, trial, [(run, run) for run in range(kills)])
+    yield from kill_packs(asked.of(len(STEPS), 40), asked.draw, asked.folder)
+    yield from ended_again_and_again(KILLED, asked.of(4, 30), asked.folder / "row", asked.draw)
 
 
 class OneProcess:
@@ -403,10 +384,10 @@ def ended_again_and_again(plan: Plan, trials: int, folder: Path, draw: random.Ra
 
 def killed_ranks(asked: Asked) -> Iterator[Record]:
     """`kill -9` of one rank of several under torchrun."""
-    yield from ended_again_and_again(RANK_KILLED, asked.of(1, 18), asked.folder, random.Random(asked.seed))
+    yield from ended_again_and_again(RANK_KILLED, asked.of(1, 18), asked.folder, asked.draw)
 
 
 def stopped(asked: Asked) -> Iterator[Record]:
     """Stop packs of one process, then of several."""
     for name, plan, trials in (("one", STOPPED, asked.of(2, 30)), ("ranks", RANKS_STOPPED, asked.of(2, 12))):
-        yield from ended_again_and_again(plan, trials, asked.folder / name, random.Random(asked.seed))
+        yield from ended_again_and_again(plan, trials, asked.folder / name, asked.draw)

@@ -1,12 +1,8 @@
-"""The seeds of the fuzzed parsers: a few sound files each, small, and whatever a fuzzer found that they must survive.
-
-`python -m tests.fault.parsers` writes the sound ones again; inputs that found a defect are put next to them by hand. A cache of
-another trainer is one file: a line of JSON with names and lengths, then the content of its files.
-
-Every parser that reads a file, as a function of bytes: it gives something, or an error of ours, and nothing else.
+"""Every parser that reads a file, as a function of bytes: it gives something, or an error of ours, and nothing else.
 
 Where a format has checksums, they are made right first: a fuzzer does not find them, and what is behind them is what a
-hostile file would reach.
+hostile file would reach. A cache of another trainer (`corpus/`) is one file: a line of JSON with names and lengths, then the
+content of its files, without the images.
 """
 
 from __future__ import annotations
@@ -18,13 +14,12 @@ import json
 import random
 import shutil
 import struct
-import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -50,21 +45,23 @@ from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
 from bucketline.train.checkpoint import VERSION, RunState, damage, read_state
 from bucketline.typed_json import decode, encode
 from tests.fault.damage import dumped
-from tests.fault.fuzz import IMPORT, IMPORTS
+from tests.fault.fuzz import IMPORT
 from tests.kit import ANY, AUDIO, LENGTH, LLAMA, TEXT, Form, make_sample, make_store
-from tests.unit.ingest.importers.known import make_known
-from tests.unit.ingest.importers.writers import WRITERS
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).parent / "corpus"  # caches of other trainers
 NOISE = b"\0\xff\x80\x7f\x01 \"'{}[],:.9-e\n"
 _VARIANTS = {"mds": "latents_256"}
 _MAX_BYTES, _MAX_NAME = 1 << 20, 100
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
 
 
+@cache
 def inputs(parser: str) -> list[bytes]:
-    """Return a parser's seeds."""
-    return [path.read_bytes() for path in sorted((CORPUS / parser).iterdir())]
+    """Return a parser's seeds: a few sound files, small."""
+    if parser.startswith(IMPORT):
+        return [(CORPUS / parser).read_bytes()]
+    with tempfile.TemporaryDirectory() as folder:
+        return list(_SEEDS[parser]() if parser in _SEEDS else _of_stores(Path(folder))[parser])
 
 
 def mutated(parser: str, count: int, seed: int) -> Iterator[bytes]:
@@ -87,45 +84,23 @@ def mutated(parser: str, count: int, seed: int) -> Iterator[bytes]:
         yield bytes(data)
 
 
-def sound() -> Iterator[tuple[str, bytes]]:
-    """Yield the sound seeds, by the path that each has in the corpus."""
+def _of_stores(folder: Path) -> dict[str, list[bytes]]:
+    """Return the files of three small stores, one with dropped rows, and some of their blocks."""
     samples = [make_sample(f"{n}.png", bucket, ("a red barn",)) for n, bucket in enumerate(("train/8x8", "val/8x16") * 3)]
-    with tempfile.TemporaryDirectory() as folder:
-        store = make_store(Path(folder) / "s", samples, samples[:1])
-        free = ANY.make_store(Path(folder) / "free", ANY.samples({"train/8x8": 2, "val/8x16": 1}))
-        form = Form(columns=LENGTH, groups={"audio": AUDIO, "llama": LLAMA})
-        ragged = form.make_store(Path(folder) / "ragged", form.samples({"train/3": 4}))
-        for name, one in (("sound", store), ("columns", free), ("ragged", ragged)):
-            yield f"manifest/{name}.json", (one.path / MANIFEST).read_bytes()
-        yield "sidecar/ragged.extents", ragged.shards[0].paths.extents.read_bytes()
-        for path in sorted((store.path / "shards").iterdir()):
-            if path.stem == "g0" and path.suffix != ".lmdb":
-                yield f"sidecar/sound{path.suffix}", path.read_bytes()
-        for one, group, name in ((ragged, "ragged/audio", "ragged"), (store, TEXT_GROUP, "text"), (store, "train/8x8", "rows")):
-            shard = one.shards[0]
-            place = shard.block_ranges(group, np.array([0]))
-            yield f"block/{name}", bytes(shard.read(int(place.offset[0]), int(place.length[0])))
-    yield "record/sound", encode_record(samples[0].record)
-    state = RunState(
-        version=VERSION,
-        steps_done=3,
-        loader={"step": 3},
-        window=None,
-        config={"seed": 0},
-    )
-    yield "checkpoint/state.json", json.dumps(encode(state)).encode()
-    yield "checkpoint/digests.json", b'{"state.json": [1, "00"]}'
-    yield "captions/lines.txt", "a red barn\r\n\n  snow \u2028 ü\n".encode()
-    yield "captions/list.json", b'{"text": ["a", "b"], "caption": "c"}'
-    tar = _tar()
-    yield from (
-        ("tar/plain.tar", tar),
-        ("tar/packed.tar.gz", gzip.compress(tar, mtime=0)),
-        ("tar/packed.tar.bz2", bz2.compress(tar)),
-    )
-    for kind in IMPORTS:
-        with tempfile.TemporaryDirectory() as folder:
-            yield f"{IMPORT}{kind}/sound", write_cache(kind, Path(folder))
+    store = make_store(folder / "s", samples, samples[:1])
+    free = ANY.make_store(folder / "free", ANY.samples({"train/8x8": 2, "val/8x16": 1}))
+    form = Form(columns=LENGTH, groups={"audio": AUDIO, "llama": LLAMA})
+    ragged = form.make_store(folder / "ragged", form.samples({"train/3": 4}))
+    sidecars = [path for path in sorted((store.path / "shards").glob("g0.*")) if path.suffix != ".lmdb"]
+    blocks = []
+    for shard, group in ((ragged.shards[0], "ragged/audio"), (store.shards[0], TEXT_GROUP), (store.shards[0], "train/8x8")):
+        place = shard.block_ranges(group, np.array([0]))
+        blocks.append(bytes(shard.read(int(place.offset[0]), int(place.length[0]))))
+    return {
+        "manifest": [(one.path / MANIFEST).read_bytes() for one in (store, free, ragged)],
+        "sidecar": [path.read_bytes() for path in (ragged.shards[0].paths.extents, *sidecars)],
+        "block": blocks,
+    }
 
 
 def _tar() -> bytes:
@@ -141,12 +116,13 @@ def _tar() -> bytes:
     return buffer.getvalue()
 
 
-def write_cache(kind: str, folder: Path) -> bytes:
-    """Return a cache of two images, without the images."""
-    source = WRITERS[kind][0](folder / "cache", make_known(folder / "known", WRITERS[kind][1], 2))
-    found = {str(path.relative_to(source)): path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
-    found = {name: data for name, data in found.items() if not name.endswith(".png")}
-    return json.dumps([[name, len(data)] for name, data in found.items()]).encode() + b"\n" + b"".join(found.values())
+_STATE = RunState(version=VERSION, steps_done=3, loader={"step": 3}, window=None, config={"seed": 0})
+_SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
+    "record": lambda: [encode_record(make_sample("0.png", "train/8x8", ("a red barn",)).record)],
+    "checkpoint": lambda: [json.dumps(encode(_STATE)).encode(), b'{"state.json": [1, "00"]}'],
+    "captions": lambda: ["a red barn\r\n\n  snow \u2028 ü\n".encode(), b'{"text": ["a", "b"], "caption": "c"}'],
+    "tar": lambda: [_tar(), gzip.compress(_tar(), mtime=0), bz2.compress(_tar())],
+}
 
 
 def read_cache(kind: str, data: bytes, folder: Path) -> int:
@@ -220,19 +196,6 @@ def right_crcs(data: bytes) -> bytes:
                 found[local + 14 : local + 18] = crc
         at = data.find(_ENTRY, at + 46 + names + extra + note)
     return bytes(found)
-
-
-def main() -> int:
-    """Write the sound seeds."""
-    for name, data in sound():
-        (CORPUS / name).parent.mkdir(parents=True, exist_ok=True)
-        (CORPUS / name).write_bytes(data)
-        print(f"{len(data):8} {name}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 MAX_BYTES = 1 << 16

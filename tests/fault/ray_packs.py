@@ -109,7 +109,7 @@ def killed_on_ray(asked: Asked) -> Iterator[Record]:
     write_model(folder / "model")
     call("ingest", "pack", folder / "photos", folder / "whole", "--model", folder / "model", *SMALL).done()
     with RayGround() as ground:
-        runs = KilledRuns(ground, folder, random.Random(asked.seed))
+        runs = KilledRuns(ground, folder, asked.draw)
         for number in range(asked.of(3, 30)):
             record.trial(number, runs.kill_one)
         record.trial("finished", runs.finish)

@@ -207,7 +207,7 @@ def drawn_config(draw: random.Random, cache: Path) -> LoaderConfig:
 
 def failing_servers(asked: Asked) -> Iterator[Record]:
     """Make a server fail, in every way and many times: kind by kind, and of all kinds mixed, read by a service too."""
-    draw, count = random.Random(asked.seed), asked.of(2 * len(Fault), 500)
+    draw, count = asked.draw, asked.of(2 * len(Fault), 500)
     stores = [served(asked.folder, shape) for shape in (IMAGES, QUANTISED)]
 
     def record_of(name: str, faults: Sequence[Fault], service: str | None = None) -> Record:
@@ -293,7 +293,7 @@ def lied_to(folder: Path, store: Served, what: str, place: Sequence[object]) -> 
 
 def hostile_servers(asked: Asked) -> Iterator[Record]:
     """Tell every lie about every kind of object to `store info`, `store pull` and a loader; and lists without end."""
-    draw, store = random.Random(asked.seed), served(asked.folder, IMAGES)
+    draw, store = asked.draw, served(asked.folder, IMAGES)
     store.digests(READ)
     manifest, prefix = read_manifest(store.local), f"/{store.name}/generations/"
 
@@ -410,7 +410,7 @@ PARTS = (".", "*", "*/*")  # the cache, a store's folder, a shard's
 def removed_caches(asked: Asked) -> Iterator[Record]:
     """Read while somebody removes the cache, or a part of it, again and again; then a whole pass after it."""
     record = Record("the cache of a store on a server removed while it is read", Kind.DISK)
-    draw, store, cache = random.Random(asked.seed), served(asked.folder, IMAGES), asked.folder / "cache"
+    draw, store, cache = asked.draw, served(asked.folder, IMAGES), asked.folder / "cache"
 
     def remove(own: random.Random, is_over: threading.Event) -> None:
         for _ in range(REMOVALS):
@@ -549,7 +549,7 @@ def kill_service(url: str, store: Served, config: LoaderConfig, kills: int, draw
 
 def killed_readers(asked: Asked) -> Iterator[Record]:
     """Kill ranks, machines and services, a third of the kills each."""
-    draw, kills, store = random.Random(asked.seed), asked.of(2, 30), served(asked.folder, LARGE)
+    draw, kills, store = asked.draw, asked.of(2, 30), served(asked.folder, LARGE)
     with ServerProcess(asked.folder / "served") as server:
         server.set_latency(LATENCY_S)
         url = f"{server.url}/{store.name}"
@@ -597,7 +597,7 @@ def diverged(folder: Path) -> list[Served]:
 
 def copied_stores(asked: Asked) -> Iterator[Record]:
     """Read both copies by two processes each, with one cache and checksums on, at once; then with kills."""
-    draw, stores = random.Random(asked.seed), diverged(asked.folder)
+    draw, stores = asked.draw, diverged(asked.folder)
     with ServerProcess(asked.folder / "served") as server:
         server.set_latency(LATENCY_S)
         for name, kills in (("at once", 0), ("one of four readers killed", asked.of(4, 60))):

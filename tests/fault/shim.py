@@ -18,8 +18,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 from bucketline.store import Store
 from tests.commands import ROOT, call, spawn
 from tests.fault.families import records_of
+from tests.fault.ground import HANG_S, Ended, apart
 from tests.fault.packs import expect_kept, name_of, write_shards
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.kit import FORMS
@@ -50,6 +50,9 @@ FAILURES = (
     ("EIO on write", Operation.WRITE, errno.EIO),
     ("a disk that turns read-only", Operation.CHANGE, errno.EROFS),
 )
+
+
+Failure = tuple[Operation, int, int]  # the error, and after how many operations
 
 
 class NoCompilerError(Exception):
@@ -96,24 +99,21 @@ class Shim:
 
     def watch(self, folder: Path) -> None:
         """Have it look at the files below one folder."""
+        folder.mkdir(exist_ok=True)
         self._library.fault_root(os.fsencode(folder.resolve()))
 
-    @contextmanager
-    def failing(self, operation: Operation, error: int, after: int) -> Iterator[None]:
-        """Have an operation fail, again and again, once `after` of its kind have gone through."""
-        self.arm(operation, error, after)
-        try:
-            yield
-        finally:
-            self._library.fault_disarm()
-
     def arm(self, operation: Operation, error: int, after: int) -> None:
-        """Have an operation fail as `failing` does, and to the end of this process."""
+        """Have an operation fail, again and again, once `after` of its kind have gone through, to the end of this process."""
         self._library.fault_arm(operation, error, after)
 
-    def count(self, operation: Operation) -> int:
-        """Return how many operations of a kind there were since the last `failing` began."""
-        return int(self._library.fault_count(operation))
+    def under(self, failure: Failure, work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
+        """Do some work in a forked process on a disk that fails; it gives what that gave, and how often each operation came."""
+
+        def failing() -> object:
+            self.arm(*failure)
+            return work(), [int(self._library.fault_count(operation)) for operation in Operation]
+
+        return apart(failing, limit_s)
 
     def shift_clock(self, seconds: int) -> None:
         """Set the clock of this process."""
@@ -299,7 +299,7 @@ def promised(disk: Disk) -> dict[str, int]:
 
 def losses(asked: Asked) -> Iterator[Record]:
     """Have the power fail at instants drawn from one run on a store of images, and one on a store of columns of any kind."""
-    draw = random.Random(asked.seed)
+    draw = asked.draw
     for form, count in (("images", asked.of(8, 150)), ("columns", asked.of(8, 75))):
         where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
         strict = Record(f"power loss{where}: what was synced is kept, nothing else", Kind.DISK)

@@ -9,6 +9,7 @@ A pack into a bucket that is killed again and again, at every kind of moment: no
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -16,12 +17,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, NoReturn
+from typing import Any
 
-import lmdb
 import pytest
 
 from bucketline.command_line import launch_name
@@ -31,9 +30,9 @@ from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.sync.push_pull import pull
 from bucketline.store.verify.verify import verify_folder
-from bucketline.store.write import shard_writer
-from tests.commands import ROOT, Ran, call, spawn
+from tests.commands import Ran, call, spawn
 from tests.conftest import once
+from tests.fault.noted_pack import run_apart
 from tests.fault.same_store import committed_ids, compare, noted_ids
 from tests.kit import Held, by_id
 from tests.models import SMALL, write_images
@@ -83,19 +82,6 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
         assert all(found[sample_id].columns["latent"] == one.columns["latent"] for sample_id, one in before.items())
 
 
-def at_call(number: int, function: Callable[..., Any], fail: Callable[[], object]) -> Callable[..., Any]:
-    """Return a function that fails at its n-th call, before its work."""
-    calls = [0]
-
-    def failing(*args: Any, **more: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number:
-            fail()
-        return function(*args, **more)
-
-    return failing
-
-
 def test_ctrl_c_before_anything_was_encoded_says_so(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,58 +96,22 @@ def test_ctrl_c_before_anything_was_encoded_says_so(
 def test_a_signal_finishes_the_batch_under_way_and_keeps_what_was_encoded(
     number: signal.Signals, code: int, source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls, encode = itertools.count(1), VaeEncoder.encode
+
+    def encoding(*args: Any, **more: Any) -> Any:
+        if next(calls) == 4:
+            signal.raise_signal(number)
+        return encode(*args, **more)
+
     with monkeypatch.context() as patch:
-        patch.setattr(VaeEncoder, "encode", at_call(4, VaeEncoder.encode, lambda: signal.raise_signal(number)))
+        patch.setattr(VaeEncoder, "encode", encoding)
         ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (code, "")
-    assert ran.err.splitlines()[-1] == (
-        "interrupted: all encoded images are committed (12 images); rerun the command to continue"
-    )
+    assert re.fullmatch(STOPPED, ran.err.splitlines(keepends=True)[-1])[1] == "12"  # type: ignore[index]
     assert len(committed_ids(tmp_path / "s")) == 12
     again = pack(source, tmp_path / "s", model)
     assert (again.json["packed"], again.json["unchanged"]) == (2, 12)
     assert call("store", "verify", tmp_path / "s").code == 0
-
-
-def out_of_memory() -> NoReturn:
-    raise RuntimeError("out of memory")
-
-
-def full_disk() -> NoReturn:
-    raise lmdb.DiskError("mdb_txn_commit: No space left on device")
-
-
-@pytest.fixture
-def commits_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 1)
-    monkeypatch.setattr(shard_writer, "FLUSH_AFTER_S", -1.0)
-
-
-@pytest.mark.usefixtures("commits_often")
-def test_an_error_in_the_middle_keeps_what_was_committed(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(VaeEncoder, "encode", at_call(3, VaeEncoder.encode, out_of_memory))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            pack(source, tmp_path / "s", model)
-    assert len(committed_ids(tmp_path / "s")) == 6
-    assert pack(source, tmp_path / "s", model).json["unchanged"] == 6
-
-
-@pytest.mark.usefixtures("commits_often")
-def test_a_full_disk_ends_with_one_says_so_and_the_next_run_goes_on(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "_put_block", at_call(8, shard_writer._put_block, full_disk))
-        ran = pack(source, tmp_path / "s", model)
-    assert (ran.code, ran.out) == (1, "")
-    assert "the disk is full" in ran.err
-    assert "make room and rerun the command" in ran.err
-    kept = len(committed_ids(tmp_path / "s"))
-    assert kept > 0
-    assert pack(source, tmp_path / "s", model).json["unchanged"] == kept
 
 
 NUM_IMAGES = 60
@@ -182,6 +132,7 @@ ENDS: dict[str, tuple[list[int], str]] = {  # a store, ranks and a failure; the 
     "killed_while_loading,2,1:load:kill": ([1, KILL], rf"{KILLED % 1}the other ranks have stopped, {NONE}; {AGAIN}"),
     "full_disk,3,2:row:9:disk": ([1, 1, 1], rf"error: rank 2: {DISK % 2}"),
     "full_disk_of_first,2,0:row:9:disk": ([1, 1], rf"error: {DISK % 0}"),
+    "full_disk_of_one,1,0:row:9:disk": ([1], rf"error: {DISK % 0}"),
     "sealing_at_the_end,2,1:end:sealing": ([1, 1], rf"error: rank 1: \S+{CANNOT_SEAL % 1}"),
     "sealing_at_the_end_of_first,2,0:end:sealing": ([1, 1], rf"error: \S+{CANNOT_SEAL % 0}"),
     "sealing_at_the_end_of_one,1,0:end:sealing": ([1], rf"error: \S+{CANNOT_SEAL % 0}"),
@@ -195,10 +146,10 @@ ENDS: dict[str, tuple[list[int], str]] = {  # a store, ranks and a failure; the 
     "interrupted_twice,1,0:row:9:two-ctrl-c": ([INT], ""),
     "told_while_listing,2,0:list:term": ([143, 143], r"interrupted: nothing had been encoded yet; rerun the command\n"),
 }
-DEFECTS = ("defect,2,1:row:9:defect", "defect_while_listing,3,0:list:defect")
+DEFECTS = ("defect,2,1:row:9:defect", "defect_while_listing,3,0:list:defect", "defect_of_one,1,0:row:9:defect")
 FINISHED = (
     *("one,1,-", "two,2,-", "three,3,-", "killed,2,-", "killed_first,3,-", "killed_at_the_end,1,-"),
-    *("full_disk,2,-", "sealing_at_the_end,3,-"),
+    *("full_disk,2,-", "sealing_at_the_end,3,-", "full_disk_of_one,1,-", "defect_of_one,1,-"),
 )
 
 
@@ -213,9 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
             asked = ["pack", folder / "photos", folder / "{}", "--model", model, *SMALL, "--batch-size", 2, "--json"]
             found = {}
             for runs in ((*ENDS, *DEFECTS), FINISHED):
-                command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked]
-                ran = json.loads(spawn(command, PYTHONPATH=str(ROOT)).done().out)
-                for name, own in zip(runs, ran, strict=True):
+                for name, own in zip(runs, run_apart(runs, asked), strict=True):
                     store = folder / name.partition(",")[0]
                     found[name] = {**own, "noted": noted_ids(store), "committed": sorted(committed_ids(store))}
                     found[name]["left"] = [path.name for path in (store / "pending").glob("g*.lock")]
@@ -258,12 +207,13 @@ def test_all_ranks_end_soon_the_cause_is_said_once_and_what_was_committed_is_kep
 
 
 def test_a_defect_in_one_rank_leaves_its_traceback_and_ends_all(ran: dict[str, dict[str, Any]]) -> None:
-    found, listing = (ran[name] for name in DEFECTS)
+    found, listing, one = (ran[name] for name in DEFECTS)
     assert found["codes"] == [1, 1]
     assert "error: rank 1: RuntimeError: nobody expects this (the other ranks have stopped, " in found["err"][0]
     assert found["err"][1].startswith("Traceback")
-    assert listing["codes"] == [1, 1, 1]
-    assert said(listing).count("Traceback") == 1
+    assert (listing["codes"], one["codes"]) == ([1, 1, 1], [1])
+    assert said(listing).count("Traceback") == said(one).count("Traceback") == 1
+    assert 0 < len(one["noted"]) <= len(one["committed"]) < NUM_IMAGES
 
 
 @pytest.mark.parametrize("name", FINISHED[1:])
@@ -322,11 +272,8 @@ def test_a_killed_pack_goes_on_without_sending_or_encoding_again(
     place, notes = s3.folder("photos.store"), tmp_path / "committed"
     asked = ["pack", tmp_path / "photos", place.url, "--model", model, *SMALL, "--batch-size", 3, "--work", tmp_path / "work"]
     runs = [f"-,1,0:{moment}:kill" for moment in MOMENTS]
-    command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked, *more]
-    done = spawn(command, PYTHONPATH=str(ROOT), NOTES=str(notes)).done()
-    codes = {moment: run["codes"] for moment, run in zip(MOMENTS, json.loads(done.out), strict=True)}
-    assert codes.pop("never:1") == [0], done
-    assert list(codes.values()) == [[-signal.SIGKILL]] * len(codes), (codes, done)
+    done = run_apart(runs, [*asked, *more], NOTES=str(notes))
+    assert [run["codes"] for run in done] == [*[[-signal.SIGKILL]] * (len(MOMENTS) - 1), [0]], done
     found = Counter(Path(f"{notes}.0").read_text().splitlines())
     assert set(found.values()) == {1}  # nothing was encoded again that had been committed
     assert found.keys() <= set(ids)

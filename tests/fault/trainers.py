@@ -115,7 +115,7 @@ def _judged(ended: Ended, number: signal.Signals, last: Ended, expected: object)
 def trainers(asked: Asked) -> Iterator[Record]:
     """End runs again and again."""
     prepare(asked.folder)
-    draw, output, begun_at = random.Random(asked.seed), asked.folder / "run", time.monotonic()
+    draw, output, begun_at = asked.draw, asked.folder / "run", time.monotonic()
     records = {number: Record(f"trainer ended by {number.name}, then --resume", Kind.KILL) for number in set(SIGNALS)}
     expected = begun(asked.folder, asked.folder / "whole").ended(LONGEST_S).done()
     whole_s = time.monotonic() - begun_at
@@ -230,7 +230,7 @@ def _log(log: str) -> int:
 
 def broken_logs(asked: Asked) -> Iterator[Record]:
     """Packs, training and services, by turns."""
-    ground, draw = Ground.prepare(asked), random.Random(asked.seed)
+    ground, draw = Ground.prepare(asked), asked.draw
     (ground.folder / "training").mkdir()
     prepare(ground.folder / "training")  # a model of its own
     for what, trial in {"pack": _pack, "train": _train, "serve": _serve}.items():
