@@ -47,7 +47,7 @@ from tests.fault.ground import (
     listed,
     one_batch,
 )
-from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
+from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect, tried
 from tests.fault.trainers import Canary
 from tests.kit import add, make_sample, make_store, open_writer, samples_of
 from tests.models import png, write_images
@@ -74,21 +74,17 @@ def hostile_input(asked: Asked) -> Iterator[Record]:
     """Try them all."""
     ground = Ground.prepare(asked, most=2)
     limit_memory(MEMORY_BYTES)
-    for fault, cases in {
+    for fault, sources in {
         "tar members with .., absolute or odd names": tar_names(),
         "tar members that are not files, or claim terabytes": tar_headers(),
         "pickles posing as tensors, images, captions": pickles(ground.folder / "canary"),
         "decompression bombs, and headers that claim terabytes": bombs(),
         "symbolic links out of the source, devices, pipes, sockets": links(ground.fresh()),
     }.items():
-        record = Record(fault, Kind.HOSTILE)
-        for what, make in ground.some(cases):
-            record.trial(what, packed_and_taken_out, ground, make)
-        yield record
-    record = Record("ids that would break keys, paths or terminals", Kind.HOSTILE)
-    for name in ground.some((*NAMES, *ODD_IDS)):
-        record.trial(repr(name[:40]), stored_and_taken_out, ground, name)
-    yield record
+        cases = [(what, ground, make) for what, make in ground.some(sources)]
+        yield from tried(fault, Kind.HOSTILE, packed_and_taken_out, cases)
+    names = [(repr(name[:40]), ground, name) for name in ground.some((*NAMES, *ODD_IDS))]
+    yield from tried("ids that would break keys, paths or terminals", Kind.HOSTILE, stored_and_taken_out, names)
 
 
 def packed_and_taken_out(ground: Ground, make: Make) -> Outcome:
@@ -260,7 +256,14 @@ SAMPLES = samples_of({BUCKET: 6, "val/8x8": 2})
 ID = SAMPLES[1].id
 BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.sealing", "copy-000001-aa.lmdb", "copy-000001-aa.index", "7.json")
 USES = ("batch", "pack", "info", "verify", "get", "drop", "gc", "dry gc", "export", "merge")
-URL_USES = ("gc", "drop", "restore", "push", "pull", "verify")
+URL_USES = (
+    "url gc",
+    "url drop",
+    "url restore",
+    "url push",
+    "url pull",
+    "url verify",
+)
 KINDS = ("link to a file", "link to a copy", "link to a folder", "link to nothing", "link to a device", "pipe", "folder")
 STRAYS = (
     *("odd", "rejects.jsonl", "pending/writer.lock", "pending/left.lock", "pending/left.sealing", "shards/new.lmdb"),
@@ -273,7 +276,6 @@ URL_STRAYS = (
 PLANTED = ("link to a folder", "link to a file", "folder with links", "another user's folder")
 MODULES = ("numpy", "lmdb", "msgpack", "xxhash", "safetensors", "rich", "cyclopts", "torch", "PIL", "diffusers", "transformers")
 TRAP = "import os\nopen(os.environ['BUCKETLINE_CANARY'], 'w').close()\nos._exit(0)\n"
-Begin = Callable[[str, Path, Path], Ended]  # one use of a store, and where it may write
 PRIVATE = """
 import sys
 from bucketline.loader import Loader, LoaderConfig
@@ -291,34 +293,28 @@ def linked_stores(asked: Asked) -> Iterator[Record]:
     make_store(own, SAMPLES)
     apart(lambda: _pushed_twice(own, pushed), COMMAND_S).done()
 
-    def local(use: str, store: Path, out: Path) -> Ended:
+    def begin(use: str, store: Path, out: Path) -> Ended:
+        url = f"file://{store}"
+        collecting = ("--gc", "--older-than", "0s")
+        commands: dict[str, tuple[object, ...]] = {
+            "get": ("get", store, ID, "-o", out),
+            "drop": ("drop", store, ID),
+            "gc": ("compact", store, *collecting),
+            "dry gc": ("compact", store, *collecting, "--dry-run"),
+            "export": ("export", store, out, "--format", "safetensors"),
+            "merge": ("merge", out, store),
+            "url gc": ("compact", url, *collecting),
+            "url drop": ("drop", url, ID),
+            "url restore": ("restore", url, 1),
+            "url push": ("push", own, url),
+            "url pull": ("pull", url, out),
+            "url verify": ("verify", url),
+        }
         if use == "batch":
             return apart(lambda: one_batch(store), COMMAND_S)
-        if use == "pack":
-            return ground.packed(images, store)
-        arguments: dict[str, tuple[object, ...]] = {
-            "get": (store, ID, "-o", out),
-            "drop": (store, ID),
-            "gc": (store, "--gc", "--older-than", "0s"),
-            "dry gc": (store, "--gc", "--older-than", "0s", "--dry-run"),
-            "export": (store, out, "--format", "safetensors"),
-            "merge": (out, store),
-        }
-        return commanded("store", "compact" if use.endswith("gc") else use, *arguments.get(use, (store,)))
+        return ground.packed(images, store) if use == "pack" else commanded("store", *commands.get(use, (use, store)))
 
-    def far(use: str, store: Path, out: Path) -> Ended:
-        url = f"file://{store}"
-        arguments: dict[str, tuple[object, ...]] = {
-            "gc": ("compact", url, "--gc", "--older-than", "0s"),
-            "drop": ("drop", url, ID),
-            "restore": ("restore", url, 1),
-            "push": ("push", own, url),
-            "pull": ("pull", url, out),
-            "verify": ("verify", url),
-        }
-        return commanded("store", *arguments[use])
-
-    def trial(whole: Path, begin: Begin, use: str, name: str, kind: str) -> Outcome:
+    def trial(whole: Path, use: str, name: str, kind: str) -> Outcome:
         folder = ground.fresh()
         store, outside = folder / "bucket" / "s", folder / "outside"
         shutil.copytree(whole, store, symlinks=True)
@@ -335,18 +331,17 @@ def linked_stores(asked: Asked) -> Iterator[Record]:
         is_verified = ended.done()["code"] == 1 and ended.gave["out"].startswith("corrupt: ")
         return Outcome.CLEAN_ERROR if is_verified else fair(ended)
 
-    for fault, whole, begin, strays, kinds, uses, most in (
-        ("links, pipes and devices under a store's names", sound, local, STRAYS, KINDS, USES, asked.of(24, 500)),
-        ("links under the names of a store at file://", pushed, far, URL_STRAYS, KINDS[:5], URL_USES, asked.of(8, 200)),
+    for fault, whole, strays, kinds, uses, most in (
+        ("links, pipes and devices under a store's names", sound, STRAYS, KINDS, USES, asked.of(24, 500)),
+        ("links under the names of a store at file://", pushed, URL_STRAYS, KINDS[:5], URL_USES, asked.of(8, 200)),
     ):
-        record, ground.most = Record(fault, Kind.HOSTILE), most
-        names = [*(str(path.relative_to(whole)) for path in sorted(whole.rglob("*"))), *strays]
-        for name, kind, use in ground.some([(name, kind, use) for name in names for kind in kinds for use in uses]):
-            record.trial(f"{use} with {name} a {kind}", trial, whole, begin, use, name, kind)
-        yield record
+        ground.most, names = most, [*(str(path.relative_to(whole)) for path in sorted(whole.rglob("*"))), *strays]
+        cases = ground.some([(whole, use, name, kind) for name in names for kind in kinds for use in uses])
+        named = [(f"{use} with {name} a {kind}", whole, use, name, kind) for whole, use, name, kind in cases]
+        yield from tried(fault, Kind.HOSTILE, trial, named)
     ground.most = 3 if asked.is_quick else None
-    yield shared_folders(ground, sound)
-    yield current_folders(ground, images)
+    yield from shared_folders(ground, sound)
+    yield from current_folders(ground, images)
 
 
 def _pushed_twice(own: Path, place: Path) -> None:
@@ -409,7 +404,7 @@ def expect_nothing_changed(outside: Path, before: dict[str, tuple[int, str]]) ->
     expect(not changed, changed[:3], Outcome.OUTSIDE)
 
 
-def shared_folders(ground: Ground, sound: Path) -> Record:
+def shared_folders(ground: Ground, sound: Path) -> Iterator[Record]:
     """The names at which an export, a merge or a sample is prepared are planted before, as anyone may in a shared folder."""
 
     def trial(kind: str, command: str) -> Outcome:
@@ -438,14 +433,12 @@ def shared_folders(ground: Ground, sound: Path) -> Record:
         expect(outcome is Outcome.COMPLETED or not os.path.lexists(out), "it was refused, and something has the name")
         return outcome
 
-    record = Record("names planted in a shared folder", Kind.HOSTILE)
-    for kind in ground.some(PLANTED):
-        for command in ("export", "merge", "get"):
-            record.trial(f"{command} with a {kind}", trial, kind, command)
-    return record
+    uses = [(kind, command) for kind in ground.some(PLANTED) for command in ("export", "merge", "get")]
+    cases = [(f"{command} with a {kind}", kind, command) for kind, command in uses]
+    yield from tried("names planted in a shared folder", Kind.HOSTILE, trial, cases)
 
 
-def current_folders(ground: Ground, source: Path) -> Record:
+def current_folders(ground: Ground, source: Path) -> Iterator[Record]:
     """The current folder has a module of every name that is imported: none is run, and nothing is lost."""
     here, canary = ground.fresh(), ground.folder / "ran"
     for name in {*sys.stdlib_module_names, *MODULES, "bucketline", "store", "ingest", "loader", "train"}:
@@ -475,7 +468,5 @@ def current_folders(ground: Ground, source: Path) -> Record:
         expect(is_there, "lost: left.png")
         return Outcome.COMPLETED
 
-    record = Record("a current folder with modules of standard names", Kind.HOSTILE)
-    for name in ground.some(["drop", "compact", "verify", "a loader with a service", "pack"]):
-        record.trial(name, trial, name)
-    return record
+    names = ground.some(["drop", "compact", "verify", "a loader with a service", "pack"])
+    yield from tried("a current folder with modules of standard names", Kind.HOSTILE, trial, [(name, name) for name in names])

@@ -29,7 +29,7 @@ from typing import Any
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from tests.fault.ground import COMMAND_S, HANG_S, Apart, Ended, Ground, How, expect_ids
-from tests.fault.record import Asked, Kind, Outcome, Record, expect
+from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.kit import flip_bit, make_store, samples_of
 from tests.models import write_images
 from tests.serving import serving
@@ -146,17 +146,14 @@ def hostile_checkpoints(asked: Asked) -> Iterator[Record]:
     whole = ground.folder / "trained"
     Apart(partial(train_in, ground.folder, whole, resume=False)).ended(COMMAND_S).done()
     newest = max((whole / "checkpoints").iterdir())
-    record = Record("checkpoints that lie, with right digests", Kind.HOSTILE)
-    for what, (name, data) in _lies(newest, ground.folder / "canary").items():
-        record.trial(what, _resumed, ground, whole, f"checkpoints/{newest.name}", name, data)
-    yield record
-    record = Record("a bit flipped in a checkpoint", Kind.FLIP)
+    lies = _lies(newest, ground.folder / "canary").items()
+    cases = [(what, ground, whole, f"checkpoints/{newest.name}", name, data) for what, (name, data) in lies]
+    yield from tried("checkpoints that lie, with right digests", Kind.HOSTILE, _resumed, cases)
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
-    for number in range(asked.of(40, 300)):
-        path = files[number % len(files)]
-        bit = ground.draw.randrange(8 * path.stat().st_size)
-        record.trial(f"bit {bit} of {path.name}", _flipped, newest, path, bit)
-    yield record
+    chosen = [files[number % len(files)] for number in range(asked.of(40, 300))]
+    bits = [(path, ground.draw.randrange(8 * path.stat().st_size)) for path in chosen]
+    flips = [(f"bit {bit} of {path.name}", newest, path, bit) for path, bit in bits]
+    yield from tried("a bit flipped in a checkpoint", Kind.FLIP, _flipped, flips)
 
 
 def _lies(newest: Path, canary: Path) -> dict[str, tuple[str, bytes]]:
@@ -234,11 +231,8 @@ def broken_logs(asked: Asked) -> Iterator[Record]:
     (ground.folder / "training").mkdir()
     prepare(ground.folder / "training")  # a model of its own
     for what, trial in {"pack": _pack, "train": _train, "serve": _serve}.items():
-        record = Record(f"a log that cannot be written: {what}", Kind.OTHER)
-        for _ in range(asked.of(2, 10)):
-            log = CLOSED if trial is _serve else draw.choice([CLOSED, FULL])  # a service's first line is read
-            record.trial(log, trial, ground, log)
-        yield record
+        logs = [CLOSED if trial is _serve else draw.choice([CLOSED, FULL]) for _ in range(asked.of(2, 10))]  # its line is read
+        yield from tried(f"a log that cannot be written: {what}", Kind.OTHER, trial, [(log, ground, log) for log in logs])
 
 
 def _pack(ground: Ground, log: str) -> Outcome:
