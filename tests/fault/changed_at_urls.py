@@ -93,7 +93,6 @@ class _Place:
         return outcome
 
     def tried(self, record: Record, what: str, work: Callable[[], object], *, is_pushed: bool = False) -> None:
-        """Do some work in a process of its own, and judge it."""
         record.trial(what, self.judged, apart(work, WORK_S), is_pushed=is_pushed)
 
 

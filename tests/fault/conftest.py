@@ -28,7 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Try each family in every round."""
     if "family" in metafunc.fixturenames:
         option = metafunc.config.getoption
         first, rounds = option("--seed", 1), max(option("--rounds", 1), 1 + int(option("--minutes", 0.0) / ROUND_MINUTES))
@@ -63,7 +62,6 @@ def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the page."""
     option, records = session.config.getoption, merged(FOUND)
     if FOUND and (path := option("--page", None)) is not None and not hasattr(session.config, "workerinput"):
         write_page(path, records, seed=option("--seed"), minutes=option("--minutes"), took_s=time.monotonic() - BEGUN)
@@ -72,7 +70,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table, and of what too little was tried."""
     if records := merged(FOUND):
         terminalreporter.section("faults")
         for line in table(records):

@@ -62,7 +62,6 @@ def worn_store(path: Path, form: Form, num_rows: int) -> dict[str, Sample]:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file, as the table names it."""
     if path.parent.name == "generations":
         return "generations/*.json"
     return path.name if path.suffix == ".json" else path.suffix.partition("-")[0] + ("-N" if "-" in path.suffix else "")
@@ -79,7 +78,6 @@ def draw_flips(store: Path, count: int, draw: random.Random) -> Iterator[tuple[P
 
 
 def contents(store: Path) -> Contents:
-    """Return what every generation holds."""
     return [(n, digest_of_everything(Store.open(store, n))) for n in (None, *sorted(generations(store)))]
 
 
@@ -156,7 +154,6 @@ def is_as_it_was(now: Held, before: Held) -> bool:
 
 
 def repaired(path: Path, damaged: set[str], every: dict[str, Sample], before: dict[str, Held], form: Form) -> Outcome:
-    """Repair a store of which some shards are damaged, and pack again what was lost."""
     owner = owners(path.with_name("sound"))
     done = repair(path, threads=1)
     now = by_id(Store.open(path))
@@ -183,7 +180,6 @@ def repaired(path: Path, damaged: set[str], every: dict[str, Sample], before: di
 
 
 def owners(path: Path) -> dict[str, str]:
-    """Return the name of each live sample's shard."""
     store = Store.open(path)
     found: dict[str, str] = {}
     for bucket in store.buckets():
@@ -284,7 +280,6 @@ def replace_file(store: Path, kind: str, data: bytes) -> None:
 
 
 def paged(store: Path, kind: str) -> tuple[Tensors, dict[str, Any]]:
-    """Return a sidecar's tensors and metadata, copied."""
     path = file_of(store, kind)
     file = PagedFile(path, path.stat().st_size, KINDS[kind])
     dtypes = {tensor.name: tensor.dtype for tensor in file._tensors.values()}
@@ -292,7 +287,6 @@ def paged(store: Path, kind: str) -> tuple[Tensors, dict[str, Any]]:
 
 
 def sidecar_lies(store: Path, kind: str) -> Lies:
-    """Yield other contents of a sidecar, each with right checksums."""
     tensors, metadata = paged(store, kind)
     for t, (name, dtype, values) in enumerate(tensors):
 
@@ -361,7 +355,6 @@ def _with_header(header: dict[str, Any], body: bytes) -> bytes:
 
 
 def manifest_lies(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield manifests in which one number or name is another."""
     deep: Any = 1
     for _ in range(400):
         deep = [deep]

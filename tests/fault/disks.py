@@ -55,12 +55,10 @@ YEARS_S = 10 * 365 * 24 * 3600
 
 
 def failing_disks(asked: Asked) -> Iterator[Record]:
-    """Write a store, and read one."""
     yield from records_under_shim("disks:stores_under_shim", asked, "a disk that fails")
 
 
 def packs_on_failing_disks(asked: Asked) -> Iterator[Record]:
-    """Pack under the shim, and on a small disk."""
     yield from records_under_shim("disks:packs_under_shim", asked, "a disk that fails under ingest pack")
     small = replace(asked, folder=asked.folder / "small")
     small.folder.mkdir()
@@ -68,7 +66,6 @@ def packs_on_failing_disks(asked: Asked) -> Iterator[Record]:
 
 
 def failing_runs(asked: Asked) -> Iterator[Record]:
-    """Train, and set the clock back."""
     yield from records_under_shim("disks:runs_under_shim", asked, "a disk that fails under a run")
 
 
@@ -86,7 +83,6 @@ def write_all(store: Path, notes: Path) -> None:
 
 
 def moments(asked: Asked, quick: int, full: int, count: int) -> list[tuple[str, int]]:
-    """Draw when a disk begins to fail."""
     return [
         (f"after {after} of {count}", after) for after in asked.draw.sample(range(count), min(count, asked.of(quick, full)))
     ]
@@ -176,7 +172,6 @@ class Pack:
         write_images(self.photos, NUM_IMAGES)
 
     def begin_anew(self) -> None:
-        """Remove what the last trial left."""
         shutil.rmtree(self.store, ignore_errors=True)
         for path in self.notes.parent.glob("s.committed.*"):
             path.unlink()
@@ -201,7 +196,6 @@ class Pack:
         return Outcome.RECOVERED
 
     def judged(self, ended: Ended) -> Outcome:
-        """Judge how the run on the failing disk ended, and what came after it."""
         outcome = fair(ended)
         recovered = self.recovered()
         return outcome if outcome is Outcome.COMPLETED else recovered
@@ -411,7 +405,6 @@ def take_away_after(photos: Path, after: int, leave: Leave) -> None:
 
 
 def packed_while_away(scene: Scene, options: tuple[str, ...], begin: Callable[[], object], away: Sequence[Path]) -> Outcome:
-    """Pack while images are away, bring them back, pack again."""
     before = ids_of(scene.store) if scene.store.exists() else []
 
     def work() -> dict[str, Any]:

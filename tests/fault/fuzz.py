@@ -33,7 +33,6 @@ OPTIONS = ("-timeout=10", "-rss_limit_mb=2048", f"-max_len={1 << 16}", "-print_f
 
 
 def fuzz(parser: str, seconds: str, seed: str, folder: str) -> None:
-    """Fuzz in this process; it ends here."""
     atheris: Any = importlib.import_module("atheris")
     with atheris.instrument_imports(include=INSTRUMENTED):
         parsers = importlib.import_module("tests.fault.parsers")
@@ -49,7 +48,6 @@ def fuzz(parser: str, seconds: str, seed: str, folder: str) -> None:
 
 
 def fuzzed(asked: Asked) -> Iterator[Record]:
-    """Fuzz every parser, each in a process of its own."""
     for parser in PARSERS:
         record = Record(f"fuzzed input: {parser}", Kind.INPUT)
         if importlib.util.find_spec("atheris") is None:

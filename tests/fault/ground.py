@@ -68,8 +68,6 @@ class Ended:
 
 
 class Apart:
-    """A forked process at its work."""
-
     def __init__(self, work: Callable[[], object]) -> None:
         """Fork it; what it prints goes nowhere, what it gives must be what JSON takes."""
         reader, writer = os.pipe()
@@ -113,7 +111,6 @@ def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
 
 
 def _be_child(work: Callable[[], object], writer: int) -> None:
-    """Run the work and tell how it ended; never return."""
     answer: tuple[str, str, object] = (How.DEFECT, "", None)
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -180,7 +177,6 @@ class Ground:
         return cls(folder=asked.folder, draw=asked.draw, most=most if asked.is_quick else None)
 
     def fresh(self) -> Path:
-        """Return an empty folder."""
         self.number += 1
         path = self.folder / "work" / str(self.number)
         path.mkdir()
@@ -198,7 +194,6 @@ class Ground:
         return commanding("ingest", *self.pack_command(source, store, *more))
 
     def packed(self, source: object, store: Path, *more: object) -> Ended:
-        """Pack to the end."""
         return self.packing(source, store, *more).ended(COMMAND_S)
 
 
@@ -208,7 +203,6 @@ def commanding(command: str, *arguments: object) -> Apart:
 
 
 def commanded(command: str, *arguments: object) -> Ended:
-    """Run a console command to its end."""
     return commanding(command, *arguments).ended(COMMAND_S)
 
 

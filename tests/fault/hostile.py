@@ -71,7 +71,6 @@ Make = Callable[[Path], "Path | None"]  # writes into a folder; returns the sour
 
 
 def hostile_input(asked: Asked) -> Iterator[Record]:
-    """Try them all."""
     ground = Ground.prepare(asked, most=2)
     limit_memory(MEMORY_BYTES)
     for fault, sources in {
@@ -122,7 +121,6 @@ def stored_and_taken_out(ground: Ground, name: str) -> Outcome:
 
 
 def member(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
-    """Make a tar's member."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for field, value in fields.items():
@@ -139,8 +137,6 @@ def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
 
 
 def as_tar(data: bytes) -> Make:
-    """Return what has a tar in the place of the source."""
-
     def make(source: Path) -> Path:
         path = source / "t.tar"
         path.write_bytes(data)
@@ -150,8 +146,6 @@ def as_tar(data: bytes) -> Make:
 
 
 def with_file(name: str, data: bytes) -> Make:
-    """Return what adds a file to the source."""
-
     def make(source: Path) -> None:
         (source / name).write_bytes(data)
 

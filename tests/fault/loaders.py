@@ -67,7 +67,6 @@ class Bench:
     samples: list[Sample] = field(default_factory=list)
 
     def store(self) -> Path:
-        """Make a fresh copy of the store."""
         whole = self.folder / "whole"
         if not whole.exists():
             self.samples = samples_of(ROWS, "first/")
@@ -76,7 +75,6 @@ class Bench:
         return Path(shutil.copytree(whole, self.folder / f"{self.number}.store"))
 
     def config(self, **more: object) -> LoaderConfig:
-        """Draw a configuration."""
         drawn = {
             "batch_size": self.random.randint(1, 5),
             "seed": self.random.randint(0, 1 << 30),

@@ -161,7 +161,6 @@ def kill_writers(store: Path, form: Form, draw: random.Random) -> Callable[[int]
 
 
 def asked_of(folder: Path, store: object) -> list[str]:
-    """Return what `ingest` is told."""
     return ["pack", *map(str, (folder / "photos", store, "--model", folder / "model", *SMALL, "--batch-size", 3))]
 
 
@@ -388,6 +387,5 @@ def killed_ranks(asked: Asked) -> Iterator[Record]:
 
 
 def stopped(asked: Asked) -> Iterator[Record]:
-    """Stop packs of one process, then of several."""
     for name, plan, trials in (("one", STOPPED, asked.of(2, 30)), ("ranks", RANKS_STOPPED, asked.of(2, 12))):
         yield from ended_again_and_again(plan, trials, asked.folder / name, asked.draw)

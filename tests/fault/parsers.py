@@ -241,7 +241,6 @@ def right_checksums(data: bytes) -> bytes:
 
 
 def block(data: bytes, _folder: Path) -> None:
-    """Read a block's header, a text block, and a block of a ragged group."""
     with suppress(BucketlineError):
         read_header(data, len(data), "a block")
     for spec in (TEXT, AUDIO.spec("audio")):
@@ -250,13 +249,11 @@ def block(data: bytes, _folder: Path) -> None:
 
 
 def record(data: bytes, _folder: Path) -> None:
-    """Read a sample record."""
     with suppress(BucketlineError):
         decode_record(data, "a record")
 
 
 def checkpoint(data: bytes, folder: Path) -> None:
-    """Read a checkpoint's state, and its list of digests."""
     for name in ("state.json", "digests.json"):
         (folder / name).write_bytes(data)
     with suppress(BucketlineError):
@@ -269,13 +266,11 @@ def checkpoint(data: bytes, folder: Path) -> None:
 
 
 def captions(data: bytes, _folder: Path) -> None:
-    """Read captions of a text file and of a JSON file."""
     captions_of_text("a.txt", data)
     captions_of_json("a.json", data)
 
 
 def tar(data: bytes, _folder: Path) -> None:
-    """Go through a tar."""
     with suppress(BucketlineError):
         archive = Tar(io.BytesIO(data), "a.tar")
         for number, member in enumerate(archive):

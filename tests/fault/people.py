@@ -51,7 +51,6 @@ NUM_DATED = 4
 
 
 def people(asked: Asked) -> Iterator[Record]:
-    """Try them all."""
     ground = Ground.prepare(asked, most=6)
     for fault, trial in TRIALS.items():
         yield from tried(fault, Kind.OTHER, trial, [("", ground)] * asked.of(1, 12))

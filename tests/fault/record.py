@@ -26,8 +26,6 @@ PACKAGES = ("lmdb", "msgpack", "numpy", "safetensors", "torch", "diffusers", "pi
 
 
 class Outcome(StrEnum):
-    """The outcome of one trial."""
-
     CLEAN_ERROR = "clean error"  # an error of ours, and nothing that was committed is missing
     RECOVERED = "recovered"  # the next run, or the next iteration, continued where it ended
     COMPLETED = "completed"  # it went through, and what it gave is right
@@ -85,8 +83,6 @@ LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
 
 @dataclass(slots=True)
 class Record:
-    """One fault."""
-
     fault: str
     kind: Kind
     counts: Counter[Outcome] = field(default_factory=Counter)
@@ -120,12 +116,10 @@ class Record:
         self.not_run = self.not_run if other.not_run is None else other.not_run
 
     def as_json(self) -> str:
-        """Return it as `from_json` takes it."""
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Return what `as_json` was made of."""
         document = json.loads(text)
         counts = Counter({Outcome(name): int(count) for name, count in document["counts"].items()})
         return cls(**{**document, "kind": Kind(document["kind"]), "counts": counts})
@@ -141,15 +135,12 @@ def tried(fault: str, kind: Kind, function: Callable[..., Outcome], cases: Itera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The arguments of a family of faults."""
-
     seed: int
     is_quick: bool
     folder: Path  # an empty one, for its use
     draw: random.Random  # by the seed
 
     def of(self, quick: int, full: int) -> int:
-        """Choose a number of trials."""
         return quick if self.is_quick else full
 
 

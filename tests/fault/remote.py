@@ -81,13 +81,11 @@ class Served:
 
 
 def served(folder: Path, shape: StoreShape) -> Served:
-    """Make a store in `folder`, and its pushed form in `folder/served`."""
     local = kept_store(folder, shape)
     return Served(local, pushed(local, folder / "served").name)
 
 
 def digest_of(batch: Batch) -> str:
-    """Return a digest of all of a batch's bytes, and of their names and shapes."""
     state = hashlib.blake2b(digest_size=12)
     for name, tensor in batch.by_name().items():
         array = np.ascontiguousarray(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else np.empty(0)
@@ -105,32 +103,25 @@ def in_lines(*, batch_size: int, seed: int, epochs: int = 1, **more: Any) -> Loa
     return LoaderConfig(batch_size=batch_size, seed=seed, epochs=epochs, remainder=Remainder.PARTIAL, **more)
 
 
-@dataclass(slots=True)
-class Pass:
-    """A pass over a store on a server: batches so far, and clean errors, after each of which the iteration was begun again."""
-
-    batches: int = 0
-    errors: list[str] = field(default_factory=list)
-
-
-def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: str | None = None, tries: int = 50) -> Pass:
-    """Open a store on a server and read it; begin again after each clean error. Compare every batch.
+def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: str | None = None, tries: int = 50) -> list[str]:
+    """Open a store on a server and read it; begin again after each clean error. Compare every batch; return the errors.
 
     Raises:
         Wrong: if a batch has other bytes, is missing or comes twice, an error names neither the store nor the cache, or
             something took longer than the deadline.
     """
-    own, deadline_s = Pass(), float(str(config.deadline))
+    errors: list[str] = []
+    step, deadline_s = 0, float(str(config.deadline))
 
     def took(since: float) -> None:
         seconds = time.perf_counter() - since
-        expect(seconds <= deadline_s + SLACK_S, f"took {seconds:.1f} s of {deadline_s:g} s; {own.errors[-1:]}")
+        expect(seconds <= deadline_s + SLACK_S, f"took {seconds:.1f} s of {deadline_s:g} s; {errors[-1:]}")
 
     def failed(error: BucketlineError, since: float) -> None:
         took(since)
-        own.errors.append(f"{type(error).__name__}: {error}")
+        errors.append(f"{type(error).__name__}: {error}")
         expect(url in str(error) or str(config.cache) in str(error), f"the error names neither store nor cache: {error}")
-        expect(len(own.errors) <= tries, f"{len(own.errors)} errors, the last: {error}")
+        expect(len(errors) <= tries, f"{len(errors)} errors, the last: {error}")
 
     loader: Loader | None = None
     while loader is None:
@@ -145,23 +136,21 @@ def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: st
                 started(loader)  # its time is not a wait for the store
                 break
             except BucketlineError as error:
-                own.errors.append(f"{type(error).__name__}: {error}")
-        while own.batches < len(expected):
+                errors.append(f"{type(error).__name__}: {error}")
+        while step < len(expected):
             begun = time.perf_counter()
             try:
                 for batch in loader.forever():
                     took(begun)
-                    check_batch(batch, own.batches, expected)
-                    own.batches += 1
-                    begun = time.perf_counter()
-                expect(own.batches == len(expected), f"missing: the pass ended after {own.batches} of {len(expected)} batches")
+                    check_batch(batch, step, expected)
+                    step, begun = step + 1, time.perf_counter()
+                expect(step == len(expected), f"missing: the pass ended after {step} of {len(expected)} batches")
             except BucketlineError as error:
                 failed(error, begun)
-    return own
+    return errors
 
 
 def check_batch(batch: Batch, step: int, expected: list[str]) -> None:
-    """Compare a batch with the local store's."""
     expect(batch.step == step, f"missing: step {batch.step} came, expected {step}")
     expect(digest_of(batch) == expected[step], f"differs: step {step} has other bytes than the local store's")
 
@@ -191,7 +180,6 @@ PASSES = 40  # at most, of one kind
 
 
 def drawn_config(draw: random.Random, cache: Path) -> LoaderConfig:
-    """Draw a configuration of one of few, since the local store is read once for each."""
     return LoaderConfig(
         batch_size=draw.choice([3, 8]),
         seed=draw.randrange(3),
@@ -222,8 +210,8 @@ def failing_servers(asked: Asked) -> Iterator[Record]:
                     with tempfile.TemporaryDirectory(dir=asked.folder) as cache:
                         store, config = draw.choice(stores), drawn_config(draw, Path(cache) / "lines")
                         what = f"{store.name}, {config.batch_size} rows a batch, seed {config.seed}"
-                        own = one_pass(f"{server.url}/{store.name}", store.digests(config), config, service=service)
-                    errors, passes = errors + len(own.errors), passes + 1
+                        failed = one_pass(f"{server.url}/{store.name}", store.digests(config), config, service=service)
+                    errors, passes = errors + len(failed), passes + 1
             except Wrong as wrong:
                 record.add(wrong.outcome, f"{what}: {wrong}")
         record.add(Outcome.COMPLETED, count=max(0, schedule.given - errors))
@@ -269,8 +257,6 @@ def use(store: Served, what: str, place: Sequence[object], own: Path) -> str | N
 
 
 def lied_to(folder: Path, store: Served, what: str, place: Sequence[object]) -> Outcome:
-    """Use a store whose server lies, in a process of its own."""
-
     def work() -> tuple[str | None, int, str | None]:
         os.environ.update(CREDENTIALS)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -426,11 +412,11 @@ def removed_caches(asked: Asked) -> Iterator[Record]:
         thread = threading.Thread(target=remove, args=(random.Random(draw.random()), is_over))
         thread.start()
         try:
-            errors = one_pass(url, expected, config, service=service).errors
+            errors = one_pass(url, expected, config, service=service)
         finally:
             is_over.set()
             thread.join()
-        again = one_pass(url, expected, config).errors
+        again = one_pass(url, expected, config)
         expect(len(again) <= 1, f"after the last removal: {again[-1:]}")  # one error of what is gone
         check_cache(cache, store.local)
         return Outcome.RECOVERED if errors else Outcome.COMPLETED
@@ -487,7 +473,6 @@ class Reader:
                 time.sleep(PACE_S)
 
     def check(self) -> Outcome:
-        """Compare what was noted with what a reader of the local store notes."""
         with Loader(Store.open(self.store.local), self.config, rank=self.rank, world_size=self.world_size) as loader:
             wanted = [digest_of(batch) for batch in loader.forever()]
         found = self.noted()
@@ -548,7 +533,6 @@ def kill_service(url: str, store: Served, config: LoaderConfig, kills: int, draw
 
 
 def killed_readers(asked: Asked) -> Iterator[Record]:
-    """Kill ranks, machines and services, a third of the kills each."""
     draw, kills, store = asked.draw, asked.of(2, 30), served(asked.folder, LARGE)
     with ServerProcess(asked.folder / "served") as server:
         server.set_latency(LATENCY_S)

@@ -89,8 +89,6 @@ def records_under_shim(function: str, asked: Asked, fault: str) -> Iterator[Reco
 
 
 class Shim:
-    """The shim that this process runs under."""
-
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.fault_count.restype = ctypes.c_long
@@ -98,7 +96,6 @@ class Shim:
         self._library.fault_clock.argtypes = [ctypes.c_long]
 
     def watch(self, folder: Path) -> None:
-        """Have it look at the files below one folder."""
         folder.mkdir(exist_ok=True)
         self._library.fault_root(os.fsencode(folder.resolve()))
 
@@ -116,7 +113,6 @@ class Shim:
         return apart(failing, limit_s)
 
     def shift_clock(self, seconds: int) -> None:
-        """Set the clock of this process."""
         self._library.fault_clock(seconds)
 
 
@@ -126,8 +122,6 @@ MARKS = "marks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One line of the shim's log."""
-
     what: str
     node: int
     offset: int
@@ -138,7 +132,6 @@ class Change:
 
 
 def read_log(path: Path) -> list[Change]:
-    """Read what the shim wrote down."""
     log, at, changes = path.read_bytes(), 0, []
     while at < len(log):
         end = log.index(b"\n", at)
@@ -163,7 +156,6 @@ class File:
         self.waiting = []
 
     def after_loss(self, draw: random.Random, share: float) -> bytes:
-        """Return what is left, with a share of what was not synced."""
         left = bytearray(self.durable)
         for change in self.waiting:
             if draw.random() < share:
@@ -182,8 +174,6 @@ def _apply(content: bytearray, offset: int, data: bytes | None) -> None:
 
 @dataclass(slots=True)
 class Disk:
-    """A folder on a disk that can lose what was not synced."""
-
     root: str
     nodes: dict[int, File] = field(default_factory=dict)  # by the number that the system gives now
     durable: dict[str, File | None] = field(default_factory=dict)  # by path; None: a folder
@@ -191,7 +181,6 @@ class Disk:
     waiting: list[tuple[str, File | None, bool]] = field(default_factory=list)  # a path, what it names, whether it is there
 
     def take(self, change: Change) -> None:
-        """Apply one change."""
         if change.what in ("create", "folder"):
             file = File() if change.what == "create" else None
             if file is not None:
@@ -230,7 +219,6 @@ class Disk:
             self.nodes[change.node].sync()
 
     def after_loss(self, target: Path, draw: random.Random, *, is_strict: bool) -> None:
-        """Write what is left of the disk's folder as `target`."""
         share = 0.0 if is_strict else draw.random()
         names = dict(self.durable)
         for path, file, is_there in self.waiting[: 0 if is_strict else draw.randint(0, len(self.waiting))]:

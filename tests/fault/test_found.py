@@ -33,7 +33,7 @@ from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import publish as publish_module
 from bucketline.store.write import shard_writer
-from bucketline.store.write.publish import adopt, prepare_store
+from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.commands import BIN, call, spawn
@@ -164,17 +164,6 @@ def test_a_store_lets_go_of_a_shard_only_when_it_is_sealed(tmp_path: Path, monke
     monkeypatch.setattr(shard_writer, "seal", while_sealing)
     assert writer.seal()
     assert not list((tmp_path / "pending").glob("a.*"))
-
-
-def test_a_shard_whose_writer_lives_is_not_adopted_and_nothing_else_is_advised(tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
-    writer = open_writer(tmp_path, "a")
-    add(writer, make_sample("a.png", BUCKET))
-    writer.commit()
-    with pytest.raises(LockedError, match="is being written by another process") as error:
-        adopt(tmp_path, manifest)
-    assert "move that file elsewhere" not in str(error.value)
-    writer.close()
 
 
 def test_what_a_crash_leaves_before_the_first_commit_is_swept_away(source: Path, tmp_path: Path, model: Path) -> None:

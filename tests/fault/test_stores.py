@@ -201,7 +201,6 @@ def test_reading_goes_on_while_a_writer_holds_its_locks_and_sees_no_half_state(s
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of free columns."""
     return sound_store(tmp_path_factory.mktemp("hostile") / "s", COLUMNS)
 
 

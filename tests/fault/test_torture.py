@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +94,6 @@ def test_what_a_family_leaves_in_the_home_or_the_working_folder_is_a_file_outsid
     monkeypatch.setattr(families, "records_of", littering)
     (record,) = run_family("packs", 0, is_quick=True)
     assert record.said == ["file outside: packs left home/other, here/stray"]
-
-
-def test_every_family_names_a_function() -> None:
-    for function, _ in FAMILIES.values():
-        module, _, name = function.partition(":")
-        assert callable(getattr(import_module(f"tests.fault.{module}"), name))
 
 
 def test_the_page_has_the_table_what_could_not_be_tried_and_what_was_found(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def _end(folder: Path, output: Path, draw: random.Random, whole_s: float, number
 
 
 def _judged(ended: Ended, number: signal.Signals, last: Ended, expected: object) -> Outcome:
-    """Judge a run that was ended, by itself and by what it was continued to."""
     if ended.how is How.DIED:
         expect(ended.signal == number, ended.said, Outcome.CRASH)
     elif number is signal.SIGKILL or "KeyboardInterrupt" not in ended.said:  # before it listens, it ends as any process does
@@ -113,7 +112,6 @@ def _judged(ended: Ended, number: signal.Signals, last: Ended, expected: object)
 
 
 def trainers(asked: Asked) -> Iterator[Record]:
-    """End runs again and again."""
     prepare(asked.folder)
     draw, output, begun_at = asked.draw, asked.folder / "run", time.monotonic()
     records = {number: Record(f"trainer ended by {number.name}, then --resume", Kind.KILL) for number in set(SIGNALS)}
@@ -226,7 +224,6 @@ def _log(log: str) -> int:
 
 
 def broken_logs(asked: Asked) -> Iterator[Record]:
-    """Packs, training and services, by turns."""
     ground, draw = Ground.prepare(asked), asked.draw
     (ground.folder / "training").mkdir()
     prepare(ground.folder / "training")  # a model of its own
