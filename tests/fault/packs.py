@@ -213,10 +213,10 @@ class OneProcess:
 
     def __init__(self, folder: Path, store: Path) -> None:
         self.folder, self.store = folder, store
-        self._child = fork_pack(asked_of(folder, store), f"{store}.committed", folder / "said")
+        self._process = fork_pack(asked_of(folder, store), f"{store}.committed")
 
     def is_over(self) -> bool:
-        return os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._process.is_over()
 
     def wait_for(self, num_committed: int, longest_s: float = LONGEST_S) -> None:
         """Wait until so many samples are committed, so long has passed, or it has ended."""
@@ -226,21 +226,19 @@ class OneProcess:
 
     def finished(self) -> tuple[int | None, str]:
         """Let it come to its end; return its exit code and what it said."""
-        return ended_within(self._child, LONGEST_S), self._said()
+        code, *said = ended_within(self._process, LONGEST_S)
+        return code, "".join(said)
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal and wait; return the exit code, or raise `Wrong` if it did not end as it should."""
-        os.kill(self._child, number)
-        code, words = ended_within(self._child, HANG_S), self._said()[-PRINTED:]
+        self._process.kill(number)
+        code, *said = ended_within(self._process, HANG_S)
+        words = "".join(said)[-PRINTED:]
         if code is None:
             raise Wrong(f"a pack had not ended {HANG_S:g} s after {number.name}")
         expect(code in (0, -number, 128 + number), f"it ended with {code}: {words}")  # before it listens, as any process does
         expect("Traceback" not in words, f"a traceback: {words}")
         return code
-
-    def _said(self) -> str:
-        parts = (Path(f"{self.folder}/said.{end}").read_text(encoding="utf-8", errors="replace") for end in ("out", "err"))
-        return "".join(parts)
 
 
 class Ranks(OneProcess):
@@ -265,7 +263,7 @@ class Ranks(OneProcess):
 
     def wait_for(self, num_committed: int, longest_s: float = LONGEST_S) -> None:
         give_up = time.monotonic() + LONGEST_S
-        while self._process(self._rank) is None and not self.is_over() and time.monotonic() < give_up:
+        while self._process_of(self._rank) is None and not self.is_over() and time.monotonic() < give_up:
             os.sched_yield()
         super().wait_for(num_committed, longest_s)
 
@@ -274,7 +272,7 @@ class Ranks(OneProcess):
         return self._launcher.returncode, said
 
     def end(self, number: signal.Signals) -> int:
-        process, is_kill = self._process(self._rank), number is signal.SIGKILL
+        process, is_kill = self._process_of(self._rank), number is signal.SIGKILL
         if is_kill and process is None:
             self._launcher.kill()
             raise Wrong(f"the run ended by itself: {self._launcher.communicate()[1][-PRINTED:]}")
@@ -286,7 +284,7 @@ class Ranks(OneProcess):
         try:
             said = self._launcher.communicate(timeout=RANKS_END_WITHIN_S)[1]
         except subprocess.TimeoutExpired:
-            for left in [*filter(None, map(self._process, range(self._num_ranks))), self._launcher.pid]:
+            for left in [*filter(None, map(self._process_of, range(self._num_ranks))), self._launcher.pid]:
                 os.kill(left, signal.SIGKILL)
             self._launcher.communicate()
             raise Wrong(f"torchrun had not ended {RANKS_END_WITHIN_S:g} s later") from None
@@ -301,7 +299,7 @@ class Ranks(OneProcess):
         expect(code == 1 and is_quiet, f"torchrun ended with {code} after rank {self._rank} was killed, and said {words}")
         return code
 
-    def _process(self, rank: int) -> int | None:
+    def _process_of(self, rank: int) -> int | None:
         """Find a rank among the launcher's children, by its environment."""
         with suppress(FileNotFoundError, ProcessLookupError):
             tasks = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")
