@@ -223,18 +223,18 @@ def done(ended: Ended) -> str:
     return str(ended.gave["out"])
 
 
-def listed(folder: Path, *but: Path) -> dict[str, tuple[int, int]]:
-    """Return every path below a folder, but for some, with its size and time: what a command must leave as it is."""
-    found = {}
+def listed(folder: Path, *but: Path) -> dict[str, tuple[int, ...]]:
+    """Return every path below a folder, but for some, with its mode, size and time: what a command must leave as it is."""
+    found: dict[str, tuple[int, ...]] = {}
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if Path(base, name) not in but]
         for name in (*folders, *files):
             status = os.lstat(f"{base}/{name}")
-            found[f"{base}/{name}"] = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
+            found[f"{base}/{name}"] = (status.st_mode, *((status.st_size, status.st_mtime_ns) if name in files else ()))
     return found
 
 
-def expect_same(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+def expect_same(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> None:
     """Raise `Wrong` if something is there that was not, or is other than it was, or is gone."""
     changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     expect(not changed, changed[:3], Outcome.OUTSIDE)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from bucketline.store import Store
 from tests.commands import ROOT, call, spawn
@@ -55,37 +56,26 @@ FAILURES = (
 Failure = tuple[Operation, int, int]  # the error, and after how many operations
 
 
-class NoCompilerError(Exception):
-    """The shim cannot be compiled here."""
-
-
-def built(folder: Path) -> Path:
-    """Compile the shim.
-
-    Raises:
-        NoCompilerError: if that is not possible.
-    """
+def built(folder: Path) -> tuple[Path | None, str]:
+    """Compile the shim; return where it is, or why it is not."""
     compiler = next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), [sys.executable, "-m", "ziglang", "cc"])
     if len(compiler) > 1 and not importlib.util.find_spec("ziglang"):
-        raise NoCompilerError("no C compiler: neither cc nor the package ziglang (run `make torture`, which installs it)")
+        return None, "no C compiler: neither cc nor the package ziglang (run `make torture`, which installs it)"
     path = folder / "disk_shim.so"
     options = ["-O1", "-shared", "-fPIC", "-o", str(path), str(SOURCE), "-ldl"]
     done = subprocess.run([*compiler, *options], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise NoCompilerError(f"the shim does not compile: {done.stderr.strip()[-200:]}")
-    return path
+    return (path, "") if done.returncode == 0 else (None, f"the shim does not compile: {done.stderr.strip()[-200:]}")
 
 
 def records_under_shim(function: str, asked: Asked, fault: str) -> Iterator[Record]:
     """Run `MODULE:FUNCTION` in a process of its own under the shim; yield its records."""
     under = replace(asked, folder=asked.folder / "shim")
     under.folder.mkdir()
-    try:
-        shim = built(asked.folder)
-    except NoCompilerError as error:
-        yield Record(fault, Kind.DISK, not_run=str(error))
-        return
-    yield from records_of(function, under, fault, {"LD_PRELOAD": str(shim)})
+    shim, reason = built(asked.folder)
+    if shim is None:
+        yield Record(fault, Kind.DISK, not_run=reason)
+    else:
+        yield from records_of(function, under, fault, {"LD_PRELOAD": str(shim)})
 
 
 class Shim:
@@ -120,15 +110,13 @@ RUN, SHARDS, DROPPED = 7, 3, (1, 4, 20)
 MARKS = "marks"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     what: str
     node: int
-    offset: int
-    length: int
-    one: str
-    two: str
-    data: bytes
+    offset: int = 0
+    one: str = ""
+    two: str = ""
+    data: bytes = b""
 
 
 def read_log(path: Path) -> list[Change]:
@@ -139,7 +127,7 @@ def read_log(path: Path) -> list[Change]:
         at = end + 1
         data = log[at : at + int(length)] if what == "write" else b""
         at += len(data)
-        changes.append(Change(what=what, node=int(node), offset=int(offset), length=int(length), one=one, two=two, data=data))
+        changes.append(Change(what, int(node), int(offset), one, two, data))
     return changes
 
 
@@ -254,19 +242,6 @@ def be_run(folder: Path, form: str) -> None:
     write_shards(store, RUN + 1, marks, 1, FORMS[form])
 
 
-def recorded_run(folder: Path, form: str) -> list[Change]:
-    """Run under the shim on a store of a form; return the changes.
-
-    Raises:
-        NoCompilerError: if there is no shim.
-    """
-    shim, root, log = built(folder), folder / "run", folder / "log"
-    root.mkdir()
-    under = {"LD_PRELOAD": str(shim), "FAULT_ROOT": str(root), "FAULT_LOG": str(log)}
-    spawn([sys.executable, "-m", "tests.fault.shim", root, form], PYTHONPATH=str(ROOT), **under).done()
-    return read_log(log)
-
-
 def promised(disk: Disk) -> dict[str, int]:
     """Return the samples that must be there, with their numbers, by what the run had told: to a person, who has no disk."""
     file = disk.names.get(f"{disk.root}/{MARKS}")
@@ -286,28 +261,29 @@ def promised(disk: Disk) -> dict[str, int]:
 
 
 def losses(asked: Asked) -> Iterator[Record]:
+    yield from records_under_shim("shim:losses_under_shim", asked, "power loss")
+
+
+def losses_under_shim(asked: Asked) -> Iterator[Record]:
     """Have the power fail at instants drawn from one run on a store of images, and one on a store of columns of any kind."""
-    draw = asked.draw
     for form, count in (("images", asked.of(8, 150)), ("columns", asked.of(8, 75))):
         where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
+        root, log, left = folder / "run", folder / "log", folder / "left"
+        root.mkdir(parents=True)
+        under = {"PYTHONPATH": str(ROOT), "FAULT_ROOT": str(root), "FAULT_LOG": str(log)}
+        spawn([sys.executable, "-m", "tests.fault.shim", root, form], **under).done()
+        changes, disk, at = read_log(log), Disk(root=str(root)), 0
         strict = Record(f"power loss{where}: what was synced is kept, nothing else", Kind.DISK)
         some = Record(f"power loss{where}: some of what was not synced is kept too", Kind.DISK)
-        folder.mkdir()
-        try:
-            changes = recorded_run(folder, form)
-        except NoCompilerError as error:
-            strict.not_run = some.not_run = str(error)
-            changes = []
-        disk, at, left = Disk(root=str(folder / "run")), 0, folder / "left"
 
         def trial(*, is_strict: bool, form: str = form, disk: Disk = disk, left: Path = left) -> Outcome:
             shutil.rmtree(left, ignore_errors=True)
-            disk.after_loss(left, draw, is_strict=is_strict)
+            disk.after_loss(left, asked.draw, is_strict=is_strict)
             (left / "s").mkdir(exist_ok=True)
             expect_kept(left / "s", left.with_name("copy"), promised(disk), FORMS[form])
             return Outcome.RECOVERED
 
-        for instant in sorted(draw.sample(range(1, len(changes) + 1), min(len(changes), count))):
+        for instant in sorted(asked.draw.sample(range(1, len(changes) + 1), min(len(changes), count))):
             for change in changes[at:instant]:
                 disk.take(change)
             at = instant

@@ -255,7 +255,7 @@ def refuse(number: int) -> Callable[..., Any]:
 
 def test_a_disk_keeps_what_was_synced_and_no_name_whose_folder_was_not(tmp_path: Path) -> None:
     def change(what: str, node: int = 1, offset: int = 0, one: str = "/d/a", two: str = "", data: bytes = b"") -> Change:
-        return Change(what=what, node=node, offset=offset, length=len(data), one=one, two=two, data=data)
+        return Change(what, node, offset, one, two, data)
 
     def left(name: str) -> dict[str, bytes]:
         disk.after_loss(tmp_path / name, random.Random(1), is_strict=True)
