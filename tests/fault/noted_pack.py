@@ -191,7 +191,7 @@ def ended_within(process: Apart, limit_s: float) -> tuple[int | None, str, str]:
         return ended.gave["code"], ended.gave["out"], ended.gave["err"]
     if ended.how is How.DEFECT and "KeyboardInterrupt" in ended.said:  # before it listens
         return 128 + signal.SIGINT, "", ""
-    codes = {How.HUNG: None, How.DIED: -ended.signal}
+    codes = {How.HUNG: None, How.DIED: -ended.signal or 1}
     return codes.get(ended.how, 1), "", "" if ended.how in codes else f"Traceback: {ended.said}\n"
 
 
