@@ -119,7 +119,7 @@ def test_what_was_found_is_held_by_a_test_that_exists(test: str) -> None:
 def test_the_options_choose_rounds_and_the_page_wants_all_trials(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "pytest", "tests/fault/test_faults.py", "-n", 1, "-p", "no:cacheprovider", "-k", "threads"]
-    ran = spawn([*command, "--seed", 4, "--rounds", 2, "--page", page], PYTHONPATH=str(ROOT))
+    ran = spawn([*command, "--seed", 4, "--minutes", 5, "--page", page], PYTHONPATH=str(ROOT))
     assert ran.code == 1, ran.out + ran.err
     assert "2 passed" in ran.out
     assert "0 trials of the kind 'kill', expected 500 or more" in ran.out
