@@ -166,7 +166,7 @@ class Pack:
     """A store to be packed on a disk, and what it is packed of. The notes of what is committed are on another disk."""
 
     def __init__(self, asked: Asked, disk: Path) -> None:
-        self.ground, self.photos, self.store = Ground.prepare(asked), asked.folder / "photos", disk / "s"
+        self.ground, self.photos, self.store = Ground(asked), asked.folder / "photos", disk / "s"
         self.notes = asked.folder / "s.committed"
         importlib.import_module("torch.distributed")
         write_images(self.photos, NUM_IMAGES)
@@ -435,7 +435,7 @@ def _expect_nothing_lost(ended: Ended, scene: Scene, before: list[str]) -> None:
 
 def vanishing_disks(asked: Asked) -> Iterator[Record]:
     """Try every way, or some of them; EIO on read in a process under the shim."""
-    ground = Ground.prepare(asked, most=2)
+    ground = Ground(asked, most=2)
 
     def trial(fault: str, options: tuple[str, ...]) -> Outcome:
         scene = Scene(ground)
@@ -456,7 +456,7 @@ def vanishing_disks(asked: Asked) -> Iterator[Record]:
 
 def reads_under_shim(asked: Asked) -> Iterator[Record]:
     """Have reads of images and captions fail from a random one on, under the shim; also of a source that is packed anew."""
-    shim, ground = Shim(), Ground.prepare(asked)
+    shim, ground = Shim(), Ground(asked)
 
     def trial(options: tuple[str, ...], is_new: bool) -> Outcome:  # noqa: FBT001 - a case
         scene = Scene(ground)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import random
 import resource
 import signal
 import time
@@ -159,22 +158,16 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (taken + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-@dataclass(slots=True)
 class Ground:
-    """A folder with a model, and random numbers."""
+    """A folder with a model, and random numbers; a quick run tries `most` of a list."""
 
-    folder: Path
-    draw: random.Random
-    number: int = 0
-    most: int | None = None  # that is tried of a list
-
-    @classmethod
-    def prepare(cls, asked: Asked, most: int | None = None) -> Ground:
-        """Write the model, and import once what every forked command needs; a quick run tries `most` of a list."""
+    def __init__(self, asked: Asked, most: int | None = None) -> None:
+        """Write the model, and import once what every forked command needs."""
         import_for_packs(*FOR_STORES)
+        self.folder, self.draw, self.number = asked.folder, asked.draw, 0
+        self.most = most if asked.is_quick else None
         (asked.folder / "work").mkdir()
         write_model(asked.folder / "model")
-        return cls(folder=asked.folder, draw=asked.draw, most=most if asked.is_quick else None)
 
     def fresh(self) -> Path:
         self.number += 1

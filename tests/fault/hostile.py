@@ -69,7 +69,7 @@ Make = Callable[[Path], "Path | None"]  # writes into a folder; returns the sour
 
 
 def hostile_input(asked: Asked) -> Iterator[Record]:
-    ground = Ground.prepare(asked, most=2)
+    ground = Ground(asked, most=2)
     limit_memory(MEMORY_BYTES)
     for fault, sources in {
         "tar members with .., absolute or odd names": tar_names(),
@@ -278,7 +278,7 @@ with Loader(sys.argv[1], LoaderConfig(batch_size=1), service="auto") as loader:
 
 def linked_stores(asked: Asked) -> Iterator[Record]:
     """Try some of the thousands of links, drawn, and all else."""
-    ground = Ground.prepare(asked)
+    ground = Ground(asked)
     images, own, pushed = ground.fresh(), ground.fresh() / "own", ground.fresh() / "pushed"
     write_images(images, 2)
     sound = sound_store(ground.fresh() / "sound")

@@ -51,7 +51,7 @@ NUM_DATED = 4
 
 
 def people(asked: Asked) -> Iterator[Record]:
-    ground = Ground.prepare(asked, most=6)
+    ground = Ground(asked, most=6)
     for fault, trial in TRIALS.items():
         yield from tried(fault, Kind.OTHER, trial, [("", ground)] * asked.of(1, 12))
     yield from moved_while_read(ground, asked.of(2, 12))
@@ -240,7 +240,7 @@ def many_files(ground: Ground, count: int) -> Outcome:
 
 def odd_dates(asked: Asked) -> Iterator[Record]:
     """Images from before 1970 and after 2262 in every kind of source, and tars whose headers say no time at all."""
-    ground = Ground.prepare(asked)
+    ground = Ground(asked)
     for fault, makers, rounds in (
         ("images dated before 1970 or after 2262", SOURCES, asked.of(1, 8)),
         ("tars with odd times in their headers", (pax_tar, old_tar), asked.of(1, 12)),

@@ -139,7 +139,7 @@ class Canary:
 
 def hostile_checkpoints(asked: Asked) -> Iterator[Record]:
     """Checkpoints with right digests whose files lie, and checkpoints of which one bit is another."""
-    ground = Ground.prepare(asked)
+    ground = Ground(asked)
     prepare(ground.folder)
     whole = ground.folder / "trained"
     Apart(partial(train_in, ground.folder, whole, resume=False)).ended(COMMAND_S).done()
@@ -224,7 +224,7 @@ def _log(log: str) -> int:
 
 
 def broken_logs(asked: Asked) -> Iterator[Record]:
-    ground, draw = Ground.prepare(asked), asked.draw
+    ground, draw = Ground(asked), asked.draw
     (ground.folder / "training").mkdir()
     prepare(ground.folder / "training")  # a model of its own
     for what, trial in {"pack": _pack, "train": _train, "serve": _serve}.items():
