@@ -65,6 +65,7 @@ ODD_KINDS = (
 )
 ODD_HEADERS = ({"size": "-1"}, {"size": "x"}, {"path": "\0" * 9}, {"mtime": "1e400"}, {"GNU.sparse.size": "9" * 30})
 POSING = ("a.png", "a.pt", "a.npy", "a.pth", "a.pkl", "a.txt", "a.json", "metadata.jsonl", "metadata.csv", "a.safetensors")
+TAR = "t.tar"
 Make = Callable[[Path], "Path | None"]  # writes into a folder; returns the source, if it is not that folder
 
 
@@ -134,25 +135,15 @@ def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def as_tar(data: bytes) -> Make:
-    def make(source: Path) -> Path:
-        path = source / "t.tar"
-        path.write_bytes(data)
-        return path
-
-    return make
-
-
-def with_file(name: str, data: bytes) -> Make:
-    def make(source: Path) -> None:
-        (source / name).write_bytes(data)
-
-    return make
+def put(source: Path, name: str, data: bytes) -> Path | None:
+    """Write a file into the source; a tar takes its place."""
+    (source / name).write_bytes(data)
+    return source / name if name == TAR else None
 
 
 def tar_names() -> list[tuple[str, Make]]:
     """Members whose names lead out of a folder, are not names, or are the store's own."""
-    return [(repr(name[:60]), as_tar(tar_of(member(name, png(20, 30))))) for name in NAMES]
+    return [(repr(name[:60]), partial(put, name=TAR, data=tar_of(member(name, png(20, 30))))) for name in NAMES]
 
 
 def tar_headers() -> list[tuple[str, Make]]:
@@ -166,7 +157,7 @@ def tar_headers() -> list[tuple[str, Make]]:
         tars[f"big {size}"] = member("big.png", size=size)[0].tobuf(tarfile.GNU_FORMAT) + bytes(10240)
         tars[f"pax {size}"] = pax({"size": str(size)}) + bytes(10240)
     tars |= {str(headers): pax(headers) + bytes(10240) for headers in ODD_HEADERS}
-    return [(what, as_tar(data)) for what, data in tars.items()]
+    return [(what, partial(put, name=TAR, data=data)) for what, data in tars.items()]
 
 
 def pickles(canary: Path) -> list[tuple[str, Make]]:
@@ -175,8 +166,10 @@ def pickles(canary: Path) -> list[tuple[str, Make]]:
     torch.save({"weights": Canary(canary)}, buffer)
     np.save(array, np.array([Canary(canary)], dtype=object), allow_pickle=True)
     posing = [(name, data) for data in (pickle.dumps(Canary(canary)), buffer.getvalue(), array.getvalue()) for name in POSING]
-    in_tars: list[tuple[str, Make]] = [(f"{name} in a tar", as_tar(tar_of(member(name, data)))) for name, data in posing]
-    return [*in_tars, *((name, with_file(name, data)) for name, data in posing)]
+    in_tars: list[tuple[str, Make]] = [
+        (f"{name} in a tar", partial(put, name=TAR, data=tar_of(member(name, data)))) for name, data in posing
+    ]
+    return [*in_tars, *((name, partial(put, name=name, data=data)) for name, data in posing)]
 
 
 def _png_of(height: int, width: int, *more: tuple[bytes, bytes]) -> bytes:
@@ -217,8 +210,8 @@ def bombs() -> list[tuple[str, Make]]:
         "twice": gzip.compress(gzip.compress(bytes(1 << 28), 6), 6),
         "member": gzip.compress(member("big.png")[0].tobuf() + bytes(1 << 28), 6),
     }
-    in_tars: list[tuple[str, Make]] = [(f"{name} in a tar", as_tar(data)) for name, data in tars.items()]
-    return [*in_tars, *((name, with_file(name, data)) for name, data in images.items())]
+    in_tars: list[tuple[str, Make]] = [(f"{name} in a tar", partial(put, name=TAR, data=data)) for name, data in tars.items()]
+    return [*in_tars, *((name, partial(put, name=name, data=data)) for name, data in images.items())]
 
 
 def links(outside: Path) -> list[tuple[str, Make]]:
