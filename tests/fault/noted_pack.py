@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import lmdb
 
@@ -58,17 +59,10 @@ MOMENTS = {
 FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 
-def failing_with(error: Exception) -> Callable[..., NoReturn]:
-    def fail(*_: object) -> NoReturn:
-        raise error
-
-    return fail
-
-
 def full_for_sealing() -> None:
     """Have the disk refuse whatever is sealed from now on."""
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
-    sealing._write_anew = failing_with(FULL)
+    sealing._write_anew = Mock(side_effect=FULL)
 
 
 NOTED = threading.Event()  # a signal has come to the thread that hears signals
@@ -98,10 +92,10 @@ def two_ctrl_c() -> None:
 
 
 FAILURES: dict[str, Callable[[], object]] = {
-    "disk": failing_with(FULL),
+    "disk": Mock(side_effect=FULL),
     "sealing": full_for_sealing,
-    "defect": failing_with(RuntimeError("nobody expects this")),
-    "model": failing_with(ModelError("the model is not as on the other ranks")),
+    "defect": Mock(side_effect=RuntimeError("nobody expects this")),
+    "model": Mock(side_effect=ModelError("the model is not as on the other ranks")),
     "term": lambda: signal_to_process(signal.SIGTERM),
     "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,

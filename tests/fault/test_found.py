@@ -10,9 +10,9 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -221,22 +221,15 @@ def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: 
     empty_store(tmp_path)
     assert contents().text.spec() == TEXT
 
-    def refuse(*_: object, **__: object) -> None:
-        raise lmdb.Error("no space")
-
-    monkeypatch.setattr(lmdb, "open", refuse)
+    monkeypatch.setattr(lmdb, "open", Mock(side_effect=lmdb.Error("no space")))
     with pytest.raises(StoreError, match=r"cannot create .*a\.lmdb: no space"):
         open_writer(tmp_path, "a")
     assert not list((tmp_path / "pending").glob("a*"))
 
 
-def refuse(number: int) -> Callable[..., Any]:
+def refuse(number: int) -> Mock:
     """Return what the system does in the place of a function."""
-
-    def refusing(*_: object, **__: object) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    return refusing
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 def test_a_disk_keeps_what_was_synced_and_no_name_whose_folder_was_not(tmp_path: Path) -> None:
