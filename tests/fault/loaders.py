@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -45,7 +44,7 @@ from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, receive
 from bucketline.store import Store
 from tests.fault.ground import HANG_S, How, apart
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
-from tests.kit import Sample, flip_bit, make_store, samples_of
+from tests.kit import flip_bit, make_store, samples_of
 from tests.leftovers import children, descriptors, held, left_since, wait_until
 from tests.serving import serving, serving_here
 
@@ -56,23 +55,17 @@ SHARDS = ("g0", "g1")
 FORKS = COPIES = 8  # of one loader
 
 
-@dataclass(slots=True)
 class Bench:
     """A place to force failures: a new store for each, and what is drawn for it."""
 
-    folder: Path
-    random: random.Random
-    service: str | None = None
-    number: int = 0
-    samples: list[Sample] = field(default_factory=list)
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self.folder, self.random, self.number = folder, draw, 0
+        self.service: str | None = None
+        make_store(folder / "whole", samples_of(ROWS, "first/"), samples_of(ROWS, "second/"))
 
     def store(self) -> Path:
-        whole = self.folder / "whole"
-        if not whole.exists():
-            self.samples = samples_of(ROWS, "first/")
-            make_store(whole, self.samples, samples_of(ROWS, "second/"))
         self.number += 1
-        return Path(shutil.copytree(whole, self.folder / f"{self.number}.store"))
+        return Path(shutil.copytree(self.folder / "whole", self.folder / f"{self.number}.store"))
 
     def config(self, **more: object) -> LoaderConfig:
         drawn = {
