@@ -180,17 +180,9 @@ PASSES = 40  # at most, of one kind
 
 
 def drawn_config(draw: random.Random, cache: Path) -> LoaderConfig:
-    return LoaderConfig(
-        batch_size=draw.choice([3, 8]),
-        seed=draw.randrange(3),
-        epochs=1,
-        remainder=Remainder.PARTIAL,
-        window=draw.choice([None, 4096]),
-        threads=draw.choice([1, 2]),
-        prefetch_bytes=draw.choice([1, 1 << 22]),
-        cache=str(cache),
-        deadline=DEADLINE_S,
-    )
+    """Draw one of few configurations: the local store is read once for each."""
+    more = {"threads": draw.choice([1, 2]), "prefetch_bytes": draw.choice([1, 1 << 22]), "window": draw.choice([None, 4096])}
+    return in_lines(batch_size=draw.choice([3, 8]), seed=draw.randrange(3), cache=str(cache), deadline=DEADLINE_S, **more)
 
 
 def failing_servers(asked: Asked) -> Iterator[Record]:
