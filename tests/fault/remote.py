@@ -181,7 +181,11 @@ PASSES = 40  # at most, of one kind
 
 def drawn_config(draw: random.Random, cache: Path) -> LoaderConfig:
     """Draw one of few configurations: the local store is read once for each."""
-    more = {"threads": draw.choice([1, 2]), "prefetch_bytes": draw.choice([1, 1 << 22]), "window": draw.choice([None, 4096])}
+    more: dict[str, Any] = {
+        "threads": draw.choice([1, 2]),
+        "prefetch_bytes": draw.choice([1, 1 << 22]),
+        "window": draw.choice([None, 4096]),
+    }
     return in_lines(batch_size=draw.choice([3, 8]), seed=draw.randrange(3), cache=str(cache), deadline=DEADLINE_S, **more)
 
 
