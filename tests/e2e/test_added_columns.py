@@ -17,7 +17,7 @@ from bucketline.store.read.store import Store
 from bucketline.store.verify.verify import verify
 from tests.added_columns import expect_clean, expect_masks, mask_of
 from tests.commands import ROOT, spawn
-from tests.fault.ground import How, apart
+from tests.fault.apart import How, apart
 from tests.kit import make_store, samples_of
 
 if TYPE_CHECKING:

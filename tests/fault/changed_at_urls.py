@@ -30,7 +30,8 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
-from tests.fault.ground import Apart, Ended, How, apart, expect_ids, expect_sound, ids_of
+from tests.fault.apart import Apart, Ended, How, apart
+from tests.fault.ground import expect_ids, expect_sound, ids_of
 from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.kit import Sample, add_samples, everything, make_sample, make_store, samples_of, store_writer
 

@@ -41,7 +41,8 @@ from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
 from tests.every_reader import digest_of_everything
-from tests.fault.ground import apart, expect_sound, limit_memory
+from tests.fault.apart import apart
+from tests.fault.ground import expect_sound, limit_memory
 from tests.fault.record import COLUMNS_TOO, GOOD, Asked, Kind, Outcome, Record, expect
 from tests.kit import COLUMNS, IMAGES, Form, Held, Sample, by_id, flip_bit, samples_of
 

@@ -37,8 +37,9 @@ from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.constrained import SmallDisk
 from tests.fault import noted_pack, trainers
+from tests.fault.apart import Ended, How, apart
 from tests.fault.families import records_of
-from tests.fault.ground import COMMAND_S, Ended, Ground, How, apart, done, expect_ids, expect_sound, fair, ids_of
+from tests.fault.ground import COMMAND_S, Ground, done, expect_ids, expect_sound, fair, ids_of
 from tests.fault.noted_pack import commit_often, note_commits
 from tests.fault.packs import expect_kept
 from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried

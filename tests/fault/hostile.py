@@ -30,11 +30,10 @@ from bucketline.files.atomic_folder import FILES, LOCK, staging_path
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from tests.commands import BIN
+from tests.fault.apart import Ended, apart
 from tests.fault.ground import (
     COMMAND_S,
-    Ended,
     Ground,
-    apart,
     commanded,
     done,
     expect_same,

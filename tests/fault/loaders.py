@@ -42,7 +42,7 @@ from bucketline.loader.service.client import ServiceBackend
 from bucketline.loader.service.sockets import Security, connected
 from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, receive
 from bucketline.store import Store
-from tests.fault.ground import HANG_S, How, apart
+from tests.fault.apart import HANG_S, How, apart
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
 from tests.kit import flip_bit, make_store, samples_of
 from tests.leftovers import children, descriptors, held, left_since, wait_until

@@ -30,7 +30,8 @@ import lmdb
 
 from bucketline.errors import ModelError
 from tests.commands import ROOT, call, kept_port, spawn
-from tests.fault.ground import Apart, How, import_for_packs
+from tests.fault.apart import Apart, How
+from tests.fault.ground import import_for_packs
 
 HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look hung
 

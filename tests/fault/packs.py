@@ -33,7 +33,8 @@ from bucketline.store.write import shard_writer
 from bucketline.store.write.change_base import newest_manifest
 from bucketline.store.write.publish import LocalTarget
 from tests.commands import ROOT
-from tests.fault.ground import HANG_S, Apart, expect_sound, import_for_packs
+from tests.fault.apart import HANG_S, Apart
+from tests.fault.ground import expect_sound, import_for_packs
 from tests.fault.noted_pack import be_rank, ended_within, fork_pack, run_apart
 from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, Wrong, expect, tried
 from tests.fault.same_store import committed_ids, compare, noted_ids

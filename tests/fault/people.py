@@ -17,10 +17,10 @@ from pathlib import Path
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.hashing import bytes_digest, identity
+from tests.fault.apart import apart
 from tests.fault.ground import (
     COMMAND_S,
     Ground,
-    apart,
     commanded,
     done,
     expect_ids,

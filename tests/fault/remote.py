@@ -51,7 +51,7 @@ from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.remote_source import cached_paths
 from tests.commands import call
 from tests.constrained import SmallDisk
-from tests.fault.ground import Apart, How, apart
+from tests.fault.apart import Apart, How, apart
 from tests.fault.loaders import started
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
 from tests.leftovers import children

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from bucketline.store import Store
 from tests.commands import ROOT, call, spawn
+from tests.fault.apart import HANG_S, Ended, apart
 from tests.fault.families import records_of
-from tests.fault.ground import HANG_S, Ended, apart
 from tests.fault.packs import expect_kept, name_of, write_shards
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.kit import FORMS

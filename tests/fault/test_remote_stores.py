@@ -20,7 +20,7 @@ from bucketline.loader import Loader
 from bucketline.store.format.hashing import LINE_BYTES, checksum
 from bucketline.store.remote.cache import folder as cache_folder
 from bucketline.store.remote.cache.cached_shard import ABSENT, PINNED, RING
-from tests.fault.ground import Apart, How
+from tests.fault.apart import Apart, How
 from tests.fault.remote import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, served
 from tests.unit.store.remote.cache.lines import NUM_LINES, open_shard, sums
 

@@ -19,9 +19,10 @@ from bucketline.errors import UsageError
 from bucketline.ingest.importers.registry import IMPORTERS
 from tests.commands import ROOT, call, spawn
 from tests.fault import families, fuzz
+from tests.fault.apart import How, apart
 from tests.fault.conftest import merged
 from tests.fault.families import FAMILIES, run_family
-from tests.fault.ground import How, apart, fair
+from tests.fault.ground import fair
 from tests.fault.parsers import PARSERS, inputs, mutated, read_cache
 from tests.fault.record import TEXT, Kind, Outcome, Record, Wrong, expect, shortfalls, write_page
 from tests.process_memory import forget_highest, in_memory

@@ -28,7 +28,8 @@ from typing import Any
 
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
-from tests.fault.ground import COMMAND_S, HANG_S, Apart, Ended, Ground, How, expect_ids
+from tests.fault.apart import HANG_S, Apart, Ended, How
+from tests.fault.ground import COMMAND_S, Ground, expect_ids
 from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.kit import flip_bit, make_store, samples_of
 from tests.models import write_images

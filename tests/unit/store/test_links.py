@@ -21,7 +21,7 @@ from bucketline.store.change.merge import merge
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt
-from tests.fault.ground import How, apart
+from tests.fault.apart import How, apart
 from tests.kit import add, make_sample, make_store, open_writer, samples_of, tree
 
 BUCKET = "train/64x64"

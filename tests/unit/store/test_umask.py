@@ -13,7 +13,7 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.write.publish import adopt, lock_store, publish
-from tests.fault.ground import How, apart
+from tests.fault.apart import How, apart
 from tests.kit import add, make_store, open_writer, samples_of
 
 BUCKET = "train/64x64"

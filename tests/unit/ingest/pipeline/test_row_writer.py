@@ -16,7 +16,7 @@ from bucketline.store.format.hashing import caption_digest
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, lock_store, publish
 from bucketline.store.write.shard_writer import ShardWriter
-from tests.fault.ground import How, apart
+from tests.fault.apart import How, apart
 from tests.fault.same_store import committed_ids
 from tests.kit import Sample, empty_store, open_writer, samples_of, spec_of
 

@@ -21,7 +21,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer.sender import ShardSender, send_shard
 from tests.commands import ROOT, spawn
-from tests.fault.ground import HANG_S, How, apart
+from tests.fault.apart import HANG_S, How, apart
 
 COLUMNS = [RowColumn(role="target", dtype="F32", shape=("length",))]
 NAMES = [f"sounds/{n:02d}.wav" for n in range(24)]

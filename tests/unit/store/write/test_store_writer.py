@@ -19,7 +19,7 @@ from bucketline.store import Column, LatentColumn, PartWriter, Store, StoreWrite
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.manifest import generations
 from bucketline.store.verify.verify import verify
-from tests.fault.ground import How, apart
+from tests.fault.apart import How, apart
 from tests.kit import (
     ANY,
     CAPTIONS,

@@ -16,7 +16,7 @@ from bucketline.errors import BucketlineError, LockedError, UsageError
 from bucketline.store import PartWriter, Store
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
-from tests.fault.ground import How, apart
+from tests.fault.apart import How, apart
 from tests.kit import IMAGES, Sample, add_samples, embedding, samples_of, store_writer
 
 BUCKET = "train/64x64"
