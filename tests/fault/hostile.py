@@ -269,7 +269,6 @@ with Loader(sys.argv[1], LoaderConfig(batch_size=1), service="auto") as loader:
 
 
 def linked_stores(asked: Asked) -> Iterator[Record]:
-    """Try some of the thousands of links, drawn, and all else."""
     ground = Ground(asked)
     images, own, pushed = ground.fresh(), ground.fresh() / "own", ground.fresh() / "pushed"
     write_images(images, 2)

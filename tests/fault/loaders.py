@@ -363,7 +363,6 @@ def ids_of(path: Path, config: LoaderConfig) -> list[object]:
 
 
 def _forked(work: Callable[[], bool]) -> None:
-    """Run some work in a process that is forked off; raise `Wrong` if it hangs, fails or dies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking while threads run is what is tried
         ended = apart(work, CHILD_S)

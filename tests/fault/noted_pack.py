@@ -61,7 +61,6 @@ FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 
 def full_for_sealing() -> None:
-    """Have the disk refuse whatever is sealed from now on."""
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
     sealing._write_anew = Mock(side_effect=FULL)
 
@@ -140,7 +139,6 @@ def commit_often() -> None:
 
 
 def note_commits(path: str) -> None:
-    """Write down the samples of each commit once it has returned."""
     writer: Any = importlib.import_module("bucketline.store.write.shard_writer").ShardWriter
     write = writer._write
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -167,7 +165,6 @@ def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
 
 
 def fork_pack(asked: list[str], notes: str, failure: str = "-", rank: int | None = None) -> Apart:
-    """Fork a pack, or a rank of it."""
     gc.collect()  # what libraries left: a signal in one of their `__del__` in the child would be printed, and lost
 
     def work() -> dict[str, Any]:

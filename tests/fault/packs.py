@@ -65,7 +65,6 @@ def adopt_orphans() -> None:
 
 
 def wait_for_orphans() -> None:
-    """Wait until what killed processes left behind has come to its end."""
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
@@ -103,7 +102,6 @@ def write_shards(store: Path, run: int, pipe: int, shards: int, form: Form) -> N
 
 
 def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> int:
-    """Start a run and kill it; return how many of its samples were committed."""
     told = store.with_name("told")
     told.write_bytes(b"")
 
@@ -147,7 +145,6 @@ def expect_kept(store: Path, copy: Path, committed: dict[str, int], form: Form =
 
 
 def kill_writers(store: Path, form: Form, draw: random.Random) -> Callable[[int], Outcome]:
-    """Return a trial that kills the n-th run of one store after another."""
     committed: dict[str, int] = {}
 
     def trial(run: int) -> Outcome:
@@ -200,7 +197,6 @@ def kill_packs(kills: int, draw: random.Random, folder: Path) -> Iterator[Record
 
 
 def killed_writers_and_packs(asked: Asked) -> Iterator[Record]:
-    """`kill -9` of what writes shards, and of `ingest pack`, once each and many times in a row."""
     adopt_orphans()
     for words, form, kills in (("", IMAGES, asked.of(8, 400)), (COLUMNS_TOO, COLUMNS, asked.of(8, 200))):
         trial = kill_writers(asked.folder / "s", form, asked.draw)
@@ -210,8 +206,6 @@ def killed_writers_and_packs(asked: Asked) -> Iterator[Record]:
 
 
 class OneProcess:
-    """A forked pack under way."""
-
     def __init__(self, folder: Path, store: Path) -> None:
         self.folder, self.store = folder, store
         self._process = fork_pack(asked_of(folder, store), f"{store}.committed")
@@ -243,8 +237,6 @@ class OneProcess:
 
 
 class Ranks(OneProcess):
-    """Several ranks under torchrun, one of which is to be killed."""
-
     def __init__(self, folder: Path, store: Path, num_ranks: int, rank: int) -> None:
         self.folder, self.store, self._num_ranks, self._rank = folder, store, num_ranks, rank
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
@@ -301,7 +293,6 @@ class Ranks(OneProcess):
         return code
 
     def _process_of(self, rank: int) -> int | None:
-        """Find a rank among the launcher's children, by its environment."""
         with suppress(FileNotFoundError, ProcessLookupError):
             tasks = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")
             for child in tasks.read_text(encoding="ascii").split():
@@ -335,7 +326,6 @@ RANK_KILLED = Plan("one rank of several {}", (signal.SIGKILL,), 360, (0.25, 0, 8
 
 
 def ended_again_and_again(plan: Plan, trials: int, folder: Path, draw: random.Random) -> Iterator[Record]:
-    """End packs of one store, then let one finish, and compare."""
     adopt_orphans()
     if not plan.ranks:
         import_for_packs()
@@ -381,7 +371,6 @@ def ended_again_and_again(plan: Plan, trials: int, folder: Path, draw: random.Ra
 
 
 def killed_ranks(asked: Asked) -> Iterator[Record]:
-    """`kill -9` of one rank of several under torchrun."""
     yield from ended_again_and_again(RANK_KILLED, asked.of(1, 18), asked.folder, asked.draw)
 
 

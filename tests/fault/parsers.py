@@ -57,7 +57,6 @@ _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
 
 @cache
 def inputs(parser: str) -> list[bytes]:
-    """Return a parser's seeds: a few sound files, small."""
     if parser.startswith(IMPORT):
         return [(CORPUS / parser).read_bytes()]
     with tempfile.TemporaryDirectory() as folder:

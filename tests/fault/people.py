@@ -227,7 +227,6 @@ def wrong_paths(ground: Ground) -> Iterator[Record]:
 
 
 def many_files(ground: Ground, count: int) -> Outcome:
-    """Very many files in one folder, packed to the end."""
     source, store = ground.fresh(), ground.fresh() / "s"
     write_images(source, 50)
     images = sorted(source.rglob("*.png"))

@@ -101,7 +101,6 @@ class KilledRuns:
 
 
 def killed_on_ray(asked: Asked) -> Iterator[Record]:
-    """`kill -9` of the workers and drivers of packs on a Ray cluster."""
     folder = asked.folder
     write_images(folder / "photos", NUM_IMAGES)
     for number in range(NUM_BROKEN):
