@@ -11,9 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.commands import Ran, call
+
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 GRID = "16x24,24x16"
 SMALL = ("--grid", GRID, "--min-size-px", "8")
+
+
+def pack(source: object, store: object, model: Path, *more: object) -> Ran:
+    """Pack into the buckets of `GRID`, with a summary in JSON."""
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
 def in_file(path: Path, source: object, **options: object) -> Path:

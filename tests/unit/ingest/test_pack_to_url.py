@@ -18,7 +18,7 @@ from bucketline.store.change import commit as commit_module
 from bucketline.store.change.drop import drop
 from bucketline.store.folder import ListedFile
 from bucketline.store.format.manifest import Manifest
-from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
 from bucketline.store.sync.push_pull import pull
@@ -28,7 +28,7 @@ from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
 from tests.commands import Ran, call
-from tests.kit import everything
+from tests.kit import by_id, everything
 from tests.models import SMALL, write_images
 from tests.object_storage import SECRET, S3Bucket
 
@@ -66,7 +66,7 @@ def pulled(place: ObjectFolder, path: Path) -> Store:
 
 
 def ids_in(store: Store) -> list[str]:
-    return sorted(row.record.id for rows in everything(store).values() for row in rows)
+    return sorted(by_id(store))
 
 
 def sent(place: ObjectFolder) -> set[str]:
@@ -136,31 +136,29 @@ def test_other_captions_are_encoded_with_the_latents_of_the_bucket(
     assert record.captions == ("a blue house",)
 
 
+def interrupted_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch, source: Path, place: ObjectFolder, model: Path, *more: object
+) -> set[str]:
+    """Pack until the shards were sent; return them."""
+    with monkeypatch.context() as patched:
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack(source, place, model, *more)
+    return sent(place)
+
+
 def test_an_interrupted_pack_is_continued(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched:  # it ends after its shards were sent, before the commit
-        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack(source, place, model)
-    uploaded = sent(place)
-    assert len(uploaded) == 1
-    assert place.size("manifest.json") is None
-    with monkeypatch.context() as patched:
-        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
-        again = pack(source, place, model)
-    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 14)
-    assert sent(place) == uploaded
-    assert newest_generation(place).samples == 14
-    add_images(source, 18, tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack(source, place, model)
-    assert newest_generation(place).samples == 14
-    done = pack(source, place, model).json
-    assert done["packed"] == 0
-    assert newest_generation(place).samples == done["found"] == 18
+    for count, before in ((14, 0), (18, 14)):  # into a new store, and into one that is there
+        add_images(source, count, tmp_path)
+        uploaded, newest = interrupted_before_the_commit(monkeypatch, source, place, model), find_newest(place)
+        assert (0 if newest is None else newest.samples) == before
+        with monkeypatch.context() as patched:
+            patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
+            again = pack(source, place, model).done().json
+        assert (again["packed"], again["unchanged"], sent(place)) == (0, count, uploaded)
+        assert newest_generation(place).samples == count
     assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
@@ -172,22 +170,16 @@ def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
     return object_storage.in_memory()
 
 
-def pack_in_pairs(source: Path, place: ObjectFolder, model: Path, *more: object) -> Ran:
-    return pack(source, place, model, "--batch-size", 2, *more)
+PAIRS = ("--batch-size", 2, "--work")
+
+
+def pack_in_pairs(source: Path, place: ObjectFolder, model: Path, work: Path) -> Ran:
+    return pack(source, place, model, *PAIRS, work)
 
 
 def whole_shards(work: Path) -> int:
     """Count the files of sealed shards that have content."""
     return sum(path.stat().st_blocks > 0 for path in (work / "shards").glob("*.lmdb"))
-
-
-def interrupt_before_the_commit(
-    monkeypatch: pytest.MonkeyPatch, source: Path, place: ObjectFolder, model: Path, work: Path
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack_in_pairs(source, place, model, "--work", work)
 
 
 def test_shards_leave_the_disk_while_others_are_made(
@@ -202,11 +194,10 @@ def test_shards_leave_the_disk_while_others_are_made(
         counts.append(whole_shards(work))
 
     monkeypatch.setattr(ShardSender, "wait_for_room", counting)
-    interrupt_before_the_commit(monkeypatch, source, in_memory, model, work)
+    uploaded = interrupted_before_the_commit(monkeypatch, source, in_memory, model, *PAIRS, work)
     assert len(counts) == 13
     assert max(counts) <= 1 + BATCHES_WAITING + 1  # one is sent; of batches that are one shard each, more may have been sealed
     assert whole_shards(work) == 0
-    uploaded = sent(in_memory)
     assert len(uploaded) == 14
     (note,) = [file.name for file in in_memory.names("pending")]
     assert {f"shards/{name}.lmdb" for name in json.loads(in_memory.read(note))} == uploaded
@@ -214,7 +205,7 @@ def test_shards_leave_the_disk_while_others_are_made(
     with monkeypatch.context() as patched:  # nothing is sent or encoded again
         patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
         patched.setattr(slice_packer, "ShardWriter", lambda *_, **__: 1 / 0)
-        again = pack_in_pairs(source, in_memory, model, "--work", work)
+        again = pack_in_pairs(source, in_memory, model, work)
     assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 28)
     assert sent(in_memory) == uploaded
     assert not list(in_memory.names("pending"))
@@ -226,45 +217,35 @@ def test_what_was_sent_and_then_removed_is_packed_again(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = tmp_path / "work"
-    interrupt_before_the_commit(monkeypatch, source, in_memory, model, work)
-    in_memory.remove([min(sent(in_memory))])
-    again = pack_in_pairs(source, in_memory, model, "--work", work)
-    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 2, 12)
+    in_memory.remove([min(interrupted_before_the_commit(monkeypatch, source, in_memory, model, *PAIRS, work))])
+    again = pack_in_pairs(source, in_memory, model, work).done().json
+    assert (again["packed"], again["unchanged"]) == (2, 12)
     assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
 
-    add_images(source, 18, tmp_path)
-    listed = sent(in_memory)
+
+@pytest.mark.parametrize("before", [0, 14])
+def test_only_what_was_removed_before_the_commit_is_packed_again(
+    before: int, in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule of a bucket may remove what was sent; the run fails, and the next one makes only that again."""
+    work = tmp_path / "work"
+    if before:
+        pack_in_pairs(source, in_memory, model, work).done()
+        add_images(source, 18, tmp_path)
+    listed, count = sent(in_memory), len(images_in(source))
 
     def removing(*args: Any, **more: Any) -> tuple[Manifest, Manifest]:
         in_memory.remove([min(sent(in_memory) - listed)])
         return commit_module.commit_change(*args, **more)
 
-    with monkeypatch.context() as patched:  # while the run is at work
-        patched.setattr(working, "commit_change", removing)
-        done = pack_in_pairs(source, in_memory, model, "--work", work)
-    assert (done.code, "is no longer there" in done.err) == (1, True)
-    assert newest_generation(in_memory).samples == 14
-    assert pack_in_pairs(source, in_memory, model, "--work", work).json["packed"] == 2
-    assert ids_in(pulled(in_memory, tmp_path / "again.store")) == images_in(source)
-
-
-def test_of_a_new_store_only_what_was_removed_before_the_commit_is_packed_again(
-    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rule of a bucket may remove what was sent; the run fails, and the next one makes only that again."""
-    work = tmp_path / "work"
-
-    def removing(*args: Any, **more: Any) -> tuple[Manifest, Manifest]:
-        in_memory.remove([min(sent(in_memory))])
-        return commit_module.commit_change(*args, **more)
-
     with monkeypatch.context() as patched:
         patched.setattr(working, "commit_change", removing)
-        done = pack_in_pairs(source, in_memory, model, "--work", work)
-    assert (done.code, "is no longer there" in done.err) == (1, True)
-    again = pack_in_pairs(source, in_memory, model, "--work", work)
+        pack_in_pairs(source, in_memory, model, work).fails("is no longer there")
+    newest = find_newest(in_memory)
+    assert (0 if newest is None else newest.samples) == before
+    again = pack_in_pairs(source, in_memory, model, work)
     assert (again.code, again.err) == (0, "")
-    assert (again.json["packed"], again.json["unchanged"]) == (2, 12)
+    assert (again.json["packed"], again.json["unchanged"]) == (2, count - 2)
     assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
 
 
@@ -279,8 +260,8 @@ def test_an_object_that_a_list_does_not_show_yet_counts(
 
     with monkeypatch.context() as patched:
         patched.setattr(ObjectFolder, "names", stale)
-        interrupt_before_the_commit(patched, source, in_memory, model, tmp_path / "work")
-        done = pack_in_pairs(source, in_memory, model, "--work", tmp_path / "work")
+        interrupted_before_the_commit(patched, source, in_memory, model, *PAIRS, tmp_path / "work")
+        done = pack_in_pairs(source, in_memory, model, tmp_path / "work")
     assert (done.code, done.err) == (0, "")
     assert (done.json["packed"], done.json["unchanged"]) == (0, 14)
     assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
@@ -298,10 +279,10 @@ def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
 
     with monkeypatch.context() as patched:
         patched.setattr(files.Uploader, "_parts", failing)
-        done = pack_in_pairs(source, in_memory, model, "--work", work)
+        done = pack_in_pairs(source, in_memory, model, work)
     assert (done.code, "the network is gone" in done.err) == (1, True)
     assert whole_shards(work) > 0
-    assert pack_in_pairs(source, in_memory, model, "--work", work).code == 0
+    assert pack_in_pairs(source, in_memory, model, work).code == 0
     assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
 
 

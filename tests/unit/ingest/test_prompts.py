@@ -13,17 +13,22 @@ from bucketline.store import Store
 from bucketline.store.prompt_file import PromptSet, decode_prompts
 from tests.commands import Ran, call
 from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
-from tests.models import SMALL, write_images, write_model
+from tests.models import pack, write_images, write_model
 from tests.object_storage import S3Bucket
 
 
-@pytest.fixture(scope="module", params=["F16", "I8"])
-def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Store:
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Store]:
     folder = tmp_path_factory.mktemp("prompts")
     write_images(folder / "photos", 6)
-    text = ("--text-dtype", request.param, "--max-tokens", 10)
-    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, *text, "--val-fraction", 0).done()
-    return Store.open(folder / "s")
+    for dtype in ("F16", "I8"):
+        pack(folder / "photos", folder / dtype, model, "--text-dtype", dtype, "--max-tokens", 10, "--val-fraction", 0).done()
+    return {dtype: Store.open(folder / dtype) for dtype in ("F16", "I8")}
+
+
+@pytest.fixture
+def packed(stores: dict[str, Store]) -> Store:
+    return stores["F16"]
 
 
 def prompts(tmp_path: Path, store: Path | str, model: Path, text: str, *more: object, name: str = "p.txt") -> Ran:
@@ -35,7 +40,11 @@ def read(store: Store, path: Path) -> PromptSet:
     return decode_prompts(store.manifest, path.read_bytes(), str(path))
 
 
-def test_a_prompt_has_the_embedding_of_the_same_caption(packed: Store, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["F16", "I8"])
+def test_a_prompt_has_the_embedding_of_the_same_caption(
+    dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path
+) -> None:
+    packed = stores[dtype]
     record = next(record for _, record in map(packed.sample, ("a/002.png", "b/003.png")) if record.captions)
     stored = packed.read_caption(0, record.caption_rows[0])
     ran = prompts(tmp_path, packed.path, model, f"\ufeff{record.captions[0]}\r\n\n  the cat  \nthe cat\n").done()

@@ -19,17 +19,13 @@ from bucketline.store.sync.push_pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import LocalTarget, StoreTarget
-from tests.commands import Ran, call, forked_ranks
+from tests.commands import forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import everything
-from tests.models import SMALL
+from tests.models import SMALL, pack
 from tests.object_storage import in_memory
 
 ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look between images
-
-
-def pack(source: Path, place: object, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, place, "--model", model, *SMALL, "--json", *more)
 
 
 @pytest.fixture

@@ -1,20 +1,26 @@
-"""The contact sheet of a scan: which images it shows, in which order, what is drawn into them, and what names cannot do."""
+"""Images of a source in pages: the sheet of a scan with its worst crops, and thumbnails in `store report`."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.sheet import crops as sheet_module
 from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, MAX_REJECTS, Cropped, reject_section, with_box, worst
+from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, source_images
 from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
-from tests.models import SMALL, colour_image, encoded, png
+from tests.models import SMALL, colour_image, encoded, png, write_images
 from tests.pages import parsed
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
@@ -133,21 +139,6 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     assert "is inside the source" in inside.err
 
 
-def test_the_sheet_of_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:
-    import webdataset
-
-    with webdataset.TarWriter(str(tmp_path / "t.tar"), encoder=False) as writer:
-        for path in sorted(source.rglob("*.png")):
-            writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes()})
-    figures = []
-    for name, text in (("folder", source), ("tar", tmp_path / "t.tar")):
-        assert scan(text, tmp_path / f"{name}.html").code == 0
-        images = parsed(tmp_path / f"{name}.html", str(text)).images()
-        figures.append(sorted(image.tobytes() for image in images))
-    assert len(figures[0]) == 14
-    assert figures[0] == figures[1]
-
-
 def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(png(40, 120))
@@ -181,3 +172,58 @@ def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words:
     assert words in ran.err
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there.html").read_bytes() == b"kept"
+
+
+WHITE = Image.new("RGB", (400, 200), "white")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "photos"
+    write_images(folder, 6)
+    (folder / "broken.png").write_bytes(png(30, 30)[:40])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "tiny.png").write_bytes(png(4, 4))
+    (folder / "white.jpg").write_bytes(encoded(WHITE, "JPEG"))
+    clear = Image.new("RGBA", (30, 30), (255, 0, 0, 0))
+    (folder / "clear.png").write_bytes(encoded(clear, "PNG"))
+    return folder
+
+
+def pixels_of(found: Any) -> NDArray[np.uint8]:
+    shown, problem = found
+    assert problem == ""
+    with Image.open(io.BytesIO(base64.b64decode(shown))) as image:
+        assert image.format == "JPEG"
+        return np.asarray(image.convert("RGB"))
+
+
+def test_images_are_shown_with_their_crop_and_rejects_with_their_reason(photos: Path) -> None:
+    boxes: dict[str, Any] = {"white.jpg": (0, 0, 200, 200), "tiny.png": None, "clear.png": None}
+    boxes |= {"broken.png": None, "empty.png": None, "gone.png": None}
+    found: dict[str, Any] = source_images({"source": str(photos), "boxes": boxes})
+    assert list(found) == list(boxes)
+    white = pixels_of(found["white.jpg"]).astype(int)
+    assert max(white.shape) == THUMBNAIL_PX
+    assert white[40, 30].min() > 240  # kept
+    assert white[40, 140].max() < 200  # lost: grey
+    assert pixels_of(found["tiny.png"]).shape == (4, 4, 3)
+    assert pixels_of(found["clear.png"]).min() > 240  # a transparent pixel has no colour
+    assert found["gone.png"] == ("", "no longer in the source")
+    assert found["broken.png"] == found["empty.png"] == ("", "cannot be decoded")
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_a_report_shows_rejects_from_the_source_and_decoded_latents(photos: Path, model: Path, tmp_path: Path) -> None:
+    call("ingest", "pack", photos, tmp_path / "s", "--model", model, *SMALL).done()
+    page = tmp_path / "r.html"
+    call("store", "report", tmp_path / "s", "-o", page, "--source", photos, "--model", model, "--json").done()
+    rejects = [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()]
+    found = parsed(page)
+    section = page.read_text(encoding="utf-8").split('id="rejects"')[1].split("</section>")[0]
+    assert {one["id"] for one in rejects} >= {"broken.png", "empty.png", "tiny.png"}
+    assert section.count("<figure>") == len(rejects)
+    assert section.count("data:image/jpeg") == sum(one["id"] in ("tiny.png", "white.jpg") for one in rejects)
+    assert "empty.png" in section
+    assert "decoded by the VAE of" in found.text
+    assert "data:image/png" not in page.read_text(encoding="utf-8")

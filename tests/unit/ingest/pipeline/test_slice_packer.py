@@ -17,12 +17,8 @@ from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store
-from tests.commands import Ran, call
-from tests.models import SMALL, in_file, png
-
-
-def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
+from tests.commands import call
+from tests.models import SMALL, in_file, pack, png
 
 
 def rejects(store: Path) -> dict[str, str]:
@@ -59,35 +55,6 @@ def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: 
             expected = text.encode([caption])[0].tokens.numpy()
             np.testing.assert_allclose(store.read_caption(0, row)["tokens"], expected, atol=2e-3)
             assert len(expected) == 2 + len(caption.split())
-
-
-def test_what_is_wrong_with_an_image_is_listed_with_its_reason(source: Path, tmp_path: Path, model: Path) -> None:
-    from PIL import Image
-
-    from tests.models import colour_image, encoded
-
-    frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
-    (source / "empty.png").write_bytes(b"")
-    (source / "text.jpg").write_bytes(b"no image")
-    (source / "cut.png").write_bytes(png(30, 30)[:200])
-    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    (source / "tiny.png").write_bytes(png(7, 30))
-    (source / "bad caption.png").write_bytes(png(20, 30))
-    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
-    (source / "folder.png").mkdir()
-    (source / "dangling.png").symlink_to(source / "nowhere")
-    report = pack(source, tmp_path / "s", model).json
-    assert (report["found"], report["packed"], report["rejected"]) == (21, 14, 7)
-    assert rejects(tmp_path / "s") == {
-        "bad caption.png": "unreadable caption",
-        "cut.png": "damaged image",
-        "dangling.png": "unreadable file",
-        "empty.png": "empty file",
-        "moving.gif": "animated or several images",
-        "text.jpg": "not an image",
-        "tiny.png": "too small",
-    }
-    assert sum(report["rejected_by_reason"].values()) == 7
 
 
 def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(

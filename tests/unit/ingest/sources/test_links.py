@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bucketline.store import Store
 from tests.commands import call
-from tests.kit import tree
+from tests.kit import by_id, tree
 from tests.models import SMALL, png
 
 SECRET = "root:Zq81secret"
@@ -47,9 +46,7 @@ def pack(photos: Path, store: Path, model: Path, *more: object) -> dict[str, byt
 
 
 def captions(store: Path) -> dict[str, tuple[str, ...]]:
-    opened = Store.open(store)
-    ids = [i for bucket in opened.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
-    return {sample_id: opened.sample(sample_id)[1].captions for sample_id in ids}
+    return {sample_id: held.record.captions for sample_id, held in by_id(Store.open(store)).items()}
 
 
 def test_a_link_out_of_the_source_that_keeps_pruning_back_is_named_with_what_to_do(

@@ -18,15 +18,11 @@ from bucketline.ingest.pipeline.model import load_encoders
 from bucketline.ingest.pipeline.model.device import chosen_device
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
-from tests.commands import Ran, call, spawn
+from tests.commands import spawn
 from tests.kit import tree
-from tests.models import SMALL, png, write_images, write_model
+from tests.models import SMALL, pack, png, write_images, write_model
 
 HEAVY = {"torch", "diffusers", "transformers", "huggingface_hub", "matplotlib", "rich", "PIL.ImageDraw"}
-
-
-def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
 @pytest.fixture(scope="module")
