@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from bucketline.ingest.images.rejects import Reason
 from bucketline.store import Store
@@ -20,6 +18,7 @@ from bucketline.store.report.facts import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
 from tests.models import in_file
+from tests.photographs import encoded_by_hand
 
 GRID = "48x64,64x48,48x48"
 RULES = ("--grid", GRID, "--min-size-px", 16, "--dtype", "F32")
@@ -120,18 +119,6 @@ def rejects_of(run: Run) -> list[tuple[str, str, str]]:
     return [(line["id"], line["reason"], line["detail"]) for line in map(json.loads, lines)]
 
 
-def by_hand(image: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:
-    """Resize, crop and encode an image with only Pillow and diffusers."""
-    scale = max(height_px / image.height, width_px / image.width)
-    size = (max(width_px, int(image.width * scale + 0.5)), max(height_px, int(image.height * scale + 0.5)))
-    left, top = (size[0] - width_px) // 2, (size[1] - height_px) // 2
-    cropped = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width_px, top + height_px))
-    pixels = torch.from_numpy(np.array(cropped)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        latent: NDArray[np.float32] = vae.encode(pixels).latent_dist.mode()[0].numpy()
-    return latent
-
-
 def test_every_latent_is_what_diffusers_gives_for_the_same_image_by_hand(run: Run, model: Path) -> None:
     from diffusers import AutoencoderKL
 
@@ -143,7 +130,7 @@ def test_every_latent_is_what_diffusers_gives_for_the_same_image_by_hand(run: Ru
     for bucket in store.buckets():
         rows = np.arange(bucket.num_rows)
         for sample_id, stored in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            expected = by_hand(run.taken[sample_id].truth, bucket.height_px, bucket.width_px, vae)
+            expected = encoded_by_hand(run.taken[sample_id].truth, bucket.height_px, bucket.width_px, vae)
             assert stored.shape == expected.shape
             largest = np.abs(expected).max()
             tolerance = TOLERANCE_OF_ROUNDING if sample_id.startswith("wide_gamut") else TOLERANCE

@@ -17,6 +17,7 @@ from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from tests.commands import BIN, call, spawn, torchrun
+from tests.photographs import encoded_by_hand
 
 pytestmark = pytest.mark.slow  # two hundred real photographs, packed with the demo's encoders
 FRACTION = 0.2
@@ -98,20 +99,11 @@ def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch
     assert sum(counts.values()) == plan["rows"] == sum(2 * b["rows"] - b["carried"] for b in plan["buckets"])
 
 
-def by_hand(path: Path, bucket: Any, vae: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Encode a photograph with only PIL and diffusers."""
+def upright(path: Path) -> Image.Image:
+    """Return a photograph on white."""
     with Image.open(path) as opened:
-        upright = ImageOps.exif_transpose(opened)
-        rgba = upright.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    scale = max(bucket.height_px / image.height, bucket.width_px / image.width)
-    size = (max(bucket.width_px, round(image.width * scale)), max(bucket.height_px, round(image.height * scale)))
-    left, top = (size[0] - bucket.width_px) // 2, (size[1] - bucket.height_px) // 2
-    image = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + bucket.width_px, top + bucket.height_px))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        latent: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = vae.encode(pixels).latent_dist.mode()[0].numpy()
-    return latent
+        rgba = ImageOps.exif_transpose(opened).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 def test_latents_are_what_diffusers_gives_by_hand(
@@ -128,7 +120,7 @@ def test_latents_are_what_diffusers_gives_by_hand(
         ids = bucket.sample_ids(rows)
         for row, sample_id in list(zip(rows, ids, strict=True))[:: max(1, len(ids) // 3)]:
             stored = bucket.read(np.array([row]), "latent")[0].astype(np.float32)
-            expected = by_hand(photographs / sample_id, bucket, vae)
+            expected = encoded_by_hand(upright(photographs / sample_id), bucket.height_px, bucket.width_px, vae)
             assert stored.shape == expected.shape
             assert np.abs(stored - expected).max() < 0.01 * np.abs(expected).max(), sample_id
             compared += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import weakref
@@ -21,6 +22,7 @@ from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks
 from tests.family_models import write_pipeline
+from tests.fault.apart import How, apart
 from tests.kit import Held, by_id
 from tests.models import SMALL, in_file, write_images
 
@@ -47,24 +49,21 @@ def contents(path: Path) -> dict[str, Held]:
 def killed(
     source: Path, store: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str, call_no: int
 ) -> None:
-    """Pack in a child that is gone, as by `kill -9`, at one call of a method."""
-    own, num_calls = getattr(kind, method), 0
+    """Pack in a process that is killed at one call of a method."""
+    own, calls = getattr(kind, method), itertools.count(1)
 
     def counted(*given: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == call_no:
-            os._exit(9)
+        if next(calls) == call_no:
+            os.kill(os.getpid(), signal.SIGKILL)
         return own(*given)
 
-    if (child := os.fork()) == 0:
+    def work() -> int:
         torch.set_num_threads(1)  # the parent's are not there
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(120)  # a child that hangs must not outlive the test
-        monkeypatch.setattr(kind, method, counted)
-        call("ingest", *arguments(in_file(source.with_suffix(".toml"), source, phases="two"), store, model))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        return call("ingest", *arguments(in_file(source.with_suffix(".toml"), source, phases="two"), store, model)).code
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, method, counted)
+        assert apart(work, 120).how is How.DIED
 
 
 @pytest.fixture
