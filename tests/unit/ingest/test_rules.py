@@ -21,7 +21,8 @@ from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import by_id, tree
-from tests.models import SMALL, colour_image, encoded, pack, png, write_images
+from tests.models import SMALL, colour_image, encoded, pack, png, write_files, write_images
+from tests.unit.ingest.sources.kit import write_members
 
 
 def counts(report: dict[str, Any]) -> tuple[int, int, int]:
@@ -88,12 +89,8 @@ def _text(image: Path) -> str:
 @pytest.mark.parametrize("kind", ["table", "tar", "dataset"])
 def test_a_store_among_the_files_of_any_local_source_is_refused(kind: str, tmp_path: Path, model: Path) -> None:
     inside = tmp_path / "in"
-    inside.mkdir()
-    (inside / "a.png").write_bytes(png(20, 30))
-    (inside / "t.csv").write_text("file_name\na.png\n", encoding="ascii")
-    with webdataset.TarWriter(str(inside / "t.tar"), encoder=False) as writer:
-        writer.write({"__key__": "a", "png": png(20, 30)})
-    (inside / "dataset_dict.json").write_text('{"splits": []}', encoding="ascii")
+    write_files(inside, {"a.png": png(20, 30), "t.csv": "file_name\na.png\n", "dataset_dict.json": '{"splits": []}'})
+    write_members(inside / "t.tar", [("a.png", png(20, 30))])
     source = {"table": inside / "t.csv", "tar": inside / "t.tar", "dataset": inside}[kind]
     store = tmp_path if kind == "tar" else inside / "s"
     before = tree(tmp_path)
@@ -347,11 +344,7 @@ DETAIL = "10x500 px, in its bucket of 16x24 the crop would lose 97 % of the area
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """One image of a bucket's shape, one that loses 40 % to its bucket, one that loses 97 %."""
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for name, size in {"fits.png": (20, 30), "wide.png": (20, 50), "strip.png": (10, 500)}.items():
-        (folder / name).write_bytes(png(*size))
-    return folder
+    return write_files(tmp_path / "photos", {"fits.png": png(20, 30), "wide.png": png(20, 50), "strip.png": png(10, 500)})
 
 
 @pytest.mark.parametrize(

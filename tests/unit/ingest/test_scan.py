@@ -23,7 +23,7 @@ from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn
 from tests.family_models import tiny_dc
 from tests.kit import tree
-from tests.models import SMALL, colour_image, encoded, png, write_model
+from tests.models import SMALL, colour_image, encoded, png, write_files, write_model
 from tests.profiles import icon
 
 
@@ -33,21 +33,24 @@ def scan(source: object, *more: object) -> Ran:
 
 def add_broken_ones(source: Path) -> None:
     frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
-    (source / "empty.png").write_bytes(b"")
-    (source / "text.jpg").write_bytes(b"no image")
-    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    (source / "tiny.png").write_bytes(png(7, 30))
-    (source / "float.tiff").write_bytes(encoded(Image.fromarray(colour_image(30, 30)).convert("F"), "TIFF"))
-    (source / "bad caption.png").write_bytes(png(20, 30))
-    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
-    (source / "dangling.png").symlink_to(source / "nowhere")
-    (source / "folder.png").mkdir()
-    (source / "lost.txt").write_text("a caption without an image", encoding="ascii")
-    (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(10)), encoding="ascii")
-    (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
     turned = Image.Exif()
     turned[0x0112] = 6
-    (source / "turned.jpg").write_bytes(encoded(Image.fromarray(colour_image(24, 40)), "JPEG", exif=turned))
+    files: dict[str, str | bytes] = {
+        "empty.png": b"",
+        "text.jpg": b"no image",
+        "moving.gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "tiny.png": png(7, 30),
+        "float.tiff": encoded(Image.fromarray(colour_image(30, 30)).convert("F"), "TIFF"),
+        "bad caption.png": png(20, 30),
+        "bad caption.txt": b"\xff\xfe",
+        "lost.txt": "a caption without an image",
+        "a/000.txt": "\n".join(f"cat {n}" for n in range(10)),
+        "b/001.txt": "red " * 40,
+        "turned.jpg": encoded(Image.fromarray(colour_image(24, 40)), "JPEG", exif=turned),
+    }
+    write_files(source, files)
+    (source / "folder.png").mkdir()
+    (source / "dangling.png").symlink_to(source / "nowhere")
 
 
 @pytest.mark.parametrize("kind", ["headers", "full"])
@@ -283,11 +286,8 @@ def test_other_captions_and_a_pruning_beyond_the_limit_are_foretold(source: Path
 
 
 def test_each_source_of_a_data_set_file_is_foretold(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.png").write_bytes(png(20, 30))
-    (tmp_path / "in" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n', encoding="ascii")
-    data = tmp_path / "data.toml"
-    data.write_text('[[source]]\npath = "in"\n', encoding="ascii")
+    write_files(tmp_path / "in", {"a.png": png(20, 30), "metadata.jsonl": '{"file_name": "a.png", "text": "a"}\n'})
+    data = write_files(tmp_path, {"data.toml": '[[source]]\npath = "in"\n'}) / "data.toml"
     assert call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL).code == 0
     before = tree(tmp_path)
     ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run").done()
@@ -320,7 +320,6 @@ def test_options_that_the_pack_would_refuse_are_refused(option: str, packed_once
 @pytest.fixture(scope="module")
 def packed_once(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("packed")
-    (folder / "in").mkdir()
-    (folder / "in" / "a.png").write_bytes(png(20, 30))
+    write_files(folder / "in", {"a.png": png(20, 30)})
     assert pack(folder / "in", folder / "s", model).code == 0
     return folder / "in", folder / "s"

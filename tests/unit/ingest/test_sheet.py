@@ -20,7 +20,7 @@ from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, MAX_REJECT
 from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, source_images
 from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
-from tests.models import SMALL, colour_image, encoded, png, write_images
+from tests.models import SMALL, colour_image, encoded, png, write_files, write_images
 from tests.pages import parsed
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
@@ -68,10 +68,7 @@ HOSTILE = (
 
 def test_hostile_names_are_text_wherever_they_are_shown(tmp_path: Path) -> None:
     for folder, names in (("plain", [f"{n}.png" for n in range(len(HOSTILE))]), ("hostile", HOSTILE)):
-        (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).write_bytes(png(20, 60))
-            (tmp_path / folder / f"small {name}").write_bytes(png(4, 4))
+        write_files(tmp_path / folder, {name: png(20, 60) for name in names} | {f"small {name}": png(4, 4) for name in names})
         scan(tmp_path / folder, tmp_path / f"{folder}.html").done()
     plain, hostile = (parsed(tmp_path / f"{folder}.html") for folder in ("plain", "hostile"))
     assert hostile.tags == plain.tags
@@ -89,18 +86,14 @@ def test_rejects_are_listed_up_to_a_number() -> None:
 
 def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sheet_module, "MAX_PER_BUCKET", 3)
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for n in range(5):
-        (photos / f"wide {n}.png").write_bytes(png(20, 30 + 4 * n))
-    (photos / "tall <b>.png").write_bytes(png(45, 20))
-    (photos / "strip.png").write_bytes(png(100, 30_000))
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    (photos / "turned.jpg").write_bytes(encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=turned))
-    (photos / "cut.png").write_bytes(png(20, 60)[:200])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=exif)
+    others = {"tall <b>.png": png(45, 20), "strip.png": png(100, 30_000), "turned.jpg": turned, "cut.png": png(20, 60)[:200]}
+    photos = write_files(tmp_path / "photos", {**{f"wide {n}.png": png(20, 30 + 4 * n) for n in range(5)}, **others})
     ran = scan(photos, tmp_path / "sheet.html").done()
     assert "sheet.html: contact sheet" in ran.out
+    assert not list(tmp_path.glob("*.tmp"))
     page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
         *(f"Crops of {photos}", str(photos), "train/24x16", "train/16x24", "Too much cropped away", "Rejected")
@@ -119,9 +112,7 @@ def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, mo
 
 def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     for name, size in (("photos", (20, 50)), ("dogs", (50, 20))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.png").write_bytes(png(*size))
-        (tmp_path / name / "strip.png").write_bytes(png(10, 500))
+        write_files(tmp_path / name, {"a.png": png(*size), "strip.png": png(10, 500)})
     (tmp_path / "dogs" / "a.txt").write_text("a dog", encoding="ascii")
     data = tmp_path / "data.toml"
     data.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "dogs"\nrepeats = 3\n', encoding="ascii")
@@ -140,8 +131,7 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
 
 
 def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.png").write_bytes(png(40, 120))
+    write_files(tmp_path / "photos", {"a.png": png(40, 120)})
     pages = []
     for crop in ("center", "random"):
         assert scan(tmp_path / "photos", tmp_path / f"{crop}.html", "--crop", crop).code == 0
@@ -162,9 +152,7 @@ def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words: str, source: Path, tmp_path: Path) -> None:
-    (tmp_path / "some.store").mkdir()
-    (tmp_path / "some.store" / "manifest.json").write_bytes(b"{}")
-    (tmp_path / "there.html").write_bytes(b"kept")
+    write_files(tmp_path, {"some.store/manifest.json": "{}", "there.html": "kept"})
     (tmp_path / "dangling.html").symlink_to(tmp_path / "target")
     before = sorted(tmp_path.rglob("*"))
     ran = scan(source, tmp_path / path)
@@ -174,20 +162,13 @@ def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words:
     assert (tmp_path / "there.html").read_bytes() == b"kept"
 
 
-WHITE = Image.new("RGB", (400, 200), "white")
-
-
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "photos"
     write_images(folder, 6)
-    (folder / "broken.png").write_bytes(png(30, 30)[:40])
-    (folder / "empty.png").write_bytes(b"")
-    (folder / "tiny.png").write_bytes(png(4, 4))
-    (folder / "white.jpg").write_bytes(encoded(WHITE, "JPEG"))
-    clear = Image.new("RGBA", (30, 30), (255, 0, 0, 0))
-    (folder / "clear.png").write_bytes(encoded(clear, "PNG"))
-    return folder
+    clear = encoded(Image.new("RGBA", (30, 30), (255, 0, 0, 0)), "PNG")
+    own = {"broken.png": png(30, 30)[:40], "empty.png": b"", "tiny.png": png(4, 4), "clear.png": clear}
+    return write_files(folder, {**own, "white.jpg": encoded(Image.new("RGB", (400, 200), "white"), "JPEG")})
 
 
 def pixels_of(found: Any) -> NDArray[np.uint8]:

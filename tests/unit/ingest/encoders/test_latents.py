@@ -29,7 +29,7 @@ from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
 from tests.commands import Ran, call
 from tests.family_models import t5_tokenizer, tiny_dc, tiny_flux2_vae, tiny_qwen21_vae, tiny_qwen_vae, tiny_vae
-from tests.models import SMALL, colour_image, png, write_images, write_model
+from tests.models import SMALL, colour_image, png, write_files, write_images, write_model
 
 CPU = torch.device("cpu")
 SIZE = (16, 24)
@@ -38,11 +38,7 @@ SIZE = (16, 24)
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     """Five images of their bucket's size, so that nothing is resized."""
-    folder = tmp_path / "images"
-    folder.mkdir()
-    for n in range(5):
-        (folder / f"{n}.png").write_bytes(png(*SIZE, seed=n))
-    return folder
+    return write_files(tmp_path / "images", {f"{n}.png": png(*SIZE, seed=n) for n in range(5)})
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:

@@ -28,8 +28,7 @@ from bucketline.model_file import MODULAR_INDEX
 from tests.commands import BIN, Ran, call, spawn
 from tests.family_models import write_pipeline
 from tests.kit import edit_json
-from tests.models import SMALL, png, write_images, write_model
-from tests.unit.ingest.sources.kit import write_files
+from tests.models import SMALL, png, write_files, write_images, write_model
 
 
 def test_a_weights_hash_changes_with_any_weight_and_with_a_name_and_with_nothing_else() -> None:

@@ -16,9 +16,15 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.decode import decode_image
+from bucketline.ingest.pipeline.slice_packer import ShardFill
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
+from bucketline.store.write import shard_writer
 from tests.commands import call
-from tests.models import SMALL, in_file, pack, png
+from tests.models import SMALL, in_file, pack, png, write_files
 
 
 def rejects(store: Path) -> dict[str, str]:
@@ -32,10 +38,6 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
         (source / "ab"[n % 2] / f"{n:03d}+broken.png").write_bytes(b"no image")
     assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
     store = Store.open(tmp_path / "s")
-    from bucketline.ingest.images.bucket_grid import parse_grid
-    from bucketline.ingest.images.crop import Framing
-    from bucketline.ingest.images.decode import decode_image
-
     vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
     framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
     for bucket in store.buckets():
@@ -135,8 +137,6 @@ def test_captions_that_are_cut_are_listed_until_they_are_packed_again(source: Pa
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: Path, model: Path, dtype: str) -> None:
-    from bucketline.loader import Loader, LoaderConfig
-
     assert pack(source, tmp_path / "s", model, "--dtype", dtype).code == 0
     wanted = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[dtype]
     with Loader(tmp_path / "s", LoaderConfig(batch_size=3, epochs=1)) as loader:
@@ -148,8 +148,6 @@ def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: 
 def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.ingest.pipeline.slice_packer import ShardFill
-
     monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)
     assert pack(source, tmp_path / "s", model, "--batch-size", 2).json["packed"] == 14
     store = Store.open(tmp_path / "s")
@@ -163,8 +161,6 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record holds its captions' whole texts; of the rest, 14 images of 16x24 px, a shard would hardly notice."""
-    from bucketline.store.write import shard_writer
-
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
         image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
@@ -175,11 +171,11 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     assert call("store", "verify", tmp_path / "s").code == 0
 
 
+SIZES = ((32, 48), (32, 64), (32, 96), (60, 40))
+
+
 def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for name, height, width in (("a", 32, 48), ("b", 32, 64), ("c", 32, 96), ("d", 60, 40)):
-        (photos / f"{name}.png").write_bytes(png(height, width))
+    photos = write_files(tmp_path / "photos", {f"{n}.png": png(*size) for n, size in enumerate(SIZES)})
     ran = pack(photos, tmp_path / "s", model)
     assert ran.json["crop_loss"] == {
         "train/16x24": {"images": 3, "mean": 0.25, "max": 0.5},
@@ -191,10 +187,7 @@ def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> 
 
 
 def test_a_random_crop_is_recorded_where_it_was_made_and_is_the_same_at_every_run(tmp_path: Path, model: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for n in range(6):
-        (photos / f"{n}.png").write_bytes(png(32, 200, n))
+    photos = write_files(tmp_path / "photos", {f"{n}.png": png(32, 200, n) for n in range(6)})
     crops: list[list[tuple[int, ...]]] = []
     for name in ("s", "t"):
         assert pack(photos, tmp_path / name, model, "--crop", "random", "--max-crop", "1").code == 0

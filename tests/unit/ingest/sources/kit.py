@@ -5,20 +5,13 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
 from bucketline.ingest.sources.source import Listing
-
-
-def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
-    return folder
 
 
 def write_members(path: Path, members: Iterable[tuple[str, bytes]], **options: Any) -> Path:

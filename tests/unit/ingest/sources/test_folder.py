@@ -10,7 +10,8 @@ import pytest
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.folder import list_folder
-from tests.unit.ingest.sources.kit import captions, write_files
+from tests.models import write_files
+from tests.unit.ingest.sources.kit import captions
 
 
 def table(*rows: object) -> str:

@@ -20,8 +20,8 @@ from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.splits import Splits, split_in_folders, split_in_path
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
-from tests.models import SMALL, in_file, png
-from tests.unit.ingest.sources.kit import listing_of, write_files, write_members
+from tests.models import SMALL, in_file, png, write_files
+from tests.unit.ingest.sources.kit import listing_of, write_members
 
 COUNTS = {"train": 4, "validation": 2, "test": 3}
 

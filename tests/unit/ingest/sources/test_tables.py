@@ -18,8 +18,8 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source
-from tests.models import png
-from tests.unit.ingest.sources.kit import captions, listing_of, write_files
+from tests.models import png, write_files
+from tests.unit.ingest.sources.kit import captions, listing_of
 
 Rows = list[tuple[str, Any]]
 
