@@ -90,7 +90,7 @@ def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source:
     assert SECRET not in done.out + printed.out
 
 
-def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
+def test_what_is_new_is_packed_and_what_is_gone_is_pruned(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path
 ) -> None:
     pack(source, place, model)
@@ -123,9 +123,7 @@ def test_a_store_that_has_lost_a_shard_is_refused(place: ObjectFolder, source: P
         assert (done.code, f"{place.url} has lost files of 1 shard with 14 samples" in done.err) == (1, True)
 
 
-def test_other_captions_are_encoded_with_the_latents_of_the_bucket(
-    place: ObjectFolder, source: Path, model: Path, tmp_path: Path
-) -> None:
+def test_other_captions_are_encoded_with_stored_latents(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
     pack(source, place, model)
     shutil.rmtree(tmp_path / "cache-pack")
     captioned = images_in(source)[0]
@@ -314,7 +312,7 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
     assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
-def test_a_drop_of_another_writer_is_kept(
+def test_anothers_drop_is_kept(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(source, place, model)

@@ -59,9 +59,7 @@ def test_a_second_pack_needs_no_model_and_says_which_one_it_takes(again: Path) -
     assert pack(again / "photos", again / "s", "--json").json["unchanged"] == 5
 
 
-def test_it_is_noted_as_an_absolute_path_from_wherever_it_was_named(
-    again: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_noted_as_an_absolute_path_wherever_named(again: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(again)
     pack(again / "photos", "other.store", "--model", "sd").done()
     assert packed_model(again / "other.store") == PackedModel(model=str(again / "sd"), model_config=None)

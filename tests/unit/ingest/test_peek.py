@@ -62,9 +62,7 @@ def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
-def test_the_image_is_what_the_vae_makes_of_the_stored_latent(
-    dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path
-) -> None:
+def test_the_image_is_what_the_vae_makes_of_a_latent(dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path) -> None:
     packed = stores[dtype]
     for sample_id in ("a/000.png", "b/001.png", TURNED):
         ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json").done()

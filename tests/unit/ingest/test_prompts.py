@@ -41,9 +41,7 @@ def read(store: Store, path: Path) -> PromptSet:
 
 
 @pytest.mark.parametrize("dtype", ["F16", "I8"])
-def test_a_prompt_has_the_embedding_of_the_same_caption(
-    dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path
-) -> None:
+def test_a_prompt_has_its_captions_embedding(dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path) -> None:
     packed = stores[dtype]
     record = next(record for _, record in map(packed.sample, ("a/002.png", "b/003.png")) if record.captions)
     stored = packed.read_caption(0, record.caption_rows[0])
@@ -108,9 +106,7 @@ def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> No
         ("p.jsonl", '{"prompt": "\\ud800"}', "line 1: .*surrogates not allowed"),
     ],
 )
-def test_a_line_that_cannot_be_drawn_is_named(
-    packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str
-) -> None:
+def test_a_line_that_cannot_be_is_named(packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str) -> None:
     before = tree(packed.path)
     ran = prompts(tmp_path, packed.path, model, text, name=name)
     assert ran.code == 1
@@ -136,9 +132,7 @@ def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_
     assert (missing.code, "none.txt does not exist; give a text file" in missing.err) == (1, True)
 
 
-def test_the_store_may_be_in_a_bucket(
-    packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_in_a_bucket(packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     url = s3.url("photos.store")

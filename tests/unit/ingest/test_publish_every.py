@@ -56,7 +56,7 @@ def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: C
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_readers_see_each_generation_while_packing_goes_on(
+def test_readers_see_each_generation_meanwhile(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "damaged.png").write_bytes(b"nothing")
@@ -103,9 +103,7 @@ def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_a_store_in_object_storage_gets_generations_too(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_at_a_url_gets_generations(source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, seen, dropped = in_memory(), list[int](), list[str]()
 
     def look(_: StoreTarget, manifest: Manifest) -> None:

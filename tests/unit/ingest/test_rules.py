@@ -133,7 +133,7 @@ def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(source: Path
 
 
 @pytest.mark.parametrize(("limit", "code"), [("2", 1), ("3", 0), ("0.1", 1), ("0.2", 0), ("0", 1)])
-def test_too_many_rejects_end_with_one_after_all_else_was_packed(
+def test_too_many_rejects_fail_after_all_else_is_packed(
     limit: str, code: int, source: Path, tmp_path: Path, model: Path
 ) -> None:
     assert pack(source / "a", tmp_path / "s", model).code == 0
@@ -256,9 +256,7 @@ def test_images_that_cannot_be_read_lose_no_sample(limit: tuple[str, ...], sourc
     assert "cannot be read now, but kept in the store: 14 samples\n    a/000.png\n" in said.out
 
 
-def test_what_is_unreadable_stays_and_what_is_damaged_goes_and_the_summary_names_both(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_what_is_unreadable_stays_what_is_damaged_goes_and_both_are_named(source: Path, tmp_path: Path, model: Path) -> None:
     assert pack(source, tmp_path / "s", model).code == 0
     put_out_of_reach(source / "a" / "000.png")
     (source / "b" / "001.png").write_bytes(b"broken")
@@ -313,9 +311,7 @@ def test_an_empty_mount_point_loses_no_sample(source: Path, tmp_path: Path, mode
     assert pack(source, tmp_path / "s", model, "--prune=1.0").json["pruned"] == 14
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_unreadable_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_while_read_is_unreadable_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(bytes(100))
     monkeypatch.setattr(local_files, "refuse_too_large", lambda *_: os.truncate(tmp_path / "a.png", 50))
     with pytest.raises(RejectedError, match="unreadable file: it has 50 of 100 bytes") as caught:

@@ -56,9 +56,7 @@ def test_tokens_are_quantised_from_what_the_encoder_computed(source: Path, tmp_p
     assert (again["packed"], again["unchanged"]) == (0, done["packed"])
 
 
-def test_captions_of_two_phases_have_the_error_that_was_measured_when_they_were_encoded(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_captions_of_two_phases_have_the_error_of_when_they_were_encoded(source: Path, tmp_path: Path, model: Path) -> None:
     one, two = (
         pack(in_file(tmp_path / "d.toml", source, phases=n), tmp_path / n, model, "--text-dtype", "I8").json["text_error"]
         for n in ("one", "two")

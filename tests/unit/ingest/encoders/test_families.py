@@ -84,7 +84,7 @@ def by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, NDArray[Any]
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("family", ["sdxl", "flux", "pixart_sigma"])  # all tokens and a pooled vector, or a caption's own
-def test_a_familys_columns_are_those_that_its_pipeline_makes(
+def test_columns_are_those_of_the_pipeline(
     family: str, dtype: str, folders: dict[str, Path], images: Path, tmp_path: Path
 ) -> None:
     ran = pack(images, tmp_path / "s", folders[family], "--dtype", dtype, "--batch-size", 1 if dtype == "F32" else 3).done()
@@ -137,9 +137,7 @@ def test_an_sdxl_stores_zeros_for_the_empty_caption_and_says_so(folders: dict[st
         ("pixart_sigma", {"cat " * 299: False, "cat " * 300: True}),
     ],
 )
-def test_a_caption_is_cut_where_no_part_of_the_encoder_sees_it_whole(
-    family: str, texts: dict[str, bool], folders: dict[str, Path]
-) -> None:
+def test_a_caption_is_cut_where_no_part_sees_it_whole(family: str, texts: dict[str, bool], folders: dict[str, Path]) -> None:
     encoder = encoder_of(folders[family])
     assert [found.is_truncated for found in encoder.encode(list(texts))] == list(texts.values())
 
@@ -207,9 +205,7 @@ def test_a_t5_that_came_later_is_another_encoder(folders: dict[str, Path]) -> No
     assert whole["text_encoder_3"] is not None
 
 
-def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
-    folders: dict[str, Path], model: Path, tmp_path: Path
-) -> None:
+def test_the_family_follows_from_the_index_or_from_the_parts(folders: dict[str, Path], model: Path, tmp_path: Path) -> None:
     wanted = {family: family_named(family.removesuffix(" without T5")) for family in folders}
     assert {family: text_family_of(open_model(str(folder))) for family, folder in folders.items()} == wanted
     wanted["pixart_sigma"] = wanted["pixart_alpha"]  # nothing tells the two apart
@@ -227,9 +223,7 @@ def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
     assert text_family_of(open_model(str(tmp_path / "dit"))) is family_named("class_labels")
 
 
-def test_a_stable_diffusion_of_another_encoder_than_a_clip_stores_a_captions_own_tokens_alone(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_stable_diffusion_without_a_clip_stores_a_captions_own_tokens_alone(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="ascii")
     encoder = encoder_of(tmp_path / "model")

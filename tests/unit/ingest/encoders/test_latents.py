@@ -107,9 +107,7 @@ def test_the_seed_of_a_sample_is_a_fixed_function_of_id_and_column() -> None:
 
 
 @torch.no_grad()
-def test_a_flipped_latent_is_that_of_the_mirrored_image_and_not_the_mirrored_latent(
-    images: Path, tmp_path: Path, model: Path
-) -> None:
+def test_a_flipped_latent_is_the_mirrored_images_not_the_mirrored_latent(images: Path, tmp_path: Path, model: Path) -> None:
     assert pack(images, tmp_path / "s", model, "--flip").code == 0
     vae, plain = diffusers_vae(model), rows(tmp_path / "s", "latent")
     for sample_id, stored in rows(tmp_path / "s", "latent_flipped").items():

@@ -170,9 +170,7 @@ def hub_of(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.slow
-def test_a_hubs_model_is_downloaded_in_the_parts_that_are_used_and_then_used_without_a_network(
-    images: Path, tmp_path: Path
-) -> None:
+def test_a_hubs_model_is_downloaded_in_used_parts_and_then_used_without_a_network(images: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "unet").mkdir()
     (folder / UNREAD).write_bytes(bytes(100))
@@ -284,9 +282,7 @@ def asks_for_own_code(folder: Path, file: str, **automatic: Any) -> Path:
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "tokenizer"])
-def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
-    part: str, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_models_own_code_is_never_run_though_stdin_says_yes(part: str, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "text_encoder":
         edit_json(own / part / "config.json", model_type="a_kind_of_its_own")
         mark = asks_for_own_code(own / part, "config.json", AutoConfig="own.Config", AutoModel="own.Model")

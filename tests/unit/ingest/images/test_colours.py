@@ -53,7 +53,7 @@ def test_an_image_that_is_srgb_already_is_not_copied() -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
 @pytest.mark.parametrize(("colourants", "gamma"), [(profiles.ADOBE_RGB, 563 / 256), (profiles.SRGB[:, ::-1], 1.5)])
-def test_colours_of_a_wide_gamut_profile_come_out_as_its_arithmetic_says(
+def test_a_wide_gamut_profile_comes_out_as_its_arithmetic_says(
     kind: str, colourants: NDArray[np.float64], gamma: float
 ) -> None:
     lossless: dict[str, dict[str, Any]] = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}
@@ -395,9 +395,7 @@ def test_limited_range_and_subsampled_colours_are_the_decoders_business() -> Non
         ("colour profile", lambda _, transfer: bytes.fromhex(JXL[transfer])),
     ],
 )
-def test_hdr_is_rejected_by_its_header_and_by_its_pixels_alike(
-    origin: str, make: Callable[[int, int], bytes], transfer: int
-) -> None:
+def test_hdr_is_rejected_by_header_and_pixels_alike(origin: str, make: Callable[[int, int], bytes], transfer: int) -> None:
     data = make(BT_2020, transfer)
     with pytest.raises(RejectedError) as of_pixels:
         decode_image(data, SQUARE, "a.png")

@@ -206,7 +206,7 @@ REJECTS: list[tuple[bytes, dict[str, Any], Reason, str]] = [
 
 
 @pytest.mark.parametrize(("data", "rules", "reason", "detail"), REJECTS, ids=lambda one: str(one)[:40])
-def test_what_cannot_be_taken_is_rejected_with_its_reason_and_what_it_is(
+def test_what_cannot_be_taken_is_rejected_with_its_reason(
     data: bytes, rules: dict[str, Any], reason: Reason, detail: str
 ) -> None:
     error = rejected(data, **rules)
@@ -317,9 +317,7 @@ def turned(upright: Image.Image, orientation: int, kind: str, **options: Any) ->
 
 @pytest.mark.parametrize("crop", list(Crop))
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_and_the_same_pixels(
-    orientation: int, crop: Crop
-) -> None:
+def test_however_a_camera_was_held_a_photograph_has_one_placement_and_its_pixels(orientation: int, crop: Crop) -> None:
     upright = crop_of(3, 290, 431)  # neither side a multiple of a JPEG's blocks
     framing = replace(GRID, crop=crop)
     plain = decode_image(encoded(upright, "PNG"), framing, "a.jpg")
@@ -336,9 +334,7 @@ def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_an
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize(("height", "width"), [(301, 423), (381, 263), (399, 397)])
-def test_a_jpeg_decoded_at_a_fraction_gives_the_same_image_however_it_was_held(
-    orientation: int, height: int, width: int
-) -> None:
+def test_a_jpeg_at_a_fraction_gives_the_same_image_however_it_was_held(orientation: int, height: int, width: int) -> None:
     """At an eighth, 423 columns become 53, of which the last is 7/8 full: mirrored, it is the first."""
     data = turned(crop_of(0, height, width), orientation, "JPEG", quality=98, subsampling=0)
     framing = replace(GRID, grid=parse_grid("16x24,24x16,16x16", step_px=8, align_px=8))
@@ -349,9 +345,7 @@ def test_a_jpeg_decoded_at_a_fraction_gives_the_same_image_however_it_was_held(
     assert difference.max() < 30
 
 
-def test_a_jpeg_is_decoded_at_a_fraction_only_where_twice_the_resized_image_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_jpeg_is_decoded_at_a_fraction_if_twice_the_resized_image_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[int, int]] = []
     load = JpegImagePlugin.JpegImageFile.load
 

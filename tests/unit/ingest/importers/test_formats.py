@@ -54,7 +54,7 @@ def test_of_kohyas_caches_of_two_models_one_has_to_be_chosen(sdxl: Known, tmp_pa
 
 
 @pytest.mark.parametrize(("of_last", "detail"), [("none", "no latent of the mirrored image"), ("text", "latents_flipped")])
-def test_kohyas_mirrored_latents_are_a_column_and_a_sample_without_is_rejected(
+def test_kohyas_mirrored_latents_are_a_column_that_each_sample_has(
     of_last: str, detail: str, sd: Known, tmp_path: Path
 ) -> None:
     for n, sample in enumerate(sd.samples):
@@ -70,7 +70,10 @@ def test_kohyas_mirrored_latents_are_a_column_and_a_sample_without_is_rejected(
 def test_several_sizes_in_one_file_of_kohyas_become_samples_of_their_own(flux: Known, tmp_path: Path) -> None:
     source, sample = tmp_path / "cache", flux.samples[0]
     path = kohya_latent(source, sample, "flux", flux.fed(sample.latent))
-    small = {"latents_8x8": flux.fed(sample.latent[:, :8, :8]), "original_size_8x8": np.array(sample.original_wh)}
+    small: dict[str, Any] = {
+        "latents_8x8": flux.fed(sample.latent[:, :8, :8]),
+        "original_size_8x8": np.array(sample.original_wh),
+    }
     np.savez(path, **np.load(path), **small)
     run_import("kohya", source, tmp_path / "s.store", flux, "--text", "none").done()
     _, high, wide = sample.latent.shape
@@ -97,9 +100,7 @@ def test_musubis_unscaled_latents_and_unknown_architectures(flux: Known, tmp_pat
 
 
 @pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
-def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
-    *, hashed: bool, packed: bool, flux: Known, tmp_path: Path
-) -> None:
+def test_simpletuners_names_hashed_and_files_gzipped_or_not(*, hashed: bool, packed: bool, flux: Known, tmp_path: Path) -> None:
     source = simpletuner(tmp_path / "cache", flux, hashed=hashed, packed=packed)
     run_import("simpletuner", source, tmp_path / "s.store", flux).done()
     assert_as_packed(tmp_path / "s.store", flux, FORMS["simpletuner"], crops="source")

@@ -136,9 +136,7 @@ def test_ai_toolkits_white_space_is_in_the_digest_and_not_in_the_caption(spellin
     assert_as_packed(tmp_path / "s.store", own, FORMS["ai-toolkit"], crops="source")
 
 
-def test_embeddings_of_captions_that_no_sample_has_are_counted_without_those_of_dropped_ones(
-    sdxl: Known, tmp_path: Path
-) -> None:
+def test_embeddings_of_captions_that_no_sample_has_are_counted_but_for_dropped_ones(sdxl: Known, tmp_path: Path) -> None:
     source, first = ai_toolkit(tmp_path / "cache", sdxl), sdxl.samples[0]
     for caption in ("", "an older caption"):
         ai_toolkit_file(source, sdxl, replace(first, caption=caption), "sdxl")

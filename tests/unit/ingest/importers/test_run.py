@@ -226,9 +226,7 @@ def dated(folder: Path, seconds: int) -> None:
         os.utime(path, ns=(seconds * 10**9, seconds * 10**9))
 
 
-def test_a_moved_folder_is_unchanged_and_what_was_cached_again_is_replaced_and_counted(
-    own: Known, source: Path, tmp_path: Path
-) -> None:
+def test_a_moved_folder_is_unchanged_and_what_was_cached_again_is_replaced(own: Known, source: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.store"
     dated(source, 1)
     assert run_import("kohya", source, store, own).json["replaced"] == 0

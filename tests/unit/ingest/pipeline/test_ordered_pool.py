@@ -22,7 +22,7 @@ from tests.commands import BIN, call, spawn
 from tests.models import SMALL, png, write_images
 
 
-def results(items: Iterable[Any], work: Callable[[Any], Any], size: int = 1, **limits: Any) -> Iterator[tuple[Any, Any]]:
+def results(items: Iterable[Any], work: Callable[[Any], Any], size: int = 1, /, **limits: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each item with its result, as they are taken."""
     room = WorkLimits(**{"num_threads": 2, "items": 8, "num_bytes": 100} | limits)
     with OrderedPool(items, work, lambda _: size, room) as ahead:

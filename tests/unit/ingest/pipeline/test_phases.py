@@ -92,7 +92,7 @@ def test_both_orders_store_the_same_bytes(kind: str, source: Path, model: Path, 
     assert not (tmp_path / "two" / KEPT).exists()
 
 
-def test_the_text_encoder_is_gone_before_the_vae_is_loaded(
+def test_the_text_encoder_is_gone_before_the_vae(
     source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: dict[str, list[weakref.ref[torch.nn.Module]]] = {"vae": [], "text": []}

@@ -66,9 +66,7 @@ def test_latents_are_kept_where_only_captions_changed(
     assert pack(source, tmp_path / "s", model, *options).json["unchanged"] == 14
 
 
-def test_a_touched_file_of_the_same_content_keeps_its_latents_and_a_changed_one_does_not(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_a_touched_file_keeps_its_latents_and_a_changed_one_does_not(source: Path, tmp_path: Path, model: Path) -> None:
     assert pack(source, tmp_path / "s", model).code == 0
     before = rows_of(tmp_path / "s")
     os.utime(source / "a" / "000.png", ns=(1, 1))
@@ -213,7 +211,7 @@ def test_what_a_recaption_cannot_reach_is_counted(source: Path, tmp_path: Path, 
     assert {sample_id for sample_id in before if before[sample_id] == after[sample_id]} == {"a/000.png", "b/001.png"}
 
 
-def test_a_recaption_needs_room_for_every_row(
+def test_a_recaption_needs_room_for_all_rows(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

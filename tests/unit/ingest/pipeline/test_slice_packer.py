@@ -97,9 +97,7 @@ def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(source
     assert (store.manifest.samples, rejects(tmp_path / "s")) == (14, {})
 
 
-def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted(source: Path, tmp_path: Path, model: Path) -> None:
     (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(5)), encoding="ascii")
     (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
     report = pack(in_file(tmp_path / "d.toml", source, max_captions=3), tmp_path / "s", model).json
@@ -145,7 +143,7 @@ def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: 
             assert bool(torch.isfinite(batch.latents.float()).all())
 
 
-def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
+def test_a_run_makes_many_shards_of_their_size(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)

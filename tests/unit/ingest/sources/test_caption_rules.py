@@ -135,7 +135,7 @@ def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alon
 
 
 def test_a_scan_shows_what_would_be_stored(tmp_path: Path) -> None:
-    files = {"0.png": png(20, 30), "0.txt": "", "1.png": png(20, 30, 1), "1.txt": "a cat, red"}
+    files: dict[str, str | bytes] = {"0.png": png(20, 30), "0.txt": "", "1.png": png(20, 30, 1), "1.txt": "a cat, red"}
     write_files(tmp_path / "photos", files)
     asked = ("ingest", "scan", tmp_path / "photos", *SMALL, "-o", tmp_path / "sheet.html")
     rules = ("--shuffle-tags", 2, "--caption-template", "the house of {caption}", "--caption-template", "dog")

@@ -146,7 +146,7 @@ def test_splits_go_where_they_belong_and_test_is_left_out_in_words(model: Path, 
         (["validation=train"], {"validation in train": 3}),
     ],
 )
-def test_splits_that_are_asked_for_are_taken_and_no_others(
+def test_only_splits_that_are_asked_for_are_taken(
     asked: list[str], expected: dict[str, int], model: Path, tmp_path: Path
 ) -> None:
     place = split_dataset(tmp_path / "d", train=4, validation=3, test=2)

@@ -99,9 +99,7 @@ def _quiet() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_rows_are_trained_on_validation_is_held_out_and_test_left_out_and_each_is_counted(
-    layout: str, tmp_path: Path
-) -> None:
+def test_training_rows_are_trained_on_validation_held_out_test_left_out_and_each_counted(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     LAYOUTS[layout](folder)

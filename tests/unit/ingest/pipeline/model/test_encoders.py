@@ -61,9 +61,7 @@ def test_a_run_again_loads_neither_the_encoders_nor_the_libraries(packed: Path, 
     assert not HEAVY & {*ran.err.split()}
 
 
-def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
-    again: Path, model: Path, loads: list[str]
-) -> None:
+def test_the_encoders_are_loaded_when_an_image_or_caption_is_to_be_encoded(again: Path, model: Path, loads: list[str]) -> None:
     assert pack(again / "photos", again / "s", model).json["unchanged"] == 6
     (again / "photos" / "a" / "bad.png").write_bytes(b"no image")
     assert pack(again / "photos", again / "s", model).json["rejected"] == 1
@@ -106,7 +104,7 @@ def test_a_model_of_other_weights_is_refused_before_a_row_is_written(again: Path
 
 
 @pytest.mark.parametrize(("part", "field"), [("vae", "scaling_factor"), ("text_encoder", "layer_norm_eps")])
-def test_a_model_of_another_configuration_is_refused_though_nothing_is_encoded(
+def test_another_configuration_is_refused_though_nothing_is_encoded(
     part: str, field: str, again: Path, tmp_path: Path, loads: list[str]
 ) -> None:
     other = write_model(tmp_path / "other")
@@ -117,7 +115,7 @@ def test_a_model_of_another_configuration_is_refused_though_nothing_is_encoded(
     assert loads == []
 
 
-def test_the_encoders_are_loaded_once_for_all_sources_of_a_data_set_file(
+def test_encoders_are_loaded_once_for_all_sources_of_a_file(
     packed: Path, model: Path, tmp_path: Path, loads: list[str]
 ) -> None:
     write_images(tmp_path / "more", 2)
