@@ -97,16 +97,6 @@ def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_rea
     assert behind <= {str(Reason.DAMAGED), str(Reason.TOO_LARGE)}, behind
 
 
-def test_a_dry_run_counts_as_a_scan_of_headers(run: Run, model: Path, tmp_path: Path) -> None:
-    dry = call("ingest", "pack", run.source, tmp_path / "none", "--model", model, *RULES, "--dry-run", "--json")
-    scanned = call("ingest", "scan", run.source, "--model", model, *RULES, "--json")
-    assert (dry.code, scanned.code) == (0, 0), dry.err + scanned.err
-    assert {name: dry.json[name] for name in ("found", "rejected", "rejected_by_reason")} == {
-        name: scanned.json[name] for name in ("found", "rejected", "rejected_by_reason")
-    }
-    assert dry.json["buckets"] == {bucket["name"]: bucket["samples"] for bucket in scanned.json["buckets"]}
-
-
 def test_a_report_loses_as_much_to_crops_as_packing_did(run: Run) -> None:
     found = collect_facts(Store.open(run.store), 1).buckets.values()
     losses = {b.name: {"images": b.with_crop, "mean": round(b.mean_loss, 6), "max": round(b.most, 6)} for b in found}

@@ -231,16 +231,6 @@ def test_a_stable_diffusion_without_a_clip_stores_a_captions_own_tokens_alone(mo
     assert [len(found.tokens) for found in encoder.encode(["a red cat", ""])] == [5, 2]
 
 
-def test_several_text_encoders_of_a_pipeline_that_is_not_known_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sdxl")
-    index = folder / "model_index.json"
-    index.write_text(
-        index.read_text(encoding="utf-8").replace("StableDiffusionXLPipeline", "HunyuanDiTPipeline"), encoding="utf-8"
-    )
-    with pytest.raises(ModelError, match=r"its pipeline is HunyuanDiTPipeline.*has several text encoders"):
-        text_family_of(open_model(str(folder)))
-
-
 def test_an_sd3_without_t5_and_without_its_width_is_refused(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "model", "sd3 without T5")
     (folder / "transformer" / "config.json").unlink()

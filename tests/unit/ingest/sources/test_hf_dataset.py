@@ -137,24 +137,6 @@ def test_splits_go_where_they_belong_and_test_is_left_out_in_words(model: Path, 
     assert len(scanned["notes"]) == 5  # and that neither split has a column of captions
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (["train"], {"train in train": 4}),
-        (["test"], {"test in val": 2}),
-        (["test=train", "validation"], {"validation in val": 3, "test in train": 2}),
-        (["validation=train"], {"validation in train": 3}),
-    ],
-)
-def test_only_splits_that_are_asked_for_are_taken(
-    asked: list[str], expected: dict[str, int], model: Path, tmp_path: Path
-) -> None:
-    place = split_dataset(tmp_path / "d", train=4, validation=3, test=2)
-    file = in_file(tmp_path / "d.toml", place, dataset_splits=asked)
-    call("ingest", "pack", file, tmp_path / "s", "--model", model, *SMALL).done()
-    assert packed_splits(tmp_path / "s") == expected
-
-
 def test_a_sample_that_goes_to_another_split_is_packed_anew_there(model: Path, tmp_path: Path) -> None:
     place = split_dataset(tmp_path / "d", train=4, validation=3)
     for word, expected in (("validation=train", {"validation in train": 3}), ("validation", {"validation in val": 3})):
@@ -174,16 +156,25 @@ def test_a_share_held_out_is_of_what_is_to_be_trained_on(model: Path, tmp_path: 
     assert found["train in val"] > 1
 
 
+USUAL = ["train", "validation", "test"]
+
+
 @pytest.mark.parametrize(
-    ("names", "targets"),
+    ("asked", "names", "targets"),
     [
-        (["train", "test", "valid", "dev", "Validation", "val_2"], ["train", None, "val", "val", "val", "val"]),
-        (["train_1", "training", "images", "testimony", "value"], ["train"] * 5),
-        (["train", "test_small", "TEST", "validation-unmatched"], ["train", None, None, "val"]),
+        ((), ["train", "test", "valid", "dev", "Validation", "val_2"], ["train", None, "val", "val", "val", "val"]),
+        ((), ["train_1", "training", "images", "testimony", "value"], ["train"] * 5),
+        ((), ["train", "test_small", "TEST", "validation-unmatched"], ["train", None, None, "val"]),
+        (("train",), USUAL, ["train", None, None]),
+        (("test",), USUAL, [None, None, "val"]),
+        (("test=train", "validation"), USUAL, [None, "val", "train"]),
+        (("validation=train",), USUAL, [None, "train", None]),
     ],
 )
-def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | None]) -> None:
-    splits = Splits(())
+def test_a_splits_name_says_where_it_goes_unless_it_is_said(
+    asked: tuple[str, ...], names: list[str], targets: list[str | None]
+) -> None:
+    splits = Splits(asked)
     assert [splits.take(name, "d") for name in names] == targets
 
 
