@@ -84,17 +84,16 @@ def test_readers_see_each_generation_meanwhile(
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_path: Path, model: Path) -> None:
-    pack(source, tmp_path / "s", model)
+def test_what_is_replaced_dropped_and_pruned_is_as_without_it(packed: Path, tmp_path: Path, model: Path) -> None:
     shutil.copytree(tmp_path / "s", tmp_path / "plain")
-    images = sorted(source.rglob("*.png"))
+    images = sorted(packed.rglob("*.png"))
     images[0].unlink()
     images[1].write_bytes(b"nothing")
     for n, image in enumerate(images[2:6]):
         image.write_bytes(images[7 + n].read_bytes())
     more = ("--prune=1", "--batch-size", "2")
-    plain = pack(source, tmp_path / "plain", model, *more).json
-    done = pack(source, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
+    plain = pack(packed, tmp_path / "plain", model, *more).json
+    done = pack(packed, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
     for name in ("packed", "unchanged", "rejected", "dropped_ids", "pruned_ids"):
         assert done[name] == plain[name]
     assert (done["packed"], done["dropped"], done["pruned"]) == (4, 1, 1)

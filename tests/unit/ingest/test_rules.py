@@ -112,23 +112,22 @@ def test_a_content_check_packs_what_differs_and_nothing_that_was_touched(source:
     assert counts(pack(source, tmp_path / "s", model).json) == (1, 14, 0)  # the touched one, by its time
 
 
-def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    (source / "a" / "000.png").unlink()
-    (source / "b" / "001.png").write_bytes(b"broken now")
-    (source / "new.png").write_bytes(png(20, 30, 77))
-    report = pack(source, tmp_path / "s", model).json
+def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(packed: Path, tmp_path: Path, model: Path) -> None:
+    (packed / "a" / "000.png").unlink()
+    (packed / "b" / "001.png").write_bytes(b"broken now")
+    (packed / "new.png").write_bytes(png(20, 30, 77))
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["pruned"], report["not_in_source_ids"]) == (0, ["a/000.png"])
-    report = pack(source, tmp_path / "s", model, "--prune").json
+    report = pack(packed, tmp_path / "s", model, "--prune").json
     assert (report["pruned"], report["pruned_ids"], report["not_in_source"]) == (1, ["a/000.png"], 0)
     assert counts(report) == (0, 13, 1)
     left = rows_of(tmp_path / "s")
     assert sorted(left) == sorted(
-        path.relative_to(source).as_posix() for path in source.rglob("*.png") if path.name != "001.png"
+        path.relative_to(packed).as_posix() for path in packed.rglob("*.png") if path.name != "001.png"
     )
     assert call("store", "verify", tmp_path / "s").code == 0
     before = tree(tmp_path / "s")
-    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 0
+    assert pack(packed, tmp_path / "s", model, "--prune").json["pruned"] == 0
     assert tree(tmp_path / "s") == before
 
 
@@ -240,11 +239,10 @@ def put_out_of_reach(path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [("--max-rejects", "0"), ("--max-rejects", "0", "--prune"), ("--prune",), ()])
-def test_images_that_cannot_be_read_lose_no_sample(limit: tuple[str, ...], source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).json["packed"] == 14
-    for path in sorted(source.rglob("*.png")):
+def test_images_that_cannot_be_read_lose_no_sample(limit: tuple[str, ...], packed: Path, tmp_path: Path, model: Path) -> None:
+    for path in sorted(packed.rglob("*.png")):
         put_out_of_reach(path)
-    ran = pack(source, tmp_path / "s", model, *limit)
+    ran = pack(packed, tmp_path / "s", model, *limit)
     assert ran.code == 1
     assert len(rows_of(tmp_path / "s")) == 14
     report = ran.json
@@ -252,63 +250,59 @@ def test_images_that_cannot_be_read_lose_no_sample(limit: tuple[str, ...], sourc
     assert report["rejected_by_reason"] == {"unreadable file": 14}
     assert (report["dropped"], report["pruned"], report["not_in_source"]) == (0, 0, 0)
     assert len(report["kept_unreadable_ids"]) == 10
-    said = told(source, tmp_path / "s", model, *limit)
+    said = told(packed, tmp_path / "s", model, *limit)
     assert "cannot be read now, but kept in the store: 14 samples\n    a/000.png\n" in said.out
 
 
-def test_what_is_unreadable_stays_what_is_damaged_goes_and_both_are_named(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    put_out_of_reach(source / "a" / "000.png")
-    (source / "b" / "001.png").write_bytes(b"broken")
-    report = pack(source, tmp_path / "s", model).json
+def test_what_is_unreadable_stays_what_is_damaged_goes_and_both_are_named(packed: Path, tmp_path: Path, model: Path) -> None:
+    put_out_of_reach(packed / "a" / "000.png")
+    (packed / "b" / "001.png").write_bytes(b"broken")
+    report = pack(packed, tmp_path / "s", model).json
     assert report["found"] == report["packed"] + report["unchanged"] + report["rejected"] == 14
     assert (report["dropped"], report["dropped_ids"]) == (1, ["b/001.png"])
     assert (report["kept_unreadable"], report["kept_unreadable_ids"]) == (1, ["a/000.png"])
     assert len(rows_of(tmp_path / "s")) == 13
-    said = told(source, tmp_path / "t", model).out
+    said = told(packed, tmp_path / "t", model).out
     assert "kept in the store" not in said  # a store that never had it keeps nothing of it
 
 
-def test_beyond_the_limit_of_rejects_nothing_is_dropped(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_beyond_the_limit_of_rejects_nothing_is_dropped(packed: Path, tmp_path: Path, model: Path) -> None:
     for number in (0, 2, 4):
-        (source / "a" / f"00{number}.png").write_bytes(b"broken")
-    ran = pack(source, tmp_path / "s", model, "--max-rejects", "2")
+        (packed / "a" / f"00{number}.png").write_bytes(b"broken")
+    ran = pack(packed, tmp_path / "s", model, "--max-rejects", "2")
     assert (ran.code, ran.json["dropped"], ran.json["kept_beyond_limit"]) == (1, 0, 3)
     assert "--max-rejects allows 2; the other images are packed, and no sample was dropped" in ran.err
     assert len(rows_of(tmp_path / "s")) == 14
-    ran = told(source, tmp_path / "s", model, "--max-rejects", "3").done()
+    ran = told(packed, tmp_path / "s", model, "--max-rejects", "3").done()
     assert "dropped, because rejected now: 3 samples\n    a/000.png\n" in ran.out
     assert len(rows_of(tmp_path / "s")) == 11
 
 
-def test_captions_that_cannot_be_read_keep_the_sample(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    put_out_of_reach(source / "b" / "001.txt")
-    (source / "b" / "003.txt").write_bytes(b"\xff\xff")
-    report = pack(source, tmp_path / "s", model).json
+def test_captions_that_cannot_be_read_keep_the_sample(packed: Path, tmp_path: Path, model: Path) -> None:
+    put_out_of_reach(packed / "b" / "001.txt")
+    (packed / "b" / "003.txt").write_bytes(b"\xff\xff")
+    report = pack(packed, tmp_path / "s", model).json
     assert report["rejected_by_reason"] == {"unreadable caption": 2}
     assert (report["kept_unreadable_ids"], report["dropped_ids"]) == (["b/001.png"], ["b/003.png"])
 
 
-def test_an_empty_mount_point_loses_no_sample(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    for path in (source / "b").iterdir():
+def test_an_empty_mount_point_loses_no_sample(packed: Path, tmp_path: Path, model: Path) -> None:
+    for path in (packed / "b").iterdir():
         path.unlink()
-    report = pack(source, tmp_path / "s", model, "--prune").json  # the disk at b/ is unmounted
+    report = pack(packed, tmp_path / "s", model, "--prune").json  # the disk at b/ is unmounted
     assert (report["pruned"], report["not_in_source"]) == (0, 7)
-    said = told(source, tmp_path / "s", model, "--prune")
-    assert f"not pruned: {source / 'b'} is empty, like the mount point of an unmounted disk; remove the folder if" in said.out
+    said = told(packed, tmp_path / "s", model, "--prune")
+    assert f"not pruned: {packed / 'b'} is empty, like the mount point of an unmounted disk; remove the folder if" in said.out
     assert len(rows_of(tmp_path / "s")) == 14
-    for path in (source / "a").iterdir():
+    for path in (packed / "a").iterdir():
         path.unlink()
-    ran = pack(source, tmp_path / "s", model, "--prune")
+    ran = pack(packed, tmp_path / "s", model, "--prune")
     assert (ran.code, len(rows_of(tmp_path / "s"))) == (1, 14)
     assert "has no images" in ran.err
-    (source / "b").rmdir()
-    (source / "a" / "new.png").write_bytes(png(20, 30))
-    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 0  # no folder is in doubt, but that is all of it
-    assert pack(source, tmp_path / "s", model, "--prune=1.0").json["pruned"] == 14
+    (packed / "b").rmdir()
+    (packed / "a" / "new.png").write_bytes(png(20, 30))
+    assert pack(packed, tmp_path / "s", model, "--prune").json["pruned"] == 0  # no folder is in doubt, but that is all of it
+    assert pack(packed, tmp_path / "s", model, "--prune=1.0").json["pruned"] == 14
 
 
 def test_a_file_that_shrinks_while_read_is_unreadable_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,16 +314,15 @@ def test_a_file_that_shrinks_while_read_is_unreadable_not_damaged(tmp_path: Path
 
 
 def test_an_image_for_which_there_is_no_memory_at_the_moment_keeps_its_sample(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    packed: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    (source / "a" / "000.png").write_bytes((source / "a" / "002.png").read_bytes())
+    (packed / "a" / "000.png").write_bytes((packed / "a" / "002.png").read_bytes())
 
     def short(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(decode_module, "_decode", short)
-    report = pack(source, tmp_path / "s", model).json
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["rejected_by_reason"], report["dropped"], report["kept_unreadable"]) == ({"too large": 1}, 0, 1)
     assert len(rows_of(tmp_path / "s")) == 14
 

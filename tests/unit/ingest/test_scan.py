@@ -250,37 +250,35 @@ def test_a_dry_run_makes_no_store(source: Path, tmp_path: Path, model: Path) -> 
     assert report["buckets"] == {bucket.name: bucket.num_rows for bucket in Store.open(tmp_path / "s").buckets()}
 
 
-def test_every_kind_of_change_is_counted_as_the_pack_then_does_it(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    images = sorted(source.rglob("*.png"))
+def test_every_kind_of_change_is_counted_as_the_pack_then_does_it(packed: Path, tmp_path: Path, model: Path) -> None:
+    images = sorted(packed.rglob("*.png"))
     images[0].unlink()
     images[1].write_bytes(b"no image")
     images[2].write_bytes(png(20, 30, 70))  # changed
     os.utime(images[3], ns=(1, 1))  # touched
     images[4].with_suffix(".txt").write_text("another\n", encoding="ascii")
-    (source / "new.png").write_bytes(png(30, 20, 71))
-    (source / "bad.png").write_bytes(b"")
-    report = foretold(source, tmp_path / "s", model, "--prune")
+    (packed / "new.png").write_bytes(png(30, 20, 71))
+    (packed / "bad.png").write_bytes(b"")
+    report = foretold(packed, tmp_path / "s", model, "--prune")
     names = ("found", "new", "changed", "moved", "recaptioned", "unchanged", "rejected", "dropped", "pruned")
     assert [report[name] for name in names] == [15, 1, 1, 0, 2, 9, 2, 1, 1]
     assert report["buckets"] == {"train/16x24": 1, "train/24x16": 1}
-    packed = pack(source, tmp_path / "s", model, "--prune", "--json").json
+    packed = pack(packed, tmp_path / "s", model, "--prune", "--json").json
     same = ("found", "unchanged", "rejected", "rejected_by_reason", "dropped_ids", "pruned_ids")
     assert {name: packed[name] for name in same} == {name: report[name] for name in same}
     assert packed["packed"] == report["new"] + report["changed"] + report["recaptioned"]
     assert packed["latents_kept"] == report["recaptioned"]
-    assert foretold(source, tmp_path / "s", model)["unchanged"] == 13
+    assert foretold(packed, tmp_path / "s", model)["unchanged"] == 13
 
 
-def test_other_captions_and_a_pruning_beyond_the_limit_are_foretold(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    report = foretold(source, tmp_path / "s", model, "--caption-template", "ohwx", "--recaption")
+def test_other_captions_and_a_pruning_beyond_the_limit_are_foretold(packed: Path, tmp_path: Path, model: Path) -> None:
+    report = foretold(packed, tmp_path / "s", model, "--caption-template", "ohwx", "--recaption")
     assert (report["recaptioned"], report["buckets"]) == (14, {})
-    for path in sorted(source.rglob("*.png"))[1:]:
+    for path in sorted(packed.rglob("*.png"))[1:]:
         path.rename(tmp_path / f"{path.parent.name}-{path.name}")
-    report = foretold(source, tmp_path / "s", model, "--prune")
+    report = foretold(packed, tmp_path / "s", model, "--prune")
     assert (report["pruned"], report["not_pruned_beyond_limit"], report["not_in_source"]) == (0, 13, 13)
-    ran = pack(source, tmp_path / "s", model, "--prune", "--dry-run")
+    ran = pack(packed, tmp_path / "s", model, "--prune", "--dry-run")
     assert "not pruned: 13 of 14 samples would be dropped, --prune allows" in ran.out
     assert "from the file headers only" in ran.out
 
@@ -298,27 +296,27 @@ def test_each_source_of_a_data_set_file_is_foretold(tmp_path: Path, model: Path)
 
 
 def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
-    packed_once: tuple[Path, Path], model: Path, monkeypatch: pytest.MonkeyPatch
+    one_packed: tuple[Path, Path], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_reader, "split_of", lambda *_: "val")  # as for a saved dataset whose image is now in validation
-    report = foretold(*packed_once, model)
+    report = foretold(*one_packed, model)
     assert (report["moved"], report["new"], report["buckets"]) == (1, 0, {"val/16x24": 1})
 
 
 @pytest.mark.parametrize(
     "option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--caption-template=x"]
 )
-def test_options_that_the_pack_would_refuse_are_refused(option: str, packed_once: tuple[Path, Path], model: Path) -> None:
-    before = tree(packed_once[1])
-    ran = pack(*packed_once, model, option, "--dry-run", "--json")
+def test_options_that_the_pack_would_refuse_are_refused(option: str, one_packed: tuple[Path, Path], model: Path) -> None:
+    before = tree(one_packed[1])
+    ran = pack(*one_packed, model, option, "--dry-run", "--json")
     assert (ran.code, ran.out) == (1, "")
     assert "was made with other options than this run has" in ran.err
     assert option.partition("=")[0] in ran.err
-    assert tree(packed_once[1]) == before
+    assert tree(one_packed[1]) == before
 
 
 @pytest.fixture(scope="module")
-def packed_once(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
+def one_packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("packed")
     write_files(folder / "in", {"a.png": png(20, 30)})
     assert pack(folder / "in", folder / "s", model).code == 0

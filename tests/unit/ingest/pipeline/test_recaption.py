@@ -66,30 +66,28 @@ def test_latents_are_kept_where_only_captions_changed(
     assert pack(source, tmp_path / "s", model, *options).json["unchanged"] == 14
 
 
-def test_a_touched_file_keeps_its_latents_and_a_changed_one_does_not(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_a_touched_file_keeps_its_latents_and_a_changed_one_does_not(packed: Path, tmp_path: Path, model: Path) -> None:
     before = rows_of(tmp_path / "s")
-    os.utime(source / "a" / "000.png", ns=(1, 1))
-    (source / "a" / "002.png").write_bytes(png(20, 30, 99))
-    (source / "a" / "002.txt").write_text("red\n", encoding="ascii")
-    (source / "b" / "001.txt").write_text("blue\n", encoding="ascii")
-    report = pack(source, tmp_path / "s", model).json  # in one batch with one that is encoded
+    os.utime(packed / "a" / "000.png", ns=(1, 1))
+    (packed / "a" / "002.png").write_bytes(png(20, 30, 99))
+    (packed / "a" / "002.txt").write_text("red\n", encoding="ascii")
+    (packed / "b" / "001.txt").write_text("blue\n", encoding="ascii")
+    report = pack(packed, tmp_path / "s", model).json  # in one batch with one that is encoded
     assert (report["packed"], report["latents_kept"], report["unchanged"]) == (3, 2, 11)
     after = rows_of(tmp_path / "s")
     assert [sample_id for sample_id in before if before[sample_id] != after[sample_id]] == ["a/002.png"]
-    assert pack(source, tmp_path / "s", model).json["unchanged"] == 14
+    assert pack(packed, tmp_path / "s", model).json["unchanged"] == 14
 
 
-def test_a_damaged_row_is_not_copied_but_encoded(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_a_damaged_row_is_not_copied_but_encoded(packed: Path, tmp_path: Path, model: Path) -> None:
     before = rows_of(tmp_path / "s")
     store = Store.open(tmp_path / "s")
     shard, record = store.sample("b/001.png")
     bucket = store.bucket(record.bucket)
     located = bucket.locate(np.array([bucket.sample_ids(np.arange(bucket.num_rows)).index("b/001.png")]))
     flip_bit(shard.paths.lmdb, 8 * int(located.offsets(bucket.spec, "latent")[0]))
-    (source / "b" / "001.txt").write_text("blue\n", encoding="ascii")
-    report = pack(source, tmp_path / "s", model).json
+    (packed / "b" / "001.txt").write_text("blue\n", encoding="ascii")
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["latents_kept"]) == (1, 0)
     (fields, row), (fields_before, row_before) = rows_of(tmp_path / "s")["b/001.png"], before["b/001.png"]
     assert fields == fields_before
@@ -129,8 +127,7 @@ def test_rules_are_recorded_and_an_unchanged_image_stays_unchanged(source: Path,
     assert (report["unchanged"], report["packed"], report["generation"], report["recaptioned"]) == (14, 0, 1, None)
 
 
-def test_without_rules_the_manifest_says_nothing_of_them(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_without_rules_the_manifest_says_nothing_of_them(packed: Path, tmp_path: Path, model: Path) -> None:
     assert "captions" not in Store.open(tmp_path / "s").manifest.rules
 
 
@@ -197,13 +194,12 @@ def test_rules_that_change_no_caption_are_recorded_all_the_same(source: Path, tm
     assert pack(source, tmp_path / "s", model, "--shuffle-tags", 3).code == 0
 
 
-def test_what_a_recaption_cannot_reach_is_counted(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    (source / "a" / "000.png").unlink()
-    (source / "b" / "001.txt").unlink()
-    (source / "b" / "001.txt").symlink_to("nowhere.txt")
+def test_what_a_recaption_cannot_reach_is_counted(packed: Path, tmp_path: Path, model: Path) -> None:
+    (packed / "a" / "000.png").unlink()
+    (packed / "b" / "001.txt").unlink()
+    (packed / "b" / "001.txt").symlink_to("nowhere.txt")
     before = captions_of(tmp_path / "s")
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
+    ran = call("ingest", "pack", packed, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
     change = "rules.captions.templates = [], now ['{caption} of the house']"
     assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
     assert "with the captions of the rules before: 2 samples" in ran.out

@@ -47,8 +47,7 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
             np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
 
 
-def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_stored_tokens_are_those_that_the_encoder_gives(packed: Path, tmp_path: Path, model: Path) -> None:
     store = Store.open(tmp_path / "s")
     text = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
     for sample_id in ("a/002.png", "b/005.png", "a/000.png"):
@@ -81,16 +80,15 @@ def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
         assert np.isfinite(bucket.read(np.arange(bucket.num_rows), "latent")).all()
 
 
-def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).json["packed"] == 14
-    good = (source / "a" / "000.png").read_bytes()
-    (source / "a" / "000.png").write_bytes(b"broken")
-    report = pack(source, tmp_path / "s", model).json
+def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(packed: Path, tmp_path: Path, model: Path) -> None:
+    good = (packed / "a" / "000.png").read_bytes()
+    (packed / "a" / "000.png").write_bytes(b"broken")
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (0, 13, 1)
     assert Store.open(tmp_path / "s").manifest.samples == 13
-    assert pack(source, tmp_path / "s", model).json["rejected"] == 1
-    (source / "a" / "000.png").write_bytes(good)
-    report = pack(source, tmp_path / "s", model).json
+    assert pack(packed, tmp_path / "s", model).json["rejected"] == 1
+    (packed / "a" / "000.png").write_bytes(good)
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (1, 13, 0)
     store = Store.open(tmp_path / "s")
     assert store.sample("a/000.png")
