@@ -34,8 +34,15 @@ from tests.object_storage import SECRET, S3Bucket
 
 
 @pytest.fixture
-def place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """The place of a store that is to be made; commands reach it by the environment."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """The place of a store that is to be made, in this process's memory."""
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    return object_storage.in_memory()
+
+
+@pytest.fixture
+def s3_place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """One on S3; commands reach it by the environment."""
     monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
@@ -73,20 +80,20 @@ def sent(place: ObjectFolder) -> set[str]:
     return {file.name for file in place.names("shards") if file.name.endswith(".lmdb")}
 
 
-def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
+def test_a_pack_into_a_url_is_the_same_as_on_a_disk(s3_place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
     (source / "damaged.png").write_bytes(b"nothing")
-    done = pack(source, place, model)
+    done = pack(source, s3_place, model)
     assert (done.code, done.err) == (0, "")
     here = pack(source, tmp_path / "here.store", model)
     same = ("found", "packed", "unchanged", "rejected", "without_caption", "payload_bytes", "generation")
     assert {name: done.json[name] for name in same} == {name: here.json[name] for name in same}
-    assert everything(pulled(place, tmp_path / "pulled.store")) == everything(Store.open(tmp_path / "here.store"))
-    assert [json.loads(line)["id"] for line in place.read("rejects.jsonl").splitlines()] == ["damaged.png"]
+    assert everything(pulled(s3_place, tmp_path / "pulled.store")) == everything(Store.open(tmp_path / "here.store"))
+    assert [json.loads(line)["id"] for line in s3_place.read("rejects.jsonl").splitlines()] == ["damaged.png"]
     work = next((tmp_path / "cache-pack").iterdir())
     assert work.name.startswith("photos.store-")
     assert not list((work / "shards").iterdir())  # what was committed has left
-    printed = call("ingest", "pack", source, place.url, "--model", model, *SMALL).done()
-    assert f"{place.url}: generation 1, " in printed.out
+    printed = call("ingest", "pack", source, s3_place.url, "--model", model, *SMALL).done()
+    assert f"{s3_place.url}: generation 1, " in printed.out
     assert SECRET not in done.out + printed.out
 
 
@@ -146,26 +153,25 @@ def interrupted_before_the_commit(
 
 
 def test_an_interrupted_pack_is_continued(
-    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for count, before in ((14, 0), (18, 14)):  # into a new store, and into one that is there
         add_images(source, count, tmp_path)
-        uploaded, newest = interrupted_before_the_commit(monkeypatch, source, place, model), find_newest(place)
+        uploaded, newest = interrupted_before_the_commit(monkeypatch, source, s3_place, model), find_newest(s3_place)
         assert (0 if newest is None else newest.samples) == before
         with monkeypatch.context() as patched:
             patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
-            again = pack(source, place, model).done().json
-        assert (again["packed"], again["unchanged"], sent(place)) == (0, count, uploaded)
-        assert newest_generation(place).samples == count
-    assert not verify_folder(place, lambda _: None, 1).corrupt
+            again = pack(source, s3_place, model).done().json
+        assert (again["packed"], again["unchanged"], sent(s3_place)) == (0, count, uploaded)
+        assert newest_generation(s3_place).samples == count
+    assert not verify_folder(s3_place, lambda _: None, 1).corrupt
 
 
 @pytest.fixture
-def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """The place of a store in this process's memory; a shard is full after two images, batches are of two."""
-    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+def in_memory(place: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """The same; a shard is full after two images, batches are of two."""
     monkeypatch.setattr(slice_packer.ShardFill, "is_full", lambda fill, _: fill.num_rows >= 2)
-    return object_storage.in_memory()
+    return place
 
 
 PAIRS = ("--batch-size", 2, "--work")
@@ -285,7 +291,7 @@ def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
 
 
 def test_a_pack_that_another_one_overtakes_is_added_to_it(
-    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bucketline.store.remote.generations import commit
 
@@ -297,19 +303,19 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
 
     def late(*args: object, **more: object) -> bool:
         monkeypatch.setattr(commit_module, "commit", commit)
-        rival.append(pack(tmp_path / "other", place, model, "--work", tmp_path / "another machine"))
+        rival.append(pack(tmp_path / "other", s3_place, model, "--work", tmp_path / "another machine"))
         return commit(*args, **more)  # type: ignore[arg-type]
 
     for generation in (0, 2):  # into a new store, and into one that is there
         monkeypatch.setattr(commit_module, "commit", late)
-        done = pack(source, place, model)
+        done = pack(source, s3_place, model)
         assert (done.code, rival[-1].code) == (0, 0)
         assert (rival[-1].json["generation"], done.json["generation"]) == (generation + 1, generation + 2)
         names = {*images_in(source), *images_in(tmp_path / "other")}
-        assert ids_in(pulled(place, tmp_path / f"{generation}.store")) == sorted(names)
+        assert ids_in(pulled(s3_place, tmp_path / f"{generation}.store")) == sorted(names)
         for folder, name in ((source, f"new {generation}"), (tmp_path / "other", f"newer {generation}")):
             shutil.copytree(tmp_path / "other" / "sub", folder / name)
-    assert not verify_folder(place, lambda _: None, 1).corrupt
+    assert not verify_folder(s3_place, lambda _: None, 1).corrupt
 
 
 def test_anothers_drop_is_kept(
