@@ -17,6 +17,7 @@ from bucketline.store import Store
 from bucketline.store.report.facts import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
+from tests.kit import by_id
 from tests.models import in_file
 from tests.photographs import encoded_by_hand
 
@@ -65,9 +66,7 @@ def test_every_image_is_accounted_for_and_only_what_should_be_is_refused(run: Ru
     assert run.report["packed"] == len(run.taken)
     assert run.report["rejected"] == len(run.rejected)
     assert set(run.report["rejected_by_reason"]) == {str(reason) for reason in set(run.rejected.values())}
-    store = Store.open(run.store)
-    ids = [sample_id for bucket in store.buckets() for sample_id in bucket.sample_ids(np.arange(bucket.num_rows))]
-    assert sorted(ids) == sorted(run.taken)
+    assert sorted(by_id(Store.open(run.store))) == sorted(run.taken)
     assert sum(loss["images"] for loss in run.report["crop_loss"].values()) == len(run.taken)
 
 

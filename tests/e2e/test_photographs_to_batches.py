@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from tests.commands import BIN, call, spawn, torchrun
+from tests.kit import by_id
 from tests.photographs import encoded_by_hand
 
 pytestmark = pytest.mark.slow  # two hundred real photographs, packed with the demo's encoders
 FRACTION = 0.2
+Packed = tuple[Path, dict[str, Any]]  # a store, and what the pack said of it
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> tuple[Path, dict[str, Any]]:
+def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> Packed:
     """The store that two ranks packed, and what they said of it."""
     store = tmp_path_factory.mktemp("packed") / "photographs.store"
     asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
@@ -36,7 +39,7 @@ def images_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg"))
 
 
-def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, Any]], photographs: Path) -> None:
+def test_two_ranks_account_for_every_photograph(packed: Packed, photographs: Path) -> None:
     store, report = packed
     ids = images_of(photographs)
     assert report["found"] == len(ids) == report["packed"] > 200
@@ -44,17 +47,16 @@ def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, An
     opened = Store.open(store)
     assert len(opened.shards) == 2
     assert min(shard.entry.samples for shard in opened.shards) > 70
-    found = [i for bucket in opened.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
-    assert sorted(found) == ids
+    assert sorted(by_id(opened)) == ids
 
 
-def test_the_store_is_sound(packed: tuple[Path, dict[str, Any]]) -> None:
+def test_the_store_is_sound(packed: Packed) -> None:
     ran = spawn([BIN / "store", "verify", packed[0], "--json"]).done()
     assert ran.json["corrupt"] == []
     assert ran.json["rows"] == packed[1]["packed"]
 
 
-def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: tuple[Path, dict[str, Any]]) -> None:
+def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: Packed) -> None:
     sides: dict[str, set[str]] = {}
     for bucket in Store.open(packed[0]).buckets():
         for sample_id in bucket.sample_ids(np.arange(bucket.num_rows)):
@@ -65,9 +67,7 @@ def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: tuple[Pa
     assert {"val"} in sides.values()
 
 
-def test_two_ranks_read_every_training_sample_once_an_epoch_on_the_same_bucket_at_every_step(
-    packed: tuple[Path, dict[str, Any]], photographs: Path
-) -> None:
+def test_two_ranks_read_every_training_sample_once_and_one_bucket_at_every_step(packed: Packed, photographs: Path) -> None:
     config = LoaderConfig(batch_size=4, epochs=1, seed=1, remainder=Remainder.PARTIAL)
     loaders = [Loader(packed[0], config, rank=rank, world_size=2) for rank in range(2)]
     read: list[bytes] = []
@@ -84,15 +84,9 @@ def test_two_ranks_read_every_training_sample_once_an_epoch_on_the_same_bucket_a
     assert sorted(read) == sorted(map(sample_digest, train))
 
 
-def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch_of_each_bucket(
-    packed: tuple[Path, dict[str, Any]],
-) -> None:
+def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch(packed: Packed) -> None:
     plan = call("loader", "plan", packed[0], "--batch", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
-    counts: dict[str, int] = {}
-    for batch in plan["batches"]:
-        for ids in batch["ranks"]:
-            for sample_id in ids:
-                counts[sample_id] = counts.get(sample_id, 0) + 1
+    counts = Counter(sample_id for batch in plan["batches"] for ids in batch["ranks"] for sample_id in ids)
     assert max(counts.values()) == 2
     for bucket in plan["buckets"]:
         assert 0 <= bucket["carried"] < bucket["global_batch"] == 8
@@ -106,9 +100,7 @@ def upright(path: Path) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
-def test_latents_are_what_diffusers_gives_by_hand(
-    packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
-) -> None:
+def test_latents_are_what_diffusers_gives_by_hand(packed: Packed, photographs: Path, demo_model: Path) -> None:
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL
@@ -127,7 +119,7 @@ def test_latents_are_what_diffusers_gives_by_hand(
     assert compared > 15
 
 
-def test_tokens_are_what_transformers_gives_by_hand(packed: tuple[Path, dict[str, Any]], demo_model: Path) -> None:
+def test_tokens_are_what_transformers_gives_by_hand(packed: Packed, demo_model: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, encoder = (
@@ -146,7 +138,7 @@ def test_tokens_are_what_transformers_gives_by_hand(packed: tuple[Path, dict[str
 
 
 def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
-    packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
+    packed: Packed, photographs: Path, demo_model: Path
 ) -> None:
     before = (packed[0] / "manifest.json").read_bytes()
     asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
@@ -156,7 +148,7 @@ def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
 
 
 def test_a_sample_taken_out_by_the_command_is_a_file_that_safetensors_reads(
-    packed: tuple[Path, dict[str, Any]], photographs: Path, tmp_path: Path
+    packed: Packed, photographs: Path, tmp_path: Path
 ) -> None:
     sample_id = images_of(photographs)[0]
     spawn([BIN / "store", "get", packed[0], sample_id, "-o", tmp_path / "x.safetensors", "--json"]).done()
