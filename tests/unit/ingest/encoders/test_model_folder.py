@@ -94,26 +94,13 @@ def away(tmp_path: Path, url: str = "http://127.0.0.1:1") -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub")}
 
 
-@pytest.mark.parametrize("command", [pytest.param("pack", marks=pytest.mark.slow), "scan"])
-def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str, images: Path, tmp_path: Path) -> None:
-    store = (tmp_path / "s",) if command == "pack" else ()
-    ran = spawn([BIN / "ingest", command, images, *store, "--model", "someone/name"], **away(tmp_path))
+def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(images: Path, tmp_path: Path) -> None:
+    ran = spawn([BIN / "ingest", "scan", images, "--model", "someone/name"], **away(tmp_path))
     assert (ran.code, ran.out) == (1, "")
     assert ran.err == (
         "error: someone/name is not a local folder, and the hub could not be reached ([Errno 111] Connection refused); "
         "name a model's folder, or run it once with network access\n"
     )
-
-
-@pytest.mark.slow
-def test_a_model_that_was_downloaded_before_is_used_without_a_network(images: Path, tmp_path: Path) -> None:
-    hub = tmp_path / "hub" / "hub" / "models--owner--model"
-    write_model(hub / "snapshots" / "0123abcd")
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("0123abcd", encoding="ascii")
-    asked = (images, tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
-    ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path)).done()
-    assert ran.json["packed"] == 1
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
