@@ -247,17 +247,18 @@ def test_an_empty_caption_that_is_not_finite_is_refused_before_anything_is_writt
     assert "--text-dtype" in line
 
 
-def test_a_pooled_embedding_of_the_empty_caption_is_looked_at_as_well(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sdxl", force_zeros_for_empty_prompt=False)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_pooled_embedding_of_the_empty_caption_must_be_finite_unless_its_pipeline_sets_it_to_zeros(
+    tmp_path: Path, *, zeros: bool
+) -> None:
+    folder = write_pipeline(tmp_path / "model", "sdxl", force_zeros_for_empty_prompt=zeros)
     spoil(folder / "text_encoder_2" / "model.safetensors", "text_projection.weight", float("nan"))
+    model, settings = open_model(str(folder)), TextSettings(stored_dtype="F32")
+    if zeros:
+        assert load_caption_encoder(model, CPU, settings).encode([""])[0].is_finite
+        return
     with pytest.raises(ModelError, match=r"the empty caption's pooled are not finite as F32"):
-        load_caption_encoder(open_model(str(folder)), CPU, TextSettings(stored_dtype="F32"))
-
-
-def test_an_empty_caption_that_its_pipeline_sets_to_zeros_is_taken_whatever_the_encoder_gives(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sdxl")
-    spoil(folder / "text_encoder_2" / "model.safetensors", "text_projection.weight", float("nan"))
-    assert load_caption_encoder(open_model(str(folder)), CPU, TextSettings()).encode([""])[0].is_finite
+        load_caption_encoder(model, CPU, settings)
 
 
 def asks_for_own_code(folder: Path, file: str, **automatic: Any) -> Path:
