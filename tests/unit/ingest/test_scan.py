@@ -263,11 +263,11 @@ def test_every_kind_of_change_is_counted_as_the_pack_then_does_it(packed: Path, 
     names = ("found", "new", "changed", "moved", "recaptioned", "unchanged", "rejected", "dropped", "pruned")
     assert [report[name] for name in names] == [15, 1, 1, 0, 2, 9, 2, 1, 1]
     assert report["buckets"] == {"train/16x24": 1, "train/24x16": 1}
-    packed = pack(packed, tmp_path / "s", model, "--prune", "--json").json
+    done = pack(packed, tmp_path / "s", model, "--prune", "--json").json
     same = ("found", "unchanged", "rejected", "rejected_by_reason", "dropped_ids", "pruned_ids")
-    assert {name: packed[name] for name in same} == {name: report[name] for name in same}
-    assert packed["packed"] == report["new"] + report["changed"] + report["recaptioned"]
-    assert packed["latents_kept"] == report["recaptioned"]
+    assert {name: done[name] for name in same} == {name: report[name] for name in same}
+    assert done["packed"] == report["new"] + report["changed"] + report["recaptioned"]
+    assert done["latents_kept"] == report["recaptioned"]
     assert foretold(packed, tmp_path / "s", model)["unchanged"] == 13
 
 
