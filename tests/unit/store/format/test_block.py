@@ -1,7 +1,8 @@
-"""A block is a safetensors file that anyone reads, of a length that is arithmetic, with a checksum to every row."""
+"""Blocks of rows and of captions are safetensors files that anyone reads; each way in which a header can lie is refused."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from bucketline.errors import CorruptError
 from bucketline.store import BlockSpec, Column
 from bucketline.store.format.block import MAX_ROWS, Row, bad_rows, decode_block, encode_block, fixed_columns, make_row
-from bucketline.store.format.safetensors_header import DTYPES, read_header
+from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.safetensors_header import (
+    DTYPES,
+    HEADER_ALIGN_BYTES,
+    header_bytes_for,
+    lay_out,
+    read_header,
+    write_header,
+)
+from bucketline.store.format.text_block import DIGEST, Caption, TextSpec, encode_text_block, make_caption, read_text_block
 from tests.kit import read_with_safetensors
 
 BUCKET = "train/64x64"
@@ -162,3 +173,159 @@ def test_blocks_take_about_a_mebibyte_of_rows_and_at_least_one() -> None:
     rows = spec_of(Column(name="latent", dtype="F16", shape=(4, 32, 32))).rows_per_block
     assert 120 <= rows <= 130
     assert spec_of(Column(name="latent", dtype="F32", shape=(16, 256, 256))).rows_per_block == 1
+
+
+TEXT_SPEC = TextSpec(
+    tokens=(Column(name="tokens", dtype="F32", shape=(3,)), Column(name="second", dtype="F16", shape=(2,))),
+    fixed=(Column(name="pooled", dtype="F32", shape=(4,)),),
+)
+
+
+def caption(n: int, length: int) -> Caption:
+    random = np.random.default_rng(n)
+    tokens = {"tokens": random.normal(size=(length, 3)).astype("<f4"), "second": random.normal(size=(length, 2)).astype("<f2")}
+    return make_caption(TEXT_SPEC, caption_digest(str(n)), tokens, {"pooled": random.normal(size=4).astype("<f4")})
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), first_row=st.integers(0, 1 << 32))
+@settings(max_examples=80)
+def test_ragged_captions_come_back_as_they_were(lengths: list[int], first_row: int) -> None:
+    captions = [caption(n, length) for n, length in enumerate(lengths)]
+    block = encode_text_block(TEXT_SPEC, captions, first_row)
+    assert len(block) == TEXT_SPEC.block_bytes(len(lengths), sum(lengths))
+    read = read_text_block(TEXT_SPEC, block, "x")
+    assert (read.first_row, read.bad(), np.diff(read.starts).tolist()) == (first_row, [], lengths)
+    for n, own in enumerate(captions):
+        assert dict(read.parts(n)) == {**own.fixed, **own.tokens, DIGEST: own.digest}
+
+
+def test_the_safetensors_package_reads_a_text_block() -> None:
+    captions = [caption(n, length) for n, length in enumerate([2, 0, 5])]
+    found = read_with_safetensors(encode_text_block(TEXT_SPEC, captions, 0))
+    assert np.frombuffer(found["starts"]["data"], "<i8").tolist() == [0, 2, 2, 7]
+    assert found["tokens"]["shape"] == [7, 3]
+    assert found["second"]["shape"] == [7, 2]
+    assert found["pooled"]["shape"] == [3, 4]
+    assert bytes(found["tokens"]["data"]) == b"".join(c.tokens["tokens"] for c in captions)
+    assert bytes(found["digest"]["data"]) == b"".join(c.digest for c in captions)
+
+
+def test_every_tensor_is_aligned_to_its_items_for_any_number_of_captions() -> None:
+    for lengths in ([1], [1, 2], [3, 0, 4], [1] * 7):
+        num_tokens = sum(lengths)
+        begin = {tensor.name: tensor.begin for tensor in TEXT_SPEC.tensors(len(lengths), num_tokens)}
+        for column in (*TEXT_SPEC.tokens, *TEXT_SPEC.fixed):
+            assert (TEXT_SPEC.header_bytes + begin[column.name]) % column.item_bytes == 0
+
+
+def test_damage_to_a_caption_is_found_whichever_byte_it_is() -> None:
+    block = encode_text_block(TEXT_SPEC, [caption(n, length) for n, length in enumerate([2, 0, 3])], 0)
+    for at in range(TEXT_SPEC.header_bytes, len(block)):
+        damaged = bytearray(block)
+        damaged[at] ^= 0x20
+        try:
+            assert len(read_text_block(TEXT_SPEC, bytes(damaged), "x").bad()) == 1
+        except CorruptError as error:
+            assert "`starts`" in str(error)  # noqa: PT017 - either way of noticing is right
+
+
+@pytest.mark.parametrize("starts", [[1, 2, 5], [0, 6, 5], [0, 2, 4], [0, -1, 5], [0, 2, 1 << 60]])
+def test_starts_that_do_not_run_from_nothing_to_all_tokens_are_refused(starts: list[int]) -> None:
+    block = bytearray(encode_text_block(TEXT_SPEC, [caption(0, 2), caption(1, 3)], 0))
+    block[TEXT_SPEC.header_bytes : TEXT_SPEC.header_bytes + 24] = np.array(starts, "<i8").tobytes()
+    with pytest.raises(CorruptError, match=r"block 7: `starts` does not run from 0 to its 5 tokens"):
+        read_text_block(TEXT_SPEC, bytes(block), "block 7")
+
+
+@pytest.mark.parametrize("length", [0, 8, 64, -1, -64])
+def test_a_text_block_cut_short_is_refused(length: int) -> None:
+    block = encode_text_block(TEXT_SPEC, [caption(0, 2)], 0)
+    with pytest.raises(CorruptError, match=r"^block 7: "):
+        read_text_block(TEXT_SPEC, block[:length], "block 7")
+
+
+def test_a_text_block_of_another_encoder_is_refused() -> None:
+    other = TextSpec(tokens=(Column(name="tokens", dtype="F32", shape=(4,)),))
+    tokens = {"tokens": np.zeros((2, 4), "<f4")}
+    block = encode_text_block(other, [make_caption(other, bytes(16), tokens, {})], 0)
+    with pytest.raises(CorruptError, match=r"not that of a text block of this store"):
+        read_text_block(TEXT_SPEC, block, "x")
+
+
+def test_token_columns_of_different_lengths_are_refused() -> None:
+    tokens = {"tokens": np.zeros((2, 3), "<f4"), "second": np.zeros((3, 2), "<f2")}
+    with pytest.raises(ValueError, match=r"text column 'tokens' takes F32 \[3, 3\], got float32 \[2, 3\]"):
+        make_caption(TEXT_SPEC, bytes(16), tokens, {"pooled": np.zeros(4, "<f4")})
+
+
+def file_of(entries: object, data: bytes = b"", room: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return (len(text) if room is None else room).to_bytes(8, "little") + text + data
+
+
+def entry(begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+
+
+def changed(**one: object) -> bytes:
+    return file_of({"a": {**entry(0, 4), **one}}, bytes(4))
+
+
+OFFSETS = [[-4, 0], [4, 0], [0, 1 << 62], [0.0, 4], ["0", "4"], [True, 4], [0], [0, 4, 8], None, 4]
+SHAPES = [[3], [5], [2, 3], [4, 0], [1 << 40, 1 << 20], [-4], [4.0], ["4"], [None], [True], 4, None, {"a": 1}, "4"]
+TEXTS = [b"", b"{", b"nonsense", b"\xff\xfe", b"[]", b"4", b"null", b'"text"', b"{}{}", b'{"a": 1}']
+DEEP = [b"[" * 200_000, b'{"a":' * 100_000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
+REFUSED: list[tuple[bytes, str]] = [
+    *((bytes(length), f"{length} bytes are too few") for length in range(8)),
+    *((file_of(b"", room=room), f"claims {room} bytes") for room in (1, 100, 1 << 20, (1 << 20) + 1, 1 << 40, (1 << 64) - 1)),
+    (file_of(b"{}" + b" " * (1 << 20)), "claims 1048578 bytes"),  # though the file has them
+    (file_of({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "'b' claims bytes 4 to 12, expected 8 to 16"),
+    (file_of({"a": entry(0, 8), "b": entry(0, 8)}, bytes(8)), "claims bytes 0 to 8, expected 8 to 16"),
+    (file_of({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), "'b' claims bytes 8 to 12, expected 4 to 8"),
+    (file_of({"a": entry(4, 8)}, bytes(8)), "'a' claims bytes 4 to 8, expected 0 to 4"),
+    *((data := file_of({"a": entry(0, 8)}, bytes(size)), f"it has {len(data)}") for size in (0, 7, 9, 100)),
+    *((changed(data_offsets=one), "") for one in OFFSETS),
+    *((changed(shape=one), "tensor 'a'" if n < 5 else "") for n, one in enumerate(SHAPES)),
+    *((changed(dtype=one), "") for one in ("U128", "", None, 8, ["U8"], "u8", "float16")),
+    *((file_of(text), "") for text in TEXTS),
+    *((file_of({"__metadata__": one}), "") for one in ("text", 4, ["a"])),
+    *((file_of(text), "is not a safetensors header") for text in DEEP),
+    (file_of(b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'), ""),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), REFUSED, ids=lambda one: repr(one)[:40])
+def test_a_header_that_lies_is_refused_with_the_item_named(data: bytes, words: str) -> None:
+    with pytest.raises(CorruptError, match=r"^shard x: ") as error:
+        read_header(data, len(data), "shard x")
+    assert words in str(error.value)
+
+
+def test_a_file_of_the_safetensors_package_is_read() -> None:
+    data = save({"b": np.arange(6, dtype="<i4").reshape(2, 3), "a": np.ones(3, "<f2")}, metadata={"k": "v"})
+    tensors, metadata, header_bytes = read_header(data, len(data), "x")
+    assert metadata == {"k": "v"}
+    assert [(t.name, t.dtype, t.shape) for t in tensors] == [("b", "I32", (2, 3)), ("a", "F16", (3,))]
+    assert data[header_bytes:][tensors[0].begin : tensors[0].end] == np.arange(6, dtype="<i4").tobytes()
+
+
+def test_a_header_is_padded_to_the_length_asked_for_and_read_by_the_safetensors_package() -> None:
+    tensors = lay_out([("a", "U64", (3,)), ("b", "U8", (2, 5))])
+    room = header_bytes_for(tensors, {"format": "x"})
+    assert room % HEADER_ALIGN_BYTES == 0
+    for header_bytes in (room, room + 64, room + 4096):
+        data = write_header(tensors, {"format": "x"}, header_bytes) + bytes(34)
+        assert len(data) == header_bytes + 34
+        assert {name: value["shape"] for name, value in read_with_safetensors(data).items()} == {"a": [3], "b": [2, 5]}
+
+
+def test_a_header_that_does_not_fit_its_length_is_never_written() -> None:
+    tensors = lay_out([("a", "U64", (3,))])
+    with pytest.raises(AssertionError, match="does not fit"):
+        write_header(tensors, {"format": "x" * 100}, 64)
+
+
+def test_only_the_head_of_a_file_is_needed() -> None:
+    data = file_of({"a": entry(0, 1 << 30)})
+    tensors, _, _ = read_header(data, len(data) + (1 << 30), "x")
+    assert tensors[0].num_bytes == 1 << 30

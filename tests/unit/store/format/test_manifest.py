@@ -13,8 +13,15 @@ import pytest
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store import Store
-from bucketline.store.format.manifest import check_fingerprint, parse_manifest, read_manifest, sealed, write_manifest
-from tests.kit import contents, edit_json, empty_store, make_store, samples_of
+from bucketline.store.format.manifest import (
+    check_fingerprint,
+    dump_manifest,
+    parse_manifest,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
+from tests.kit import contents, edit_json, empty_store, make_store, samples_of, tree
 
 
 @pytest.fixture
@@ -169,3 +176,59 @@ def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tm
         check_fingerprint(stored, replace(present, rules={**present.rules, "crop": "center"}))
     with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
         check_fingerprint(stored, replace(present, max_captions=8))
+
+
+BUCKETS = {f"train/{8 * n}x64": 2 for n in range(1, 9)}
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    return make_store(tmp_path / "s", *(samples_of(BUCKETS, f"{n}/") for n in range(3))).path
+
+
+def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, manifest = tree(wide), read_manifest(wide)
+    for module in ("format.manifest", "write.change_base", "verify.verify"):
+        monkeypatch.setattr(f"bucketline.store.{module}.MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(
+        StoreError,
+        match=r"manifest of 3 shards and 8 buckets has \d+ bytes, at most 1000 are read.*larger shards.*second store",
+    ):
+        write_manifest(wide, replace(manifest, generation=9))
+    assert tree(wide) == before
+
+
+def test_a_group_takes_four_numbers(wide: Path) -> None:
+    manifest = read_manifest(wide)
+    group = manifest.shards[0].groups["text"]
+    document = json.loads(dump_manifest(manifest))
+    assert document["shards"][0]["groups"]["text"] == [group.rows, group.blocks, group.first_block, group.dropped]
+    assert b"\n" not in dump_manifest(manifest)[:-1]
+
+
+def test_a_manifest_laid_out_otherwise_is_the_same(wide: Path) -> None:
+    manifest = read_manifest(wide)
+    assert parse_manifest(json.dumps(json.loads(dump_manifest(manifest)), indent=3).encode(), "m") == manifest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda groups: groups.update(text=[1, 2, 3]), "groups.text is .*expected 4 values: rows, blocks"),
+        (lambda groups: groups.update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}), "groups.text is"),
+        (lambda groups: groups.update(text=[1, 2, 3, "4"]), "dropped"),
+        (lambda groups: groups.update(text=[-1, 2, 3, 4]), "rows"),
+    ],
+)
+def test_groups_that_are_no_four_numbers_are_refused(change: object, message: str, wide: Path) -> None:
+    document = json.loads(dump_manifest(read_manifest(wide)))
+    change(document["shards"][0]["groups"])  # type: ignore[operator]
+    with pytest.raises(CorruptError, match=message):
+        parse_manifest(json.dumps(document).encode(), "m")
+
+
+@pytest.mark.parametrize("shards", [None, 5, [5], [{"groups": 5}], [{}]])
+def test_a_manifest_of_another_shape_is_refused(shards: object, wide: Path) -> None:
+    document = json.loads(dump_manifest(read_manifest(wide)))
+    with pytest.raises(CorruptError):
+        parse_manifest(json.dumps({**document, "shards": shards}).encode(), "m")

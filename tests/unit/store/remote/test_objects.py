@@ -1,24 +1,42 @@
-"""A store's folder in object storage: the same behaviour in memory, in a local folder and on an S3 server."""
+"""A folder in object storage, its generations and options: the same in memory, in a local folder and on an S3 server."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.files.redact import redacted
+from bucketline.ingest.commands.pack import Pack
+from bucketline.loader.config import LoaderConfig
+from bucketline.options import parse_options
+from bucketline.store import Store
+from bucketline.store.commands.change import Drop
+from bucketline.store.commands.look import Info
 from bucketline.store.folder import ExistsError, MissingObjectError
+from bucketline.store.format.manifest import Manifest, dump_manifest, sealed
 from bucketline.store.remote import objects
-from bucketline.store.remote.objects import ObjectFolder, RemoteOptions, is_url
-from bucketline.store.remote.urls import parse_url, refuse_misspelt
+from bucketline.store.remote.generations import (
+    commit,
+    complete_first,
+    find_newest,
+    listed_generations,
+    newest_generation,
+    read_generation,
+    refuse_without_put_if_absent,
+)
+from bucketline.store.remote.objects import ObjectFolder, is_url
+from bucketline.store.remote.urls import RemoteOptions, parse_url, refuse_misspelt
 from tests.commands import call
 from tests.object_storage import SECRET, S3Bucket, in_memory
 
@@ -99,12 +117,7 @@ def test_secrets_are_in_no_message_and_no_pickle(s3: S3Bucket) -> None:
 def test_a_web_server_is_read_only() -> None:
     folder = ObjectFolder.open("https://example.org/a.store")
     assert folder.is_read_only
-    changes: list[Callable[[], object]] = [
-        lambda: folder.write("x", b""),
-        lambda: folder.create("x", b""),
-        lambda: folder.remove(["x"]),
-    ]
-    for change in changes:
+    for change in (lambda: folder.write("x", b""), lambda: folder.create("x", b""), lambda: folder.remove(["x"])):
         with pytest.raises(StoreError, match="web servers are read only"):
             change()
     with pytest.raises(StoreError, match="cannot be listed"):
@@ -161,20 +174,11 @@ PASSWORDS = (
         "https//me:hidden@host/a",
         "https;//me:hidden@host/a",
     ),
-    *(
-        "https ://me:hidden@host/a",
-        "https:\\\\me:hidden@host/a",
-        "https://me:hidden\uff20host/a",
-        "https://me:hidden@host:port/a",
-    ),
-    *(
-        "https://me:hidden@[::1/a",
-        "https://me:hid hidden@host/a",
-        "https://me:hid'hidden@host/a",
-        'https://me:hid"hidden@host/a',
-    ),
-    *("https://me:hid\thidden@host/a", "https://me:hi::hidden@host/a", "https://me:hidden@", "https://:hidden@host/a?q"),
-    *("s3://me:hidden@bucket/a", "https/me:hidden@host/a", "https://me:hidden@host/../a"),
+    *("https ://me:hidden@host/a", "https:\\\\me:hidden@host/a", "https://me:hidden\uff20host/a"),
+    *("https://me:hidden@host:port/a", "https://me:hidden@[::1/a", "https://me:hid hidden@host/a"),
+    *("https://me:hid'hidden@host/a", 'https://me:hid"hidden@host/a', "https://me:hid\thidden@host/a"),
+    *("https://me:hi::hidden@host/a", "https://me:hidden@", "https://:hidden@host/a?q", "s3://me:hidden@bucket/a"),
+    *("https/me:hidden@host/a", "https://me:hidden@host/../a"),
 )
 
 
@@ -190,15 +194,8 @@ def test_no_form_of_a_url_prints_its_password(url: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "/data/a:b@c/x.png",
-            "photos/a:b@2x.png",
-            "photos@2x.png",
-            "https://host:80/a@b/c.tar",
-            "https://[::1]:80/a",
-            "a:b/c",
-        ),
-        *("s3://bucket/a@b", "C:x", "https://[::1]/a@b", "file:///data/me@home/a", "memory://a"),
+        *("/data/a:b@c/x.png", "photos/a:b@2x.png", "photos@2x.png", "https://host:80/a@b/c.tar", "https://[::1]:80/a"),
+        *("a:b/c", "s3://bucket/a@b", "C:x", "https://[::1]/a@b", "file:///data/me@home/a", "memory://a"),
     ],
 )
 def test_what_has_no_password_is_shown_as_it_is(text: str) -> None:
@@ -315,3 +312,150 @@ def test_each_kind_of_storage_is_sent_its_condition(url: str, condition: str, mo
             server.shutdown()
             thread.join()
     assert _Recorder.conditions == [condition]
+
+
+def numbered(manifest: Manifest, generation: int) -> tuple[Manifest, bytes]:
+    other = sealed(dataclasses.replace(manifest, generation=generation))
+    return other, dump_manifest(other)
+
+
+def test_readers_find_what_was_committed_whatever_the_hint_says(folder: ObjectFolder, store: Store) -> None:
+    assert find_newest(folder) is None
+    with pytest.raises(MissingObjectError, match=r"is not a store: it has no manifest\.json"):
+        newest_generation(folder)
+    third, data = numbered(store.manifest, 3)
+    assert commit(folder, 3, data, is_first=True)
+    assert not commit(folder, 3, numbered(store.manifest, 4)[1], is_first=True)
+    fourth, after = numbered(store.manifest, 4)
+    assert commit(folder, 4, after, is_first=False)
+    fifth, last = numbered(store.manifest, 5)
+    folder.create("generations/5.json", last)  # the writer died before it wrote the hint
+    assert newest_generation(folder) == fifth
+    folder.write("manifest.json", data)  # a slow writer's hint comes late
+    assert newest_generation(folder) == fifth
+    assert read_generation(folder, 4, fifth) == fourth
+    assert read_generation(folder, 5, fifth) == fifth
+    assert read_generation(folder, 3, fifth) == third
+    with pytest.raises(StoreError, match="has no generation 2 any more"):
+        read_generation(folder, 2, fifth)
+    assert list(listed_generations(folder)) == [3, 4, 5]
+
+
+def test_an_interrupted_first_commit_is_completed(store: Store) -> None:
+    folder = in_memory()
+    third, data = numbered(store.manifest, 3)
+    folder.write("manifest.json", data)
+    assert newest_generation(folder) == third
+    complete_first(folder, newest_generation(folder))
+    assert folder.read("generations/3.json") == data
+    complete_first(folder, newest_generation(folder))
+    folder.remove(["generations/3.json"])
+    folder.write("generations/3.json", numbered(store.manifest, 2)[1])
+    assert not commit(folder, 3, data, is_first=False)
+
+
+def test_a_foreign_generation_is_an_error(store: Store) -> None:
+    folder = in_memory()
+    assert commit(folder, 1, numbered(store.manifest, 1)[1], is_first=True)
+    folder.write("generations/2.json", numbered(dataclasses.replace(store.manifest, store_id="0" * 32), 2)[1])
+    with pytest.raises(CorruptError, match="belongs to another store or generation"):
+        newest_generation(folder)
+    folder.write("generations/2.json", b"{}")
+    with pytest.raises(CorruptError, match=r"generations/2\.json is damaged"):
+        newest_generation(folder)
+
+
+def test_what_an_earlier_store_left_at_the_place_is_named(store: Store) -> None:
+    folder = in_memory()
+    folder.write("generations/1.json", numbered(dataclasses.replace(store.manifest, store_id="0" * 32), 1)[1])
+    with pytest.raises(StoreError, match=r"generations/1\.json belongs to another store, or an earlier one at this place"):
+        commit(folder, 1, numbered(store.manifest, 1)[1], is_first=True)
+    assert folder.size("manifest.json") is None
+
+
+def test_put_if_absent_is_probed_and_leaves_nothing(folder: ObjectFolder) -> None:
+    refuse_without_put_if_absent(folder)
+    assert list(folder.names()) == []
+
+
+def test_an_answer_that_is_damaged_once_is_read_again(
+    folder: ObjectFolder, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, data = numbered(store.manifest, 1)
+    assert commit(folder, 1, data, is_first=True)
+    read, bad = ObjectFolder.read, [data[:100], bytes(len(data))]
+
+    def read_badly(own: ObjectFolder, name: str, *args: int) -> bytes:
+        found = read(own, name, *args)
+        return bad.pop() if bad else found
+
+    monkeypatch.setattr(ObjectFolder, "read", read_badly)
+    with pytest.raises(CorruptError, match=r"manifest\.json is damaged"):  # twice
+        newest_generation(folder)
+    bad.append(data[:100])
+    assert newest_generation(folder) == manifest
+    assert not bad
+
+
+STORAGE = ("endpoint", "store_option", "deadline", "cache", "cache_bytes")
+NAMES = {name: f"BUCKETLINE_{name.upper()}" for name in STORAGE}
+
+
+def test_an_option_may_be_given_several_times_wherever_it_stands() -> None:
+    asked = parse_options(Info, ["--store-option", "a=1", "s3://b/s", "--store_option=region=x y", "--json"], "info")
+    assert (asked.store_option, asked.store, asked.json) == (("a=1", "region=x y"), "s3://b/s", True)
+    dropped = parse_options(Drop, ["s3://b/s", "--store-option", "a=1", "--", "-id"], "drop")
+    assert (dropped.store_option, dropped.ids) == (("a=1",), ("-id",))
+    with pytest.raises(UsageError, match="is not KEY=VALUE"):
+        parse_options(Info, ["s3://b/s", "--store-option", "region"], "info")
+    with pytest.raises(UsageError, match="--store-option has no value"):
+        parse_options(Info, ["s3://b/s", "--store-option"], "info")
+
+
+def test_what_is_left_out_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES.values():
+        monkeypatch.delenv(name, raising=False)
+    assert RemoteOptions() == RemoteOptions(deadline_s=60.0)
+    monkeypatch.setenv(NAMES["endpoint"], "http://127.0.0.1:9000")
+    monkeypatch.setenv(NAMES["store_option"], "region=eu-central-1 'skip_signature=true'")
+    monkeypatch.setenv(NAMES["deadline"], "5")
+    monkeypatch.setenv(NAMES["cache_bytes"], "2GiB")
+    usual = RemoteOptions(
+        endpoint="http://127.0.0.1:9000",
+        options=("region=eu-central-1", "skip_signature=true"),
+        deadline_s=5.0,
+        cache_bytes=2 << 30,
+    )
+    pack = parse_options(Pack, ["photos", "s3://b/s", "--model", "m"], "pack")
+    for found in (
+        RemoteOptions(),
+        parse_options(Info, ["s3://b/s"], "info").remote(),
+        pack.remote(),
+        LoaderConfig(batch_size=1).remote(),
+    ):
+        assert found == usual
+    assert replace(usual, cache=Path("c")).options == usual.options  # once, also in a copy
+    asked = "s3://b/s --endpoint http://other:1 --store-option region=x --deadline 7 --cache-bytes 1GiB"
+    given = parse_options(Info, asked.split(), "info").remote()
+    assert (given.endpoint, given.deadline_s, given.cache_bytes) == ("http://other:1", 7.0, 1 << 30)
+    assert given.client_options() == {"region": "x", "skip_signature": "true"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("deadline", "soon", "BUCKETLINE_DEADLINE is 'soon', expected seconds above 0"),
+        ("deadline", "0", "BUCKETLINE_DEADLINE is '0'"),
+        ("cache_bytes", "much", "BUCKETLINE_CACHE_BYTES is 'much', expected a number of bytes"),
+        ("endpoint", "minio", "minio is not a URL such as"),
+        ("store_option", "region", "is not KEY=VALUE"),
+        ("store_option", "secret_key=x", "is a secret"),
+        ("store_option", "a='", "BUCKETLINE_STORE_OPTION"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_name_of_its_variable(
+    option: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAMES[option], value)
+    with pytest.raises(UsageError, match=words):
+        RemoteOptions()

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -37,7 +38,7 @@ def data(tmp_path: Path) -> bytes:
 
 @contextmanager
 def served(
-    handler: Callable[..., SimpleHTTPRequestHandler], context: ssl.SSLContext | None = None
+    handler: Callable[..., BaseHTTPRequestHandler], context: ssl.SSLContext | None = None
 ) -> Iterator[ThreadingHTTPServer]:
     """Serve a folder, without ranges, by https if there is a context."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -155,3 +156,50 @@ def test_a_certificate_that_nobody_trusts_is_refused(data: bytes, tmp_path: Path
         url = f"https://127.0.0.1:{server.server_port}/a.store"
         with pytest.raises(StoreError, match=f"cannot read {url}"):
             ObjectFolder.open(url, RemoteOptions(deadline_s=2.0)).read(NAME)
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """A proxy that notes what it is asked for, and answers by itself."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(200)
+        for name, value in {"Content-Length": "1", "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT", "ETag": '"1"'}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"1")
+
+    def do_CONNECT(self) -> None:
+        self.asked.append(self.path)
+        self.send_error(403)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "asked"),
+    [
+        ("http://store.example.com/a.store", None, "http://store.example.com/a.store/manifest.json"),
+        ("s3://bucket/a.store", "http://store.example.com", "http://store.example.com/bucket/a.store/manifest.json"),
+        ("https://store.example.com/a.store", None, "store.example.com:443"),
+    ],
+)
+def test_a_proxy_of_the_environment_is_asked(
+    url: str, endpoint: str | None, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Proxy.asked.clear()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "example")
+    with served(Proxy) as server:
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        folder = ObjectFolder.open(url, RemoteOptions(endpoint=endpoint, deadline_s=2.0))
+        if url.startswith("https"):
+            with pytest.raises(StoreError, match=f"cannot read {url}"):
+                folder.read("manifest.json")
+        else:
+            assert folder.read("manifest.json") == b"1"
+    assert set(Proxy.asked) == {asked}

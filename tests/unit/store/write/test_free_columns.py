@@ -1,8 +1,9 @@
-"""Columns of any dtype, shape and role: every bit comes back, buckets follow from shapes, and what does not fit is refused."""
+"""Columns of any dtype, shape and role: every bit comes back, every command does its work, and what does not fit is refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 
-from bucketline.errors import CorruptError, FingerprintError, UsageError
-from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter, read_manifest
-from bucketline.store.format.manifest import dump_manifest, parse_manifest, sealed
+from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
+from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
+from bucketline.store.change.merge import merge
+from bucketline.store.change.repair import repair
+from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.verify.verify import verify
-from tests.kit import ANY, ANY_ENCODERS, FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, Form, Sample, every_dtype, everything
+from tests.commands import call
+from tests.kit import (
+    ANY,
+    ANY_ENCODERS,
+    FRAMES,
+    HEIGHT,
+    IMAGE_COLUMNS,
+    WIDTH,
+    Form,
+    Sample,
+    every_dtype,
+    everything,
+    faults,
+    flip_bit,
+    flip_row,
+)
 
 ROWS = {"train/64x64": 9, "train/64x96": 4, "val/64x64": 3}
 
@@ -27,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def check(store: Store, items: list[Sample], form: Form = ANY) -> None:
-    assert not verify(store, lambda _: None, 1).corrupt
+    assert not faults(store)
     form.expect(store, items)
 
 
@@ -72,7 +92,7 @@ def test_a_store_without_captions_needs_ten_lines(tmp_path: Path) -> None:
         for name, spectrogram in spectrograms.items():
             writer.add(name, "train", {"target": spectrogram})
     store = Store.open(tmp_path / "s")
-    assert not verify(store, lambda _: None, 1).corrupt
+    assert not faults(store)
     assert [(bucket.name, bucket.num_rows) for bucket in store.buckets()] == [("train/50", 3), ("train/75", 3)]
     assert store.bucket("train/75").read(np.arange(3), "latent")[:, 0, 0].tolist() == [1, 3, 5]
     assert store.sample("0.wav")[1].original_size == (0, 0)
@@ -261,11 +281,6 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: d["columns"]["mask"].update(optional=False),
         "has the column 'present/mask', which has no role",
     ),
-    "a mirror image of another form": (
-        lambda d: d["buckets"][0]["columns"]["control/depth/flipped"].update(dtype="F16"),
-        "'control/depth/flipped' in another form than 'control/depth'",
-    ),
-    "columns without roles": (lambda d: d.update(columns={}), "has the column 'audio', which has no role"),
     "an axis twice": (lambda d: d["buckets"][0]["axes"][0].update(name="width_px"), "has axes of the names"),
     "another size": (lambda d: d["buckets"][0]["axes"][0].update(size=8), "is not the name of a bucket of train, 8x"),
     "an axis less": (lambda d: d["buckets"][0]["axes"].pop(), "is not the name of a bucket of train, 64"),
@@ -282,7 +297,108 @@ def test_a_damaged_manifest_is_refused_by_field(case: str, made: Store) -> None:
     assert words in str(error.value)
 
 
-def test_a_manifest_of_version_3_comes_back_as_it_was_written(made: Store) -> None:
-    found = read_manifest(made.path)
-    assert found == made.manifest == sealed(found)
-    assert dump_manifest(found) == (made.path / "manifest.json").read_bytes()
+VIDEO = (
+    RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),
+    RowColumn(role="mask", dtype="BOOL", shape=("frames",), optional=True),
+)
+KINDS = {
+    "images": (ANY, {"train/64x64": 11, "val/64x96": 5}),
+    "video": (Form(columns=VIDEO), {"train/9x16x16": 8, "train/1x16x24": 5}),
+}
+
+
+@pytest.fixture(params=KINDS)
+def form(request: pytest.FixtureRequest) -> tuple[Form, dict[str, int]]:
+    return KINDS[request.param]
+
+
+def test_merge_and_mix_stores_of_the_same_columns_only(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    stores = [made.make_store(tmp_path / name, made.samples(rows, f"{name}/")) for name in "ab"]
+    batch_size = 3
+    config = LoaderConfig(batch_size=batch_size, epochs=1, columns=made.roles, verify=True)
+    with Loader([stores[0], WeightedStore(store=stores[1], repeats=2)], config) as loader:
+        assert sum(len(batch.ids) for batch in loader) > 2 * batch_size
+    required = [
+        column if column.role != "mask" else RowColumn(role="mask", dtype=column.dtype, shape=column.shape)
+        for column in made.columns
+    ]
+    without = Form(columns=required)
+    other = without.make_store(tmp_path / "c", [without.sample("c", next(iter(rows)))])
+    with pytest.raises(FingerprintError, match=r"columns\.mask\.optional = True, .* with False"):
+        merge(tmp_path / "no", [stores[0].path, other.path])
+    with pytest.raises(FingerprintError, match=r"columns\.mask\.optional is True in the first and False"):
+        Loader([stores[0], other], config)
+
+
+def test_stores_of_other_axes_are_not_mixed(tmp_path: Path) -> None:
+    stores = []
+    for axes in (("mels", "frames"), ("height_px", "width_px")):
+        one = Form(columns=[RowColumn(role="target", dtype="F8_E5M2", shape=axes)])
+        stores.append(one.make_store(tmp_path / axes[0], one.samples({"train/8x20": 4})))
+    with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes is .*mels.* in the first and .*height_px"):
+        Loader(stores, LoaderConfig(batch_size=2))
+    with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes = .*mels"):
+        merge(tmp_path / "no", [store.path for store in stores])
+
+
+def test_repair_keeps_the_rows_that_can_be_read(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    items = made.samples(rows)
+    store = made.make_store(tmp_path / "s", items)
+    flip_row(store, items[0].bucket, 2, "mask")
+    (fault,) = [fault for fault in faults(store) if fault.row is not None]
+    assert fault.sample == items[2].id
+    repair(tmp_path / "s")
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1, shards_only=True).corrupt
+    made.expect(Store.open(tmp_path / "s"), [item for item in items if item.id != items[2].id])
+
+
+def test_commands_show_and_export_every_column(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    columns, items = made.columns, made.samples(rows)
+    made.make_store(tmp_path / "s", items)
+    report = call("store", "info", tmp_path / "s", "--json").json
+    assert report["format_version"] == 1
+    for bucket in report["buckets"]:
+        assert bucket["name"] == f"{bucket['split']}/{'x'.join(str(bucket[axis]) for axis in bucket['axes'])}"
+        shown = {column["role"]: column for column in bucket["columns"].values() if "role" in column}
+        assert {role: (column["dtype"], column["optional"]) for role, column in shown.items()} == {
+            column.role: (column.dtype, column.optional) for column in columns
+        }
+    told = call("store", "info", tmp_path / "s").out
+    assert all(column.role in told for column in columns)
+    assert "mask (optional)" in told
+    listed = call("store", "ls", tmp_path / "s").out.splitlines()
+    assert sorted(listed) == sorted(f"{item.id}\t{item.bucket}" for item in items)
+    assert call("store", "get", tmp_path / "s", items[1].id, "-o", tmp_path / "one").code == 0
+    assert call("store", "export", tmp_path / "s", tmp_path / "all", "--format", "safetensors").code == 0
+    lines = [json.loads(line) for line in (tmp_path / "all" / "samples.jsonl").read_text().splitlines()]
+    files = {line["id"]: (tmp_path / "all" / line["file"]).read_bytes() for line in lines}
+    assert files[items[1].id] == (tmp_path / "one").read_bytes()
+    assert files.keys() == {item.id for item in items}
+    wanted = [column for column in columns if column.dtype in ("F16", "U8", "F32", "BOOL")]
+    for item in items:
+        tensors = load(files[item.id]) if columns is VIDEO else {}
+        for column in wanted if tensors else []:
+            if column.role in item.columns:
+                assert np.array_equal(tensors[column.name], item.columns[column.role])
+    shutil.rmtree(tmp_path / "all")
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    store = ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 1}))
+    with pytest.raises(StoreError, match=r"train/64x64 has no column 'depth'; it has .*control/depth"):
+        store.bucket("train/64x64").read(np.array([0]), "depth")
+    assert ANY_ENCODERS.keys() == store.manifest.encoders.keys()
+
+
+def test_verify_names_the_damaged_line_where_nothing_names_it_more_exactly(tmp_path: Path) -> None:
+    form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))])
+    store = form.make_store(tmp_path / "s", form.samples({f"train/{3 << 20}": 4}))
+    assert not faults(store)
+    shard = store.shards[0]
+    flip_bit(shard.paths.lmdb, 8 * (shard.entry.lmdb.num_bytes - 1))  # behind all blocks
+    damaged, digest = [fault.error for fault in faults(store)]
+    assert damaged == f"{shard.paths.lmdb.name}: bytes 8388608 to 16777216 do not match the checksum of their line"
+    assert "has the digest" in digest

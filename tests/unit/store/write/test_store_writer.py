@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import runpy
 import signal
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bucketline.errors import FingerprintError, LockedError, StoreError, UsageError
+from bucketline.errors import BucketlineError, FingerprintError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.store import Column, LatentColumn, PartWriter, Store, StoreWriter, TextSpec, new_record
+from bucketline.store import Column, LatentColumn, PartWriter, SampleRecord, Store, StoreWriter, TextSpec, new_record
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.manifest import generations
-from bucketline.store.verify.verify import verify
+from bucketline.store.write.publish import lock_store
+from tests.commands import ROOT
+from tests.constrained import SmallDisk
 from tests.fault.apart import How, apart
 from tests.kit import (
     ANY,
@@ -31,6 +36,7 @@ from tests.kit import (
     Sample,
     add_samples,
     embedding,
+    faults,
     images,
     make_sample,
     make_store,
@@ -43,11 +49,12 @@ BUCKET = "train/64x64"
 ROWS = {BUCKET: 20, "val/64x96": 9}
 
 
-def check(path: Path, samples: Iterable[Sample], form: Form = IMAGES) -> None:
+def check(path: Path, samples: Iterable[Sample], form: Form = IMAGES) -> Store:
     """See that the newest generation holds exactly these samples, bit for bit, and is sound."""
     store = Store.open(path)
-    assert not verify(store, lambda _: None, 1).corrupt
+    assert not faults(store)
     form.expect(store, samples)
+    return store
 
 
 def left_pending(path: Path) -> list[str]:
@@ -234,11 +241,6 @@ def test_a_part_knows_what_its_store_has(tmp_path: Path) -> None:
             assert second[0].id in elsewhere
 
 
-def test_a_writer_knows_nothing_before_its_block(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not being written; use its StoreWriter inside"):
-        _ = "a.png" in store_writer(tmp_path / "s")
-
-
 def test_a_store_is_continued_and_a_later_sample_replaces_an_older_one(tmp_path: Path) -> None:
     path, first = tmp_path / "s", samples_of(ROWS)
     make_store(path, first)
@@ -352,7 +354,7 @@ def test_what_does_not_fit_is_refused_by_name_and_the_writer_continues(name: str
             writer.add(*given)
         writer.add("x.png", BUCKET, {"latent": LATENT + 1}, {"snow": TOKENS})
     store = Store.open(tmp_path / "s")
-    assert not verify(store, lambda _: None, 1).corrupt
+    assert not faults(store)
     assert store.bucket(BUCKET).sample_ids(np.arange(2)) == ["there.png", "x.png"]
     assert store.manifest.samples == 2
 
@@ -365,21 +367,8 @@ def test_no_float_that_is_not_finite_is_stored(dtype: str, bits: int, tmp_path: 
     with store_writer(tmp_path / "s", dtype=dtype) as writer:
         with pytest.raises(UsageError, match="NaN or infinite"):
             writer.add_record(sample.record, {"latent": latent}, {})
-        writer.add_record(sample.record, {"latent": sample.latent}, {})
-    check(tmp_path / "s", [sample], images(dtype))
-
-
-def test_a_record_of_another_split_or_of_a_caption_without_embedding_is_refused(tmp_path: Path) -> None:
-    sample = make_sample("a.png", BUCKET, ("snow",))
-    with store_writer(tmp_path / "s") as writer:
-        with pytest.raises(UsageError, match=r"'a\.png' has the split 'val', expected that of its bucket, train/64x64"):
-            writer.add_record(replace(sample.record, split="val"), {"latent": sample.latent}, {"snow": TOKENS})
-        with pytest.raises(UsageError, match=r"'a\.png' has the caption 'snow' without an embedding"):
-            writer.add_record(sample.record, {"latent": sample.latent}, {})
-        with pytest.raises(StoreError, match="source_mtime_ns -1, expected 0"):
-            writer.add_record(replace(sample.record, source_mtime_ns=-1), {"latent": sample.latent}, {"snow": TOKENS})
         add_samples(writer, [sample])
-    check(tmp_path / "s", [sample])
+    check(tmp_path / "s", [sample], images(dtype))
 
 
 def test_a_caption_is_stored_once_a_shard_and_those_beyond_the_most_only_in_the_record(tmp_path: Path) -> None:
@@ -451,6 +440,7 @@ def test_the_names_of_shards_are_new_each_time_or_as_asked(tmp_path: Path) -> No
 
 
 OUTSIDE: dict[str, Callable[[StoreWriter], object]] = {
+    "in": lambda writer: "a.png" in writer,
     "add": lambda writer: add_samples(writer, samples_of({BUCKET: 1})),
     "publish": StoreWriter.publish,
     "discard": StoreWriter.discard,
@@ -492,3 +482,161 @@ def test_text_columns_whose_blocks_could_not_be_read_are_refused(names: tuple[st
     for text in (columns, TextSpec(tokens=tuple(columns[:1]), fixed=tuple(columns[1:]))):
         with pytest.raises(UsageError, match="each name once, and none of starts, checksum, digest"):
             StoreWriter(tmp_path / "s", columns=[LatentColumn(channels=2)], text=text, empty_caption=empty)
+
+
+SAMPLES = samples_of({BUCKET: 240, "val/8x8": 40})
+
+
+@pytest.mark.parametrize("kind", ["store", "part"])
+def test_what_several_threads_add_is_all_stored(tmp_path: Path, kind: str) -> None:
+    with store_writer(tmp_path / "s", shard_bytes=1 << 14) as writer:
+        used: PartWriter = writer if kind == "store" else writer.part("p")
+
+        def add(samples: list[Sample]) -> None:
+            add_samples(used, samples, commit_every=5)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(add, [SAMPLES[n::8] for n in range(8)]))
+            if kind == "store":
+                list(pool.map(lambda _: writer.publish(), range(3)))
+        used.seal()
+    store = check(tmp_path / "s", SAMPLES)
+    assert len(store.shards) > 1
+
+
+def test_the_same_id_from_two_threads_is_refused_once(tmp_path: Path) -> None:
+    refused = []
+    with store_writer(tmp_path / "s") as writer:
+
+        def add(sample: Sample) -> None:
+            try:
+                add_samples(writer, [sample])
+            except UsageError as error:
+                refused.append(str(error))
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(add, [sample for sample in SAMPLES[:50] for _ in range(2)]))
+    assert len(refused) == 50
+    check(tmp_path / "s", SAMPLES[:50])
+
+
+@pytest.mark.parametrize("use", ["add", "commit", "seal", "publish", "part", "leave"])
+def test_a_forked_child_of_a_writer_is_refused_and_changes_nothing(tmp_path: Path, use: str) -> None:
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, SAMPLES[:9])
+        uses: dict[str, Callable[[], object]] = {
+            "add": lambda: add_samples(writer, SAMPLES[9:10]),
+            "commit": writer.commit,
+            "seal": writer.seal,
+            "publish": writer.publish,
+            "part": lambda: writer.part("p"),
+            "leave": lambda: writer.__exit__(None, None, None),
+        }
+        child = apart(lambda: uses[use]() and None)
+        assert child.how is How.REFUSED
+        assert f"process {os.getpid()} writes" in child.said
+        assert "StoreWriter.part" in child.said
+        with pytest.raises(LockedError, match=f'"pid": {os.getpid()}'):
+            lock_store(tmp_path / "s")
+        assert apart(lambda: writer.__exit__(ValueError, ValueError("x"), None)).how is How.DONE
+        assert list((tmp_path / "s" / "pending").glob("g*.lock"))
+        add_samples(writer, SAMPLES[10:20])
+    check(tmp_path / "s", [*SAMPLES[:9], *SAMPLES[10:20]])
+
+
+def test_a_part_is_for_whichever_process_uses_it_first(tmp_path: Path) -> None:
+    def fill(part: PartWriter, samples: list[Sample]) -> list[str]:
+        with part:
+            add_samples(part, samples)
+        return part.sealed
+
+    with store_writer(tmp_path / "s") as writer:
+        inherited, own, sent = (writer.part(name) for name in ("inherited", "own", "sent"))
+        assert apart(lambda: fill(inherited, SAMPLES[:5])).how is How.DONE
+        add_samples(own, SAMPLES[5:7])
+        refused = apart(lambda: fill(own, SAMPLES[7:9]))
+        assert refused.how is How.REFUSED
+        assert apart(lambda: fill(pickle.loads(pickle.dumps(sent)), SAMPLES[9:12])).how is How.DONE
+        own.seal()
+    check(tmp_path / "s", [*SAMPLES[:7], *SAMPLES[9:12]])
+
+
+def test_a_refused_record_leaves_nothing_in_its_shard(tmp_path: Path) -> None:
+    sample, other = SAMPLES[3], SAMPLES[4]
+    texts = {"a good caption": {"tokens": embedding("a good caption")}, "another": {"tokens": np.zeros((2, 3), dtype="<f2")}}
+    good, bad = texts
+    own, record = {good: texts[good]}, replace(sample.record, captions=(good,))
+    refused: tuple[tuple[SampleRecord, Any, str], ...] = (
+        (replace(record, captions=(good, bad)), own, "has the caption 'another' without an embedding"),
+        (replace(record, captions=(good, bad)), texts, "caption 'another'"),
+        (replace(record, source_bytes=1 << 64), own, "source_bytes"),
+        (replace(record, source_mtime_ns=-1), own, "source_mtime_ns -1, expected 0"),
+        (replace(record, split="val"), own, "has the split 'val', expected that of its bucket, train/64x64"),
+    )
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, [other])
+        for wrong, captions, words in refused:
+            with pytest.raises(BucketlineError, match=f"{sample.id}.*{words}"):
+                writer.add_record(wrong, {"latent": sample.latent}, captions)
+    (entry,) = check(tmp_path / "s", [other]).manifest.shards
+    assert entry.groups["text"].rows == 1 + len(set(other.captions) - {""})
+
+
+def test_spectrograms_are_packed_and_read_back_in_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example: dict[str, Any] = runpy.run_path(str(ROOT / "examples" / "own_encoder.py"))
+    path = str(tmp_path / "s")
+    for _ in range(2):
+        example["main"](path)
+        assert capsys.readouterr().out == (
+            "48 recordings packed\n42 read by the loader, 42 by numpy, 42 by torch's DataLoader\n"
+        )
+    store = Store.open(path)
+    assert store.manifest.generation == 1
+    assert not faults(store)
+    for bucket in store.buckets():
+        names = bucket.sample_ids(np.arange(bucket.num_rows))
+        for name, stored in zip(names, bucket.read(np.arange(bucket.num_rows), "latent"), strict=True):
+            expected = example["encode"](example["record"](int(name[7:10])))["target"]
+            assert stored.tobytes() == expected.contiguous().numpy().tobytes()
+        for row, name in enumerate(names):
+            number, beats = int(name[7:10]), bucket.read_ragged(row, "beats")
+            assert (beats is None) == (number % 4 == 0)
+            assert beats is None or beats["at_s"].tolist() == [n / 8 for n in range(number % 5)]
+
+
+@pytest.mark.parametrize("more_bytes", [1 << 14, 1 << 17])
+def test_a_disk_that_gets_full_is_named_and_what_was_committed_is_adopted_once_there_is_room(
+    more_bytes: int, tmp_path: Path
+) -> None:
+    """It fills up while blocks are written, or while shards are sealed."""
+    path, samples = tmp_path / "disk" / "s", samples_of({BUCKET: 90})
+    path.parent.mkdir()
+
+    def write() -> tuple[list[str], str]:
+        disk, committed, said = SmallDisk(path.parent, 1 << 22), list[str](), ""
+        with store_writer(path, shard_bytes=1 << 15):
+            pass
+        disk.leave(more_bytes)
+        try:
+            with store_writer(path, shard_bytes=1 << 15) as writer:
+                for n in range(0, len(samples), 5):
+                    add_samples(writer, samples[n : n + 5])
+                    writer.commit()
+                    committed = [sample.id for sample in samples[: n + 5]]
+        except StoreError as error:
+            said = str(error)
+        disk.resize(1 << 24)
+        with store_writer(path) as writer:
+            kept = [sample for sample in samples if sample.id in writer]
+            assert [sample.id for sample in kept][: len(committed)] == committed
+        check(path, kept)
+        with store_writer(path) as writer:
+            add_samples(writer, (sample for sample in samples if sample not in kept))
+        check(path, samples)
+        return committed, said
+
+    ended = apart(write, 60)
+    assert ended.how is How.DONE, ended.said
+    committed, said = ended.gave
+    assert len(committed) < len(samples)
+    assert re.search(r"full|No space left|File too large", said), said
