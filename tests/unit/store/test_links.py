@@ -137,7 +137,7 @@ def test_a_file_that_stands_where_one_is_written_aside_is_not_touched(outside: P
 
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to a file", "file", "folder of another user"])
-def test_what_stands_where_a_folder_is_prepared_is_not_touched(
+def test_what_is_in_the_way_is_not_touched(
     kind: str, store: Path, outside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden = staging_path(tmp_path / "out")

@@ -127,7 +127,7 @@ def latent_of(count: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_wrong_entry_is_refused_by_name_and_nothing_is_added(
+def test_a_wrong_entry_is_refused_by_name(
     ragged: dict[str, Any], captions: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with RAGGED.writer(tmp_path / "s") as writer:

@@ -178,9 +178,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("role", "values", "options", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_added_is_refused_and_the_store_stays(
-    role: str, values: Any, options: dict[str, Any], said: str, path: Path
-) -> None:
+def test_what_cannot_be_added_is_refused(role: str, values: Any, options: dict[str, Any], said: str, path: Path) -> None:
     before = (path / "manifest.json").read_bytes()
     with pytest.raises((UsageError, StoreError), match=said):
         add_column(options.get("store", path), role, values, **{name: own for name, own in options.items() if name != "store"})
@@ -384,9 +382,7 @@ def test_writers_that_start_meanwhile_leave_the_files_that_it_is_making(path: Pa
     expect_clean(path)
 
 
-def test_a_call_that_starts_meanwhile_leaves_the_files_that_a_compaction_is_making(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_meanwhile_leaves_the_files_that_a_compaction_is_making(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_column(path, "mask", mask_of)
     begun: list[str] = []
 
@@ -512,7 +508,7 @@ def pushed(path: Path, tmp_path: Path) -> ObjectFolder:
     return folder
 
 
-def test_a_column_at_a_url_is_pulled_by_itself_and_read_through_the_cache(
+def test_a_column_is_pulled_alone_and_read_through_the_cache(
     pushed: ObjectFolder, remote: RemoteOptions, tmp_path: Path
 ) -> None:
     pulled = pull(pushed, tmp_path / "pulled")

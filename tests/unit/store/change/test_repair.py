@@ -123,7 +123,7 @@ def test_a_shard_with_more_behind_its_end_keeps_all(copy: Path, every: dict[str,
 
 @pytest.mark.parametrize("suffixes", [("extents",), ("index",), ("extents", "index")])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "empty"])
-def test_sidecars_are_rebuilt_from_the_shards_file_byte_for_byte(
+def test_sidecars_are_rebuilt_from_the_shard(
     store: Store, copy: Path, every: dict[str, Sample], suffixes: tuple[str, ...], damage: str
 ) -> None:
     for suffix in suffixes:
@@ -144,9 +144,7 @@ def test_sidecars_are_rebuilt_from_the_shards_file_byte_for_byte(
     expect(copy, every, set())
 
 
-def test_sidecars_whose_offsets_are_no_bytes_of_the_file_are_refused_and_made_again(
-    copy: Path, every: dict[str, Sample]
-) -> None:
+def test_sidecars_whose_offsets_are_not_in_the_file_are_refused_and_rebuilt(copy: Path, every: dict[str, Sample]) -> None:
     shard = Store.open(copy).shards[0]
     before = files(copy)["shards/g0.extents"], files(copy)["shards/g0.index"]
     metadata = shard.extents.metadata | {"places": "key"}
@@ -164,7 +162,7 @@ def test_sidecars_whose_offsets_are_no_bytes_of_the_file_are_refused_and_made_ag
 
 
 @pytest.mark.parametrize("wrong", ["offset", "length", "first_row", "rows"])
-def test_extents_that_are_intact_but_wrong_are_made_again_if_the_shards_file_is_intact(
+def test_extents_that_are_intact_but_wrong_are_made_again_from_the_shard(
     copy: Path, every: dict[str, Sample], wrong: str
 ) -> None:
     shard = Store.open(copy).shards[0]
@@ -181,7 +179,7 @@ def test_extents_that_are_intact_but_wrong_are_made_again_if_the_shards_file_is_
 
 
 @pytest.mark.parametrize("suffix", ["extents", "index"])
-def test_a_shard_without_its_own_file_and_a_sidecar_is_dropped_whole(
+def test_a_shard_without_file_and_sidecar_is_dropped(
     copy: Path, samples: list[list[Sample]], every: dict[str, Sample], suffix: str
 ) -> None:
     flip_bit(copy / "shards" / f"g1.{suffix}", 8 * 200)
@@ -256,9 +254,7 @@ def test_a_damaged_record_drops_its_sample(copy: Path, every: dict[str, Sample])
     expect(copy, every, {record.id})
 
 
-def test_a_shard_exchanged_for_another_is_dropped_whole(
-    copy: Path, samples: list[list[Sample]], every: dict[str, Sample]
-) -> None:
+def test_a_shard_replaced_by_another_is_dropped(copy: Path, samples: list[list[Sample]], every: dict[str, Sample]) -> None:
     shutil.copy(copy / "shards" / "g1.lmdb", copy / "shards" / "g0.lmdb")
     assert repaired(copy).dropped == 39
     expect(copy, every, {own.id for own in samples[0]})
@@ -410,7 +406,7 @@ def test_the_command_says_what_it_kept_and_what_it_dropped(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_only_what_the_medium_no_longer_gives_is_given_up(
+def test_only_what_the_medium_lost_is_given_up(
     copy: Path, every: dict[str, Sample], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(path: Path) -> tuple[int, str]:

@@ -104,9 +104,7 @@ def test_tars_stay_below_the_size_asked_for_and_are_named_in_order(small: tuple[
     assert all(tar.stat().st_size <= 60_000 for tar in tars)
 
 
-def test_a_size_that_one_sample_exceeds_is_refused_with_the_size_that_will_do(
-    small: tuple[Store, list[Sample]], tmp_path: Path
-) -> None:
+def test_a_size_that_one_sample_exceeds_is_refused_with_its_size(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     asked = ("store", "export", small[0].path, tmp_path / "out", "--format", "webdataset", "--shard-size")
     size, sizes = "1", []
     while (ran := call(*asked, size)).code == 2:
@@ -129,9 +127,7 @@ def test_the_same_store_gives_the_same_tars(small: tuple[Store, list[Sample]], t
     assert {(member.mtime, member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, 0, "", "")}
 
 
-def test_a_folder_of_safetensors_has_a_file_a_sample_and_says_which_is_which(
-    small: tuple[Store, list[Sample]], tmp_path: Path
-) -> None:
+def test_a_folder_of_safetensors_has_a_file_for_each_sample(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     store, samples = small
     by_id = {sample.id: sample for sample in samples}
     written = run(store, request(tmp_path / "out", "safetensors"))
@@ -241,7 +237,7 @@ def in_a_process(store: Store, output: Path, kind: str, how: str) -> Ran:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_killed_export_leaves_nothing_under_the_name_and_does_not_block_the_next(
+def test_a_killed_export_leaves_nothing_in_the_way_of_the_next(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
     assert in_a_process(small[0], tmp_path / "out", kind, "killed").code == -9
@@ -281,7 +277,7 @@ def test_a_name_as_long_as_names_may_be_is_no_problem(small: tuple[Store, list[S
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
+def test_the_command_prints_one_object_and_so_does_a_dry_run(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
     asked = ("store", "export", small[0].path, "--format", kind, tmp_path / "out", "--json")

@@ -41,7 +41,7 @@ def packed(known: Known) -> Path:
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
-def test_kohyas_files_are_read_by_numpy_and_named_after_the_images(
+def test_kohyas_files_are_read_by_numpy_and_named_after_images(
     known: Callable[[str], Known], family: str, tmp_path: Path
 ) -> None:
     own = known(family)
@@ -60,7 +60,7 @@ def test_kohyas_files_are_read_by_numpy_and_named_after_the_images(
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
-def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
+def test_an_export_to_kohyas_form_is_imported_again_as_it_was(
     known: Callable[[str], Known], family: str, tmp_path: Path
 ) -> None:
     own = known(family)
@@ -72,9 +72,7 @@ def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
 
 
 @pytest.mark.parametrize("family", ["sd", "flux"])
-def test_what_is_exported_to_mds_and_imported_again_is_the_same(
-    known: Callable[[str], Known], family: str, tmp_path: Path
-) -> None:
+def test_an_export_to_mds_is_imported_again_as_it_was(known: Callable[[str], Known], family: str, tmp_path: Path) -> None:
     own = known(family)
     exported(packed(own), "mds", tmp_path / "out", "--shard-size", "8KiB").done()
     assert len(list((tmp_path / "out" / "train").glob("*/*.mds"))) > 2
@@ -157,7 +155,7 @@ def columns_of(store: Path) -> dict[str, dict[str, bytes]]:
     return found
 
 
-def test_masks_go_out_to_kohyas_form_and_a_control_is_refused_by_name(
+def test_masks_go_out_to_kohyas_form_and_a_control_is_not(
     known: Callable[[str], Known], with_columns: Path, tmp_path: Path
 ) -> None:
     refused = exported(with_columns, "kohya", tmp_path / "out")
@@ -200,9 +198,7 @@ def test_columns_are_named_for_trainers_formats_only(with_columns: Path, tmp_pat
 
 
 @pytest.mark.parametrize("step", [-1, 1], ids=["mirrored", "the same"])
-def test_a_mask_for_the_mirrored_image_that_is_none_is_refused(
-    step: int, known: Callable[[str], Known], tmp_path: Path
-) -> None:
+def test_a_mask_of_the_mirrored_image_that_is_none_is_refused(step: int, known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sd")
     sample = own.samples[0]
     roles = [role + end for role in ("target", "mask") for end in ("", "/flipped")]

@@ -88,7 +88,7 @@ def test_the_header_has_room_for_the_largest_block_and_the_last_row() -> None:
     max_captions=st.integers(1, 9),
 )
 @settings(max_examples=60)
-def test_any_columns_come_back_aligned_and_in_descending_item_size(
+def test_any_columns_come_back_aligned_largest_items_first(
     shapes: list[tuple[str, list[int]]], count: int, max_captions: int
 ) -> None:
     own = [Column(name=f"own_{n}", dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in enumerate(shapes)]

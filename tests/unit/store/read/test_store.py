@@ -166,9 +166,7 @@ def test_a_shard_is_mapped_when_it_is_first_needed_and_its_file_closed(store: St
 
 
 @pytest.mark.parametrize("plain_reads", [False, True])
-def test_impossible_starts_are_an_error_of_the_loader_not_a_read_beyond_the_block(
-    store: Store, copy: Path, *, plain_reads: bool
-) -> None:
+def test_impossible_starts_are_an_error_and_not_a_read_beyond_the_block(store: Store, copy: Path, *, plain_reads: bool) -> None:
     opened = Store.open(copy)
     located = opened.locate_captions(np.array([0]), np.array([2]))
     path = opened.shards[0].paths.lmdb
@@ -236,7 +234,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("damage", [Path.unlink, cut])
-def test_pack_refuses_a_store_that_lost_a_file_before_it_does_anything(
+def test_pack_refuses_a_store_that_lost_a_file(
     packed: Path, tmp_path: Path, model: Path, part: str, damage: Callable[[Path], None]
 ) -> None:
     shutil.copytree(packed / "s", tmp_path / "s")
@@ -296,9 +294,7 @@ def test_a_file_that_may_not_be_looked_at_is_not_taken_for_a_lost_one(tmp_path: 
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut])
-def test_a_loader_refuses_to_open_what_it_could_not_read_to_the_end(
-    store: Store, copy: Path, damage: Callable[[Path], None]
-) -> None:
+def test_a_loader_refuses_a_store_that_lost_a_file(store: Store, copy: Path, damage: Callable[[Path], None]) -> None:
     damage(copy / "shards" / "g1.lmdb")
     with pytest.raises(CorruptError, match=r"has lost files of 1 shard with 14 samples: .*store repair"):
         Loader(copy, LoaderConfig(batch_size=2))

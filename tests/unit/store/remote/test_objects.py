@@ -51,9 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
     return bucket.folder("some where/a.store")
 
 
-def test_large_objects_are_written_in_parts_from_a_file_or_from_pieces(
-    folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_objects_are_written_in_parts(folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)  # the least that S3 takes
     assert folder.size("shards/a.lmdb") is None
     large = os.urandom(33 << 20)
@@ -378,9 +376,7 @@ def test_put_if_absent_is_probed_and_leaves_nothing(folder: ObjectFolder) -> Non
     assert list(folder.names()) == []
 
 
-def test_an_answer_that_is_damaged_once_is_read_again(
-    folder: ObjectFolder, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_damaged_once_is_read_again(folder: ObjectFolder, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, data = numbered(store.manifest, 1)
     assert commit(folder, 1, data, is_first=True)
     read, bad = ObjectFolder.read, [data[:100], bytes(len(data))]
@@ -453,7 +449,7 @@ def test_what_is_left_out_is_the_environments(monkeypatch: pytest.MonkeyPatch) -
         ("store_option", "a='", "BUCKETLINE_STORE_OPTION"),
     ],
 )
-def test_a_wrong_value_is_refused_with_the_name_of_its_variable(
+def test_a_wrong_value_is_refused_with_its_variable(
     option: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAMES[option], value)

@@ -86,7 +86,7 @@ def test_files_and_ranges_are_read(read: Callable[[ObjectFolder], bytes], part: 
     ],
 )
 @pytest.mark.parametrize(("read", "part"), READS[:2])
-def test_what_fails_or_breaks_off_once_is_requested_again(
+def test_a_fault_is_requested_again(
     fault: Fault, read: Callable[[ObjectFolder], bytes], part: slice, data: bytes, tmp_path: Path
 ) -> None:
     with RangeServer(tmp_path, schedule=Schedule([fault]), stall_s=DEADLINE_S, drip_s=0.1) as server:
@@ -186,9 +186,7 @@ class Proxy(BaseHTTPRequestHandler):
         ("https://store.example.com/a.store", None, "store.example.com:443"),
     ],
 )
-def test_a_proxy_of_the_environment_is_asked(
-    url: str, endpoint: str | None, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environments_proxy_is_used(url: str, endpoint: str | None, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Proxy.asked.clear()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "example")

@@ -68,9 +68,7 @@ def test_what_cannot_be_mapped_is_known_when_a_loader_is_made_and_is_read_plainl
     assert [("vm.max_map_count" in one, "sysctl -w vm.max_map_count=" in one) for one in said] == [(True, True)] * is_warned
 
 
-def test_a_map_that_is_refused_in_the_middle_of_an_epoch_is_read_plainly_from_there_on(
-    many: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_map_is_refused_within_an_epoch_files_are_read_plainly(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _, _ = read(many)
     real, left = address_range._mmap, [NUM_SHARDS // 2]
 

@@ -178,7 +178,7 @@ def test_the_copies_of_a_compaction_are_noted_while_they_are_sent(own: Path, mon
 
 
 @pytest.mark.parametrize("ahead_s", [DAYS_S, -DAYS_S])
-def test_objects_left_by_a_push_are_judged_by_the_servers_clock(
+def test_leftovers_are_judged_by_the_servers_clock(
     folder: ObjectFolder, own: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     with monkeypatch.context() as patched:
@@ -190,7 +190,7 @@ def test_objects_left_by_a_push_are_judged_by_the_servers_clock(
 
 
 @pytest.mark.parametrize("ahead_s", [DAYS_S, -DAYS_S])
-def test_what_was_superseded_lately_stays_whatever_the_clocks(
+def test_what_was_superseded_lately_stays(
     folder: ObjectFolder, own: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     push(own, folder)
@@ -216,9 +216,7 @@ def test_a_name_that_is_used_again_is_refused_and_both_stay_whole(folder: Object
     expect_sound(folder, tmp_path / "before.store", tmp_path / "pulled.store")
 
 
-def test_a_name_that_only_an_older_generation_there_has_is_not_overwritten(
-    pushed: ObjectFolder, own: Path, tmp_path: Path
-) -> None:
+def test_a_shard_of_an_older_generation_there_is_not_overwritten(pushed: ObjectFolder, own: Path, tmp_path: Path) -> None:
     add_more(own, "second/")
     compact(own, shard_bytes=1 << 24)
     push(own, pushed)
@@ -241,9 +239,7 @@ def test_sidecars_that_were_rebuilt_are_sent(pushed: ObjectFolder, own: Path, tm
     assert pushed.read("shards/g0.extents") == data
 
 
-def test_a_pull_into_a_copy_that_has_another_shard_of_a_name_is_refused(
-    pushed: ObjectFolder, own: Path, tmp_path: Path
-) -> None:
+def test_a_pull_over_another_shard_of_the_same_name_is_refused(pushed: ObjectFolder, own: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.store"
     pull(pushed, copy)
     use_a_name_again(own)
@@ -255,7 +251,7 @@ def test_a_pull_into_a_copy_that_has_another_shard_of_a_name_is_refused(
     expect_sound(pushed, own, tmp_path / "new.store")
 
 
-def test_an_unfinished_pull_does_not_keep_another_shard_of_a_name(
+def test_an_unfinished_pull_keeps_no_other_shard(
     pushed: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "pulled.store"
@@ -268,7 +264,7 @@ def test_an_unfinished_pull_does_not_keep_another_shard_of_a_name(
     expect_sound(pushed, own, out)
 
 
-def test_a_restore_whose_shards_are_collected_meanwhile_commits_nothing(
+def test_a_restore_of_collected_shards_commits_nothing(
     pushed: ObjectFolder, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop(own, [FIRST[0].id])

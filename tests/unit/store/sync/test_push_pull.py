@@ -18,7 +18,7 @@ from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.remote import objects as objects_module
-from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.generations import commit, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.parts import PartStore, SentShard, take_sent
@@ -88,13 +88,12 @@ def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, copy: Pa
     assert (again.is_committed, again.files, again.generation) == (False, 0, 2)
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
-def test_files_of_many_parts_are_put_together_in_order(
-    kind: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("folder", ["memory", "file"], indirect=True)
+def test_a_file_of_many_parts_is_whole(
+    folder: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (files, objects_module):
         monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
-    folder = in_memory() if kind == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
     push(copy, folder)
     for name in ("g0.lmdb", "g1.lmdb", "g0.index"):
         assert folder.read(f"shards/{name}") == (copy / "shards" / name).read_bytes()
@@ -151,42 +150,43 @@ def test_a_push_is_refused_if_the_store_no_longer_has_the_generation_that_is_the
     assert newest_generation(objects).generation == 2
 
 
-def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
+def test_an_interrupted_push_is_continued(
     copy: Path, objects: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_more(copy, "third/")
     add_more(copy, "fourth/")
-    with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.push_pull.commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            push(copy, objects)
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", ended)
+    with pytest.raises(ZeroDivisionError):
+        push(copy, objects)
+    monkeypatch.undo()
     assert newest_generation(objects).generation == 2
     pull(objects, tmp_path / "before.store")
     assert expect_whole(tmp_path / "before.store").manifest.samples == 53
     done = push(copy, objects)
     assert (done.generation, done.files) == (4, 0)
-    # between the commits of two generations
     add_more(copy, "fifth/")
     compact(copy, shard_bytes=1 << 24)
-    from bucketline.store.remote.generations import commit
-
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            "bucketline.store.sync.push_pull.commit",
-            lambda objects, number, data, **more: (commit(objects, number, data, **more) and number < 5) or 1 / 0,
-        )
-        with pytest.raises(ZeroDivisionError):
-            push(copy, objects)
+    later = (commit, ended)  # between the commits of two generations
+    monkeypatch.setattr(
+        "bucketline.store.sync.push_pull.commit", lambda *arguments, **more: later[arguments[1] > 5](*arguments, **more)
+    )
+    with pytest.raises(ZeroDivisionError):
+        push(copy, objects)
+    monkeypatch.undo()
     assert newest_generation(objects).generation == 5
     assert push(copy, objects).generation == 6
 
 
+def ended(*_: object, **__: object) -> bool:
+    raise ZeroDivisionError
+
+
 def test_what_was_left_long_ago_is_sent_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_memory()
-    with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.push_pull.commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            push(copy, folder)
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", ended)
+    with pytest.raises(ZeroDivisionError):
+        push(copy, folder)
+    monkeypatch.undo()
     monkeypatch.setattr(files, "FRESH_S", -60.0)
     assert push(copy, folder).files == 6
     assert push(copy, folder).files == 0  # a generation lists it now
@@ -213,24 +213,19 @@ def test_another_state_of_the_store_is_refused(copy: Path, objects: ObjectFolder
     assert {file.name: objects.read(file.name) for file in objects.names()} == before
 
 
-@pytest.mark.parametrize("kind", ["memory", "s3"])
+@pytest.mark.parametrize("folder", ["memory", "s3"], indirect=True)
 def test_of_two_states_that_are_pushed_at_once_one_wins(
-    kind: str, copy: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    folder: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = in_memory() if kind == "memory" else request.getfixturevalue("s3").folder("a.store")
     push(copy, folder)
-    paths = [copy, tmp_path / "other.store"]
-    shutil.copytree(paths[0], paths[1])
+    paths = [copy, Path(shutil.copytree(copy, tmp_path / "other.store"))]
     for n, path in enumerate(paths):
         add_more(path, f"writer {n}/")
-    barrier, won, lost = threading.Barrier(2), [], []
-    from bucketline.store.remote.generations import commit
+    barrier, won, lost = threading.Barrier(2), list[Path](), list[str]()
 
     def together(*args: object, **more: object) -> bool:
         barrier.wait(30)
         return commit(*args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", together)
 
     def run(path: Path) -> None:
         try:
@@ -239,6 +234,7 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
         except StoreError as error:
             lost.append(str(error))
 
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", together)
     with ThreadPoolExecutor(len(paths)) as pool:
         list(pool.map(run, paths))
     assert len(won) == 1

@@ -226,7 +226,7 @@ def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]]
         ("first_row", 5, "first row"),
     ],
 )
-def test_extents_that_lie_are_named_by_block_and_the_other_blocks_are_read(
+def test_wrong_extents_are_named_by_block_and_the_other_blocks_are_read(
     copy: Path, column: str, value: int, message: str
 ) -> None:
     block = Store.open(copy).manifest.shards[0].groups[BUCKET].first_block + 1

@@ -113,7 +113,7 @@ def test_a_missing_object_is_an_error_at_once(tmp_path: Path) -> None:
         opened.read(4)
 
 
-def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_come_back(
+def test_a_silent_store_is_an_error_within_the_deadline_and_may_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pause = Pause()
@@ -127,7 +127,7 @@ def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_co
     opened.read(2)
 
 
-def test_one_line_that_stalls_is_an_error_within_the_deadline_although_others_arrive(
+def test_one_stalled_line_is_an_error_within_the_deadline_though_others_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_threads, "FIRST_BYTES_S", 1 << 30)  # more than one at a time, within so short a deadline
@@ -195,9 +195,7 @@ def test_a_wait_ends_when_the_iteration_does(tmp_path: Path) -> None:
     opened.fetcher.release(held)
 
 
-def test_a_store_that_is_closed_while_lines_arrive_leaves_nothing_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_closed_while_lines_arrive_leaves_nothing_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
     pause, before = Pause(), set(threading.enumerate())
@@ -232,7 +230,7 @@ def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, sma
     assert opened.cache.room.used() <= opened.cache.limit
 
 
-def test_a_line_that_waited_for_room_until_a_moment_ago_or_behind_one_is_missing_for_want_of_room(
+def test_a_line_that_has_just_waited_for_room_or_behind_one_that_did_is_missing_for_want_of_room(
     tmp_path: Path, small: int
 ) -> None:
     pause = Pause()
@@ -302,7 +300,7 @@ def test_a_line_that_is_tried_again_much_later_keeps_no_other_waiting(tmp_path: 
         opened.close()
 
 
-def test_a_smaller_limit_leaves_pinned_lines_to_the_ring_once_nobody_relies_on_them(
+def test_a_smaller_limit_leaves_pinned_lines_to_the_ring_after_their_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_shard(tmp_path / "cache")
