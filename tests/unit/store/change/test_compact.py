@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.format.manifest import Manifest, parse_manifest
 from bucketline.store.write.publish import adopt, changing, lock_store
-from tests.commands import call, spawn
+from tests.commands import call
+from tests.fault.apart import killed_at
 from tests.kit import (
     everything,
     faults,
@@ -207,29 +207,13 @@ def test_ctrl_c_in_the_middle_leaves_the_store_as_it_was(tmp_path: Path) -> None
     assert without_locks(tmp_path) == before
 
 
-KILLED_AT = """
-import os, signal, sys
-from pathlib import Path
-from bucketline.store.change import compact; from bucketline.store.write import publish, seal, shard_writer
-modules = {"compact": compact, "publish": publish, "seal": seal, "shard_writer": shard_writer}
-path, moment, count = sys.argv[1:]
-module, name = moment.split(".")
-call, left = getattr(modules[module], name), [int(count)]
-def killed(*args, **kwargs):
-    left[0] -= 1
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return call(*args, **kwargs)
-setattr(modules[module], name, killed)
-compact.compact(Path(path), shard_bytes=6000)
-"""
 MOMENTS = {
-    "while rows are written": ("shard_writer._put_block", 9),
-    "before a shard is sealed": ("seal._write_anew", 1),
-    "between its sidecars": ("seal.write_durably", 2),
-    "before it is moved": ("seal.move_durably", 2),
-    "after all are sealed": ("compact.describe_shard", 1),
-    "before they are published": ("publish.write_manifest", 1),
+    "while rows are written": ("write.shard_writer._put_block", 9),
+    "before a shard is sealed": ("write.seal._write_anew", 1),
+    "between its sidecars": ("write.seal.write_durably", 2),
+    "before it is moved": ("write.seal.move_durably", 2),
+    "after all are sealed": ("change.compact.describe_shard", 1),
+    "before they are published": ("write.publish.write_manifest", 1),
 }
 
 
@@ -238,7 +222,8 @@ def test_what_a_killed_compact_leaves_is_removed_and_never_adopted(moment: str, 
     """Else a sample that is dropped after it would come back with the copy of its row."""
     made(tmp_path, 4)
     before, held = without_locks(tmp_path), everything(Store.open(tmp_path))
-    assert spawn([sys.executable, "-c", KILLED_AT, tmp_path, *MOMENTS[moment]]).code == -9
+    function, count = MOMENTS[moment]
+    killed_at(f"store.{function}", count, lambda: compact(tmp_path, shard_bytes=6_000))
     assert [name for name in tree(tmp_path) if "copy-" in name] != []
     assert everything(Store.open(tmp_path)) == held
     gone = SHARDS[0][1].id
@@ -400,24 +385,16 @@ def test_the_copies_of_an_interrupted_compact_go(tmp_path: Path) -> None:
     assert found.files == tuple(f"copy-000002-0000.{kind}" for kind in ("lmdb", "extents", "index"))  # in the order of removal
 
 
-def test_a_collection_that_was_cut_off_is_finished_by_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "gone", [("shards/g0.lmdb", "shards/g1.lmdb", "shards/g1.index"), tuple(f"generations/{n}.json" for n in range(5))]
+)
+def test_a_collection_that_was_cut_off_is_finished_by_the_next(gone: tuple[str, ...], tmp_path: Path) -> None:
     newest = changed_store(tmp_path)
-    (tmp_path / "shards" / "g0.lmdb").unlink()
-    (tmp_path / "shards" / "g1.lmdb").unlink()
-    (tmp_path / "shards" / "g1.index").unlink()
+    for name in gone:
+        (tmp_path / name).unlink()
     with lock_store(tmp_path):
         assert adopt(tmp_path, newest) == []
     drop(tmp_path, ["second/train/64x64/0.png"])
-    collect(tmp_path, 0)
-    assert [name for name in names(tmp_path) if "g0" in name or "g1" in name] == []
-
-
-def test_a_shard_stays_known_as_retired_when_only_its_file_is_left(tmp_path: Path) -> None:
-    newest = changed_store(tmp_path)
-    for generation in range(5):
-        (tmp_path / "generations" / f"{generation}.json").unlink()
-    with lock_store(tmp_path):
-        assert adopt(tmp_path, newest) == []
     collect(tmp_path, 0)
     assert [name for name in names(tmp_path) if "g0" in name or "g1" in name] == []
 

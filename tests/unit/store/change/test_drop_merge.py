@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, changing, lock_store
-from tests.commands import call, spawn
+from tests.commands import call
+from tests.fault.apart import killed_at
 from tests.kit import (
     IMAGES,
     Held,
@@ -435,26 +435,11 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path: Path, with_gap
     assert planned == merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from bucketline.store.change import merge
-call, left = merge._copy_file, [4]
-def killed(*args):
-    left[0] -= 1
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    call(*args)
-merge._copy_file = killed
-merge.merge(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])
-"""
-
-
 def test_what_a_killed_merge_leaves_is_hidden_and_replaced(
     tmp_path: Path, with_gaps: list[Sample], second: list[Sample]
 ) -> None:
     before = tree(tmp_path)
-    assert spawn([sys.executable, "-c", KILLED, tmp_path / "out", tmp_path / "a", tmp_path / "b"]).code == -9
+    killed_at("store.change.merge._copy_file", 4, lambda: merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"]))
     assert {name.partition("/")[0] for name in set(tree(tmp_path)) - set(before)} == {staging_path(tmp_path / "out").name}
     merge(tmp_path / "out", [tmp_path / "b"])
     expect(tmp_path / "out", second)

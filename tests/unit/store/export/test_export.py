@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import re
-import sys
+import resource
+import signal
 import tarfile
 import warnings
 from collections.abc import Callable
@@ -26,7 +28,8 @@ from bucketline.store.export.exporter import ExportRequest, check_samples, expor
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import write_sample
-from tests.commands import BIN, Ran, call, spawn
+from tests.commands import BIN, call, spawn
+from tests.fault.apart import How, apart
 from tests.kit import Sample, embedding, flip_bit, flip_caption, flip_row, make_sample, make_store, samples_of, tree
 
 FORMATS = ("webdataset", "safetensors", "mds")  # kohya takes only ids that are paths
@@ -144,9 +147,13 @@ def test_a_folder_of_safetensors_has_a_file_for_each_sample(small: tuple[Store, 
 def test_get_and_export_give_the_same_file(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     run(small[0], request(tmp_path / "out", "safetensors"))
     for sample in small[1]:
-        call("store", "get", small[0].path, "-o", tmp_path / "one", "--", sample.id).done()
+        ran = call("store", "get", small[0].path, "-o", tmp_path / "one", "--json", "--", sample.id).done()
         exported = tmp_path / "out" / sample.bucket / f"{sample_digest(sample.id).hex()}.safetensors"
         assert exported.read_bytes() == (tmp_path / "one").read_bytes()
+        with safe_open(tmp_path / "one", framework="numpy") as file:
+            record = json.loads(file.metadata()["record"])
+        assert (record["id"], tuple(record["captions"])) == (sample.id, sample.captions)
+        assert all(ran.json[name] == value for name, value in record.items())
         (tmp_path / "one").unlink()
 
 
@@ -207,40 +214,17 @@ def test_ctrl_c_in_the_middle_leaves_nothing(kind: str, small: tuple[Store, list
     assert tree(tmp_path) == before
 
 
-SCRIPT = """
-import os, resource, signal, sys
-from pathlib import Path
-from bucketline.store import Store
-from bucketline.store.export.exporter import export, open_export
-from bucketline.store.export.exporter import ExportRequest
-from bucketline.store.read.iter_samples import Selection
-store = Store.open(sys.argv[1])
-request = ExportRequest(output=Path(sys.argv[2]), format=sys.argv[3], selection=Selection())
-written = 0
-def on_sample():
-    global written
-    written += 1
-    if sys.argv[4] == "killed" and written > 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[4] == "full":  # a limit on a file's size: the system's own refusal of a write
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
-try:
-    exporter = open_export(store, request)
-    export(exporter, on_sample)
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def in_a_process(store: Store, output: Path, kind: str, how: str) -> Ran:
-    return spawn([sys.executable, "-c", SCRIPT, store.path, output, kind, how])
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_killed_export_leaves_nothing_in_the_way_of_the_next(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
-    assert in_a_process(small[0], tmp_path / "out", kind, "killed").code == -9
+    written = itertools.count()
+
+    def killed() -> None:
+        if next(written) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert apart(lambda: run(small[0], request(tmp_path / "out", kind), killed)).how is How.DIED
     assert sorted(path.name for path in tmp_path.iterdir()) == [staging_path(tmp_path / "out").name, "in"]
     run(small[0], request(tmp_path / "out", kind))
     run(small[0], request(tmp_path / "other", kind))
@@ -251,11 +235,15 @@ def test_a_killed_export_leaves_nothing_in_the_way_of_the_next(
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_write_that_the_system_refuses_leaves_nothing(kind: str, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     before = tree(tmp_path)
-    ran = in_a_process(small[0], tmp_path / "out", kind, "full")
-    assert ran.out.startswith("StoreError"), ran.err
-    assert "was not finished" in ran.out
-    assert "File too large" in ran.out
-    assert ran.err == ""
+
+    def refused() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))  # the system's own refusal of a write
+        run(small[0], request(tmp_path / "out", kind))
+
+    ended = apart(refused)
+    assert ended.how is How.REFUSED
+    assert "was not finished" in ended.said
+    assert "File too large" in ended.said
     assert tree(tmp_path) == before
 
 
@@ -331,20 +319,6 @@ def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, lis
 
 
 # A sample taken out of a store is a safetensors file of a row's shapes.
-
-
-def test_any_tool_opens_the_file_and_finds_the_sample(store: Store, samples: list[list[Sample]], tmp_path: Path) -> None:
-    for n, sample in enumerate(samples[0][:25:6] + samples[1][:3]):
-        report = write_sample(store, sample.id, tmp_path / f"{n}.safetensors")
-        found = load_file(tmp_path / f"{n}.safetensors")
-        assert np.array_equal(found["latent"], sample.latent)
-        assert found["original_size"].tolist() == list(sample.record.original_size)
-        for k, text in enumerate(sample.captions):
-            assert np.array_equal(found[f"caption.{k}.tokens"], embedding(text))
-        assert len([name for name in found if name.startswith("caption.")]) == max(1, len(sample.captions))
-        with safe_open(tmp_path / f"{n}.safetensors", framework="numpy") as file:
-            assert json.loads(file.metadata()["record"]) == json.loads(json.dumps(report))
-        assert (report["id"], report["captions"]) == (sample.id, sample.captions)
 
 
 def test_a_damaged_row_is_not_given_away(copy: Path, tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
 from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange
 from bucketline.store.shard.sidecar import encode_paged
 from tests.commands import BIN, call
-from tests.kit import IMAGES, Sample, embedding, flip_caption, flip_row, make_sample, make_store, samples_of, tree
+from tests.kit import IMAGES, Sample, embedding, flip_caption, flip_row, make_sample, make_store, samples_of
 from tests.loading import check_batch, loaders_of
-from tests.models import SMALL, write_images
 
 BUCKET = "train/64x64"
 
@@ -141,14 +140,8 @@ def test_blocks_so_small_that_lmdb_keeps_them_inside_a_page_are_copied_too(tmp_p
     assert np.array_equal(batch.tokens[1].numpy(), embedding("x"))
 
 
-def mapped_range(store: Store) -> AddressRange:
-    return AddressRange([shard.entry.lmdb.num_bytes for shard in store.shards], lambda ordinal: store.shards[ordinal].opened())
-
-
 def test_the_range_begins_with_zeros_and_has_every_shard_byte_for_byte(store: Store) -> None:
-    whole = mapped_range(store)
-    whole.map(np.array([1, 0, 1]))
-    view = whole.bytes_view()
+    whole, view = mapped_bytes(store)
     assert not view[:ZERO_BYTES].any()
     for ordinal, shard in enumerate(store.shards):
         data = np.frombuffer(shard.paths.lmdb.read_bytes(), "u1")
@@ -158,7 +151,7 @@ def test_the_range_begins_with_zeros_and_has_every_shard_byte_for_byte(store: St
 
 def test_a_shard_is_mapped_when_it_is_first_needed_and_its_file_closed(store: Store) -> None:
     opened = Store.open(store.path)
-    whole = mapped_range(opened)
+    whole = AddressRange([s.entry.lmdb.num_bytes for s in opened.shards], lambda ordinal: opened.shards[ordinal].opened())
     before = len(list(Path("/proc/self/fd").iterdir()))
     whole.map(np.array([1]))
     assert whole.is_mapped.tolist() == [False, True]
@@ -221,32 +214,6 @@ PARTS = ("lmdb", "extents", "index")
 
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder with photos and their store."""
-    folder = tmp_path_factory.mktemp("lost")
-    write_images(folder / "photos", 10)
-    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL).done()
-    return folder
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("damage", [Path.unlink, cut])
-def test_pack_refuses_a_store_that_lost_a_file(
-    packed: Path, tmp_path: Path, model: Path, part: str, damage: Callable[[Path], None]
-) -> None:
-    shutil.copytree(packed / "s", tmp_path / "s")
-    (path,) = (tmp_path / "s" / "shards").glob(f"*.{part}")
-    damage(path)
-    before = tree(tmp_path / "s")
-    ran = call("ingest", "pack", packed / "photos", tmp_path / "s", "--model", model, *SMALL)
-    assert (ran.code, ran.out) == (1, "")
-    (line,) = ran.err.splitlines()
-    assert f"{tmp_path / 's'} has lost files of 1 shard with 10 samples: shard {path.stem} (10 samples): {path.name} " in line
-    assert f"run `store repair {tmp_path / 's'}`" in line
-    assert tree(tmp_path / "s") == before
 
 
 @pytest.mark.parametrize("part", PARTS)

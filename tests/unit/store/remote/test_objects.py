@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from bucketline.options import parse_options
 from bucketline.store import Store
 from bucketline.store.commands.change import Drop
 from bucketline.store.commands.look import Info
-from bucketline.store.folder import ExistsError, MissingObjectError
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import Manifest, dump_manifest, sealed
 from bucketline.store.remote import objects
 from bucketline.store.remote.generations import (
@@ -256,60 +253,6 @@ def test_equal_places_have_equal_identities(one: dict[str, Any], other: dict[str
 
     assert (identity(**one) == identity(**other)) is is_same
     assert "hidden" not in identity(**one)
-
-
-class _Recorder(BaseHTTPRequestHandler):
-    """Notes conditions of writes, which it refuses: another writer's object is there."""
-
-    conditions: ClassVar[list[str]] = []
-
-    def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        names = ("if-none-match", "x-goog-if-generation-match")
-        self.conditions.extend(f"{name}: {self.headers[name]}" for name in names if name in self.headers)
-        self._answer(412, b"")
-
-    def do_GET(self) -> None:
-        self._answer(200, b"theirs")
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("url", "condition"),
-    [
-        ("s3://bucket/a.store", "if-none-match: *"),
-        ("az://container/a.store", "if-none-match: *"),
-        ("gs://bucket/a.store", "x-goog-if-generation-match: 0"),
-    ],
-)
-def test_each_kind_of_storage_is_sent_its_condition(url: str, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _Recorder.conditions.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Recorder) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
-            monkeypatch.setenv(name, "example")
-        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
-        try:
-            folder = ObjectFolder.open(url, RemoteOptions(endpoint=endpoint, deadline_s=10))
-            with pytest.raises(ExistsError):
-                folder.create("generations/1.json", b"ours")
-        finally:
-            server.shutdown()
-            thread.join()
-    assert _Recorder.conditions == [condition]
 
 
 def numbered(manifest: Manifest, generation: int) -> tuple[Manifest, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import StoreError
-from bucketline.store.folder import DeniedError, MissingObjectError, NoRangesError
+from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError, NoRangesError
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from tests.leftovers import wait_until
 from tests.unit.loader.service.test_tcp import certificate_of
@@ -158,24 +159,59 @@ def test_a_certificate_that_nobody_trusts_is_refused(data: bytes, tmp_path: Path
             ObjectFolder.open(url, RemoteOptions(deadline_s=2.0)).read(NAME)
 
 
-class Proxy(BaseHTTPRequestHandler):
-    """A proxy that notes what it is asked for, and answers by itself."""
+class Noting(BaseHTTPRequestHandler):
+    """Notes paths, and conditions of writes; there is an object of another writer at each."""
 
-    asked: ClassVar[list[str]] = []
+    noted: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
-        self.send_response(200)
-        for name, value in {"Content-Length": "1", "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT", "ETag": '"1"'}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(b"1")
+        self._answer(200, self.path)
 
     def do_CONNECT(self) -> None:
-        self.asked.append(self.path)
-        self.send_error(403)
+        self._answer(403, self.path)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        names = ("if-none-match", "x-goog-if-generation-match")
+        self._answer(412, *(f"{name}: {self.headers[name]}" for name in names if name in self.headers))
+
+    def _answer(self, status: int, *noted: str) -> None:
+        self.noted.extend(noted)
+        self.send_response(status)
+        for name, value in {"Content-Length": "6", "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT", "ETag": '"1"'}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"theirs")
 
     def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that notes what it is asked for, and an environment with credentials for it."""
+    Noting.noted.clear()
+    with served(Noting) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
+            monkeypatch.setenv(name, "example")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
+        yield endpoint
+
+
+@pytest.mark.parametrize(
+    ("url", "condition"),
+    [
+        ("s3://bucket/a.store", "if-none-match: *"),
+        ("az://container/a.store", "if-none-match: *"),
+        ("gs://bucket/a.store", "x-goog-if-generation-match: 0"),
+    ],
+)
+def test_each_kind_of_storage_is_sent_its_condition(url: str, condition: str, noting: str) -> None:
+    with pytest.raises(ExistsError):
+        ObjectFolder.open(url, RemoteOptions(endpoint=noting, deadline_s=10)).create("generations/1.json", b"ours")
+    assert condition in Noting.noted
 
 
 @pytest.mark.parametrize(
@@ -186,18 +222,16 @@ class Proxy(BaseHTTPRequestHandler):
         ("https://store.example.com/a.store", None, "store.example.com:443"),
     ],
 )
-def test_the_environments_proxy_is_used(url: str, endpoint: str | None, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Proxy.asked.clear()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "example")
-    with served(Proxy) as server:
-        for name in ("http_proxy", "https_proxy"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.delenv("no_proxy", raising=False)
-        folder = ObjectFolder.open(url, RemoteOptions(endpoint=endpoint, deadline_s=2.0))
-        if url.startswith("https"):
-            with pytest.raises(StoreError, match=f"cannot read {url}"):
-                folder.read("manifest.json")
-        else:
-            assert folder.read("manifest.json") == b"1"
-    assert set(Proxy.asked) == {asked}
+def test_the_environments_proxy_is_used(
+    url: str, endpoint: str | None, asked: str, noting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, noting)
+    monkeypatch.delenv("no_proxy", raising=False)
+    folder = ObjectFolder.open(url, RemoteOptions(endpoint=endpoint, deadline_s=2.0))
+    if url.startswith("https"):
+        with pytest.raises(StoreError, match=f"cannot read {url}"):
+            folder.read("manifest.json")
+    else:
+        assert folder.read("manifest.json") == b"theirs"
+    assert set(Noting.noted) == {asked}

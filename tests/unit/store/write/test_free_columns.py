@@ -65,7 +65,9 @@ def test_every_dtype_comes_back_bit_for_bit_in_buckets_of_one_axis(tmp_path: Pat
     form = every_dtype()
     assert {column.dtype for column in form.columns} == set(DTYPES)
     items = form.samples({"train/2": 5, "train/750": 4})
-    check(form.make_store(tmp_path / "s", items), items, form)
+    store = form.make_store(tmp_path / "s", items)
+    check(store, items, form)
+    assert store.sample(items[0].id)[1].original_size == (0, 0)
 
 
 def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> None:
@@ -82,19 +84,6 @@ def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> Non
     assert (bucket.height_px, bucket.width_px) == (16, 24)
     assert bucket.spec.column("latent").shape == (2, 21, 2, 3)
     assert store.sample("train/1x16x24/0")[1].original_size == (16, 24)
-
-
-def test_a_store_without_captions_needs_ten_lines(tmp_path: Path) -> None:
-    spectrograms = {f"{n}.wav": np.full((8, 50 + 25 * (n % 2)), n, dtype=np.float32) for n in range(6)}
-    columns = [RowColumn(role="target", dtype="F32", shape=(8, "length"))]
-    with StoreWriter(tmp_path / "s", columns=columns) as writer:
-        for name, spectrogram in spectrograms.items():
-            writer.add(name, "train", {"target": spectrogram})
-    store = Store.open(tmp_path / "s")
-    assert not faults(store)
-    assert [(bucket.name, bucket.num_rows) for bucket in store.buckets()] == [("train/50", 3), ("train/75", 3)]
-    assert store.bucket("train/75").read(np.arange(3), "latent")[:, 0, 0].tolist() == [1, 3, 5]
-    assert store.sample("0.wav")[1].original_size == (0, 0)
 
 
 def test_images_latents_alone_need_no_roles(tmp_path: Path) -> None:

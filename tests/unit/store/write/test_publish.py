@@ -595,31 +595,23 @@ def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None
     assert not faults(store)
 
 
-def test_a_taken_shard_that_was_not_published_is_adopted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_taken_shard_that_was_not_published_is_adopted(tmp_path: Path, *, is_stopped: bool) -> None:
+    """Also one of an attempt that was stopped before it sealed what it had committed."""
     store = tmp_path / "s"
     with IMAGES.writer(store):
-        begin_attempts(store, "run")
-        with IMAGES.part(begin_attempt(store, "run", "a0"), "run-a0") as part:
-            IMAGES.add(part, captioned("1.png"))
-        take_shards(store, attempt_path(store, "run", "a0"), part.sealed)
-    with IMAGES.writer(store):
-        pass
-    assert sorted(ids_of(store)) == ["1.png"]
-
-
-def test_what_a_stopped_attempt_had_committed_is_sealed(tmp_path: Path) -> None:
-    store = tmp_path / "s"
-    with IMAGES.writer(store) as writer:
         begin_attempts(store, "run")
         folder = begin_attempt(store, "run", "a0")
         part = IMAGES.part(folder, "run-a0")
         IMAGES.add(part, captioned("1.png"))
         part.commit()
-        part.close()
-        names = seal_rest(folder)
-        take_shards(store, folder, names)
-        writer.publish(names)
-    assert sorted(ids_of(store)) == ["1.png"]
+        if is_stopped:
+            part.close()
+        else:
+            part.seal()
+            part.close()
+        take_shards(store, folder, seal_rest(folder) if is_stopped else part.sealed)
+    assert adopted(store) == ["1.png"]
 
 
 def test_a_machine_that_does_not_see_the_runs_folder_is_told_so(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import runpy
 import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ from bucketline.store import Column, LatentColumn, PartWriter, SampleRecord, Sto
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.manifest import generations
 from bucketline.store.write.publish import lock_store
-from tests.commands import ROOT
 from tests.constrained import SmallDisk
 from tests.fault.apart import How, apart
 from tests.kit import (
@@ -100,29 +98,22 @@ def test_the_short_form_stores_a_row_of_exactly_its_buckets_size(tmp_path: Path)
 
 def killed(path: Path, form: Form, samples: list[Sample], shard_bytes: int, moment: str) -> int:
     """Write and be killed; return how many samples had been committed."""
-    reader, pipe = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        try:
-            with form.writer(path, shard_bytes=shard_bytes) as writer:
-                for n, sample in enumerate(samples, 1):
-                    form.add(writer, [sample])
-                    if n % 5 == 0:
-                        writer.commit()
-                        os.write(pipe, b".")
-                    if n == 13 and moment == "between commits":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                if moment == "before publishing":
-                    writer.seal()
+    committed = path.with_name("committed")
+
+    def write() -> None:
+        with form.writer(path, shard_bytes=shard_bytes) as writer:
+            for n, sample in enumerate(samples, 1):
+                form.add(writer, [sample])
+                if n % 5 == 0:
+                    writer.commit()
+                    committed.write_text(str(n), encoding="ascii")
+                if n == 13 and moment == "between commits":
                     os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    os.close(pipe)
-    with os.fdopen(reader, "rb") as said:
-        commits = len(said.read())
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return 5 * commits
+            writer.seal()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert apart(write, 60).how is How.DIED
+    return int(committed.read_text(encoding="ascii"))
 
 
 @pytest.mark.parametrize(
@@ -567,28 +558,6 @@ def test_a_refused_record_leaves_nothing_in_its_shard(tmp_path: Path) -> None:
                 writer.add_record(wrong, {"latent": sample.latent}, captions)
     (entry,) = check(tmp_path / "s", [other]).manifest.shards
     assert entry.groups["text"].rows == 1 + len(set(other.captions) - {""})
-
-
-def test_spectrograms_are_packed_and_read_back_in_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example: dict[str, Any] = runpy.run_path(str(ROOT / "examples" / "own_encoder.py"))
-    path = str(tmp_path / "s")
-    for _ in range(2):
-        example["main"](path)
-        assert capsys.readouterr().out == (
-            "48 recordings packed\n42 read by the loader, 42 by numpy, 42 by torch's DataLoader\n"
-        )
-    store = Store.open(path)
-    assert store.manifest.generation == 1
-    assert not faults(store)
-    for bucket in store.buckets():
-        names = bucket.sample_ids(np.arange(bucket.num_rows))
-        for name, stored in zip(names, bucket.read(np.arange(bucket.num_rows), "latent"), strict=True):
-            expected = example["encode"](example["record"](int(name[7:10])))["target"]
-            assert stored.tobytes() == expected.contiguous().numpy().tobytes()
-        for row, name in enumerate(names):
-            number, beats = int(name[7:10]), bucket.read_ragged(row, "beats")
-            assert (beats is None) == (number % 4 == 0)
-            assert beats is None or beats["at_s"].tolist() == [n / 8 for n in range(number % 5)]
 
 
 @pytest.mark.parametrize("more_bytes", [1 << 14, 1 << 17])

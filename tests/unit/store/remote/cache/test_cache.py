@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -181,17 +182,16 @@ def test_a_line_that_is_being_written_stays_locked_when_the_store_is_closed(tmp_
 
 
 def test_a_wait_ends_when_the_iteration_does(tmp_path: Path) -> None:
-    pause, is_over = Pause(), threading.Event()
+    pause = Pause()
     opened = open_shard(tmp_path / "cache", Objects(fault=pause))
     held = opened.fetcher.hold([(opened.shard, 0)], 0)
-    ended: list[bool] = []
-    waiting = threading.Thread(target=lambda: ended.append(opened.fetcher.wait(held, is_over=is_over.is_set)))
-    waiting.start()
-    is_over.set()
-    opened.fetcher.wake()
-    waiting.join(60)
-    assert ended == [False]
-    pause.over.set()
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(opened.fetcher.wait, held, is_over=is_over.is_set)
+        is_over.set()
+        opened.fetcher.wake()
+        assert waiting.result(60) is False
+        pause.over.set()
     opened.fetcher.release(held)
 
 
