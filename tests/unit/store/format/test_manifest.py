@@ -73,6 +73,16 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a bucket twice": (lambda d: d["buckets"].append(d["buckets"][0]), "listed twice"),
     "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
     "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is not a shard name"),
+    "a shard that is a number": (lambda d: d.update(shards=[5]), "shards"),
+    "an empty shard": (lambda d: d.update(shards=[{}]), "shards"),
+    "groups as a number": (shard_edit(groups=5), "groups"),
+    "three numbers of a group": (shard_edit(groups={"text": [1, 2, 3]}), "expected 4 values: rows, blocks"),
+    "a group by name": (
+        shard_edit(groups={"text": {"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}}),
+        "groups.text is",
+    ),
+    "a number of a group as text": (shard_edit(groups={"text": [1, 2, 3, "4"]}), "dropped"),
+    "a negative number of a group": (shard_edit(groups={"text": [-1, 2, 3, 4]}), "rows"),
     "a shard of unknown buckets": (shard_edit(groups={"x": [1, 1, 0, 0]}), "'x'"),
     "no token column": (lambda d: d["text"].update(tokens={}), "expected one token column or more"),
     "an unknown dtype": (lambda d: d["text"]["tokens"]["tokens"].update(dtype="F8"), "the dtype 'F8'"),
@@ -136,62 +146,18 @@ def test_a_generation_that_is_gone_is_named(copy: Path) -> None:
         read_manifest(copy, 77)
 
 
-def test_a_reader_stays_on_the_generation_that_it_opened(tmp_path: Path) -> None:
-    store = make_store(tmp_path, samples_of({"train/64x64": 2}))
-    write_manifest(tmp_path, replace(store.manifest, generation=9))
-    assert store.manifest.generation == 1
-    assert Store.open(tmp_path, 1).manifest.generation == 1
-    assert Store.open(tmp_path).manifest.generation == 9
-
-
-BUCKETS = {f"train/{8 * n}x64": 2 for n in range(1, 9)}
-
-
-@pytest.fixture
-def wide(tmp_path: Path) -> Path:
-    return make_store(tmp_path / "s", *(samples_of(BUCKETS, f"{n}/") for n in range(3))).path
-
-
-def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, manifest = tree(wide), read_manifest(wide)
+def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, manifest = tree(copy), read_manifest(copy)
     for module in ("format.manifest", "write.change_base", "verify.verify"):
         monkeypatch.setattr(f"bucketline.store.{module}.MAX_MANIFEST_BYTES", 1000)
-    with pytest.raises(StoreError, match=r"of 3 shards and 8 buckets has \d+ bytes, at most 1000 are read.*larger shards"):
-        write_manifest(wide, replace(manifest, generation=9))
-    assert tree(wide) == before
+    with pytest.raises(StoreError, match=r"of 2 shards and 4 buckets has \d+ bytes, at most 1000 are read.*larger shards"):
+        write_manifest(copy, replace(manifest, generation=9))
+    assert tree(copy) == before
 
 
-def test_a_group_takes_four_numbers(wide: Path) -> None:
-    manifest = read_manifest(wide)
-    group = manifest.shards[0].groups["text"]
-    document = json.loads(dump_manifest(manifest))
+def test_a_group_takes_four_numbers_however_the_document_is_laid_out(store: Store) -> None:
+    manifest, data = store.manifest, dump_manifest(store.manifest)
+    document, group = json.loads(data), manifest.shards[0].groups["text"]
     assert document["shards"][0]["groups"]["text"] == [group.rows, group.blocks, group.first_block, group.dropped]
-    assert b"\n" not in dump_manifest(manifest)[:-1]
-
-
-def test_a_manifest_laid_out_otherwise_is_the_same(wide: Path) -> None:
-    manifest = read_manifest(wide)
-    assert parse_manifest(json.dumps(json.loads(dump_manifest(manifest)), indent=3).encode(), "m") == manifest
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda groups: groups.update(text=[1, 2, 3]), "groups.text is .*expected 4 values: rows, blocks"),
-        (lambda groups: groups.update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}), "groups.text is"),
-        (lambda groups: groups.update(text=[1, 2, 3, "4"]), "dropped"),
-        (lambda groups: groups.update(text=[-1, 2, 3, 4]), "rows"),
-    ],
-)
-def test_groups_that_are_no_four_numbers_are_refused(change: object, message: str, wide: Path) -> None:
-    document = json.loads(dump_manifest(read_manifest(wide)))
-    change(document["shards"][0]["groups"])  # type: ignore[operator]
-    with pytest.raises(CorruptError, match=message):
-        parse_manifest(json.dumps(document).encode(), "m")
-
-
-@pytest.mark.parametrize("shards", [None, 5, [5], [{"groups": 5}], [{}]])
-def test_a_manifest_of_another_shape_is_refused(shards: object, wide: Path) -> None:
-    document = json.loads(dump_manifest(read_manifest(wide)))
-    with pytest.raises(CorruptError):
-        parse_manifest(json.dumps({**document, "shards": shards}).encode(), "m")
+    assert b"\n" not in data[:-1]
+    assert parse_manifest(json.dumps(document, indent=3).encode(), "m") == manifest

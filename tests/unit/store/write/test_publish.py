@@ -270,21 +270,6 @@ def test_a_bucket_without_a_proper_name_never_reaches_a_manifest(name: str) -> N
         bucket_entry(BlockSpec(bucket=name, columns=spec_of(BUCKET).columns))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"source_mtime_ns": 1 << 63}, {"source_mtime_ns": -1}, {"source_bytes": -1}, {"source_bytes": 1 << 64}, {"content": b""}],
-)
-def test_a_writer_refuses_a_record_that_could_not_be_sealed(change: dict[str, object], tmp_path: Path) -> None:
-    empty_store(tmp_path)
-    good, bad = samples_of({BUCKET: 2})
-    writer = open_writer(tmp_path, "a")
-    add(writer, good)
-    with pytest.raises(StoreError, match=rf"sample '{bad.id}'.* {next(iter(change))}"):
-        add(writer, replace(bad, record=replace(bad.record, **change)))  # type: ignore[arg-type]
-    assert writer.seal()
-    assert adopted(tmp_path) == [good.id]
-
-
 @pytest.mark.parametrize("page_bytes", [1 << 14, 1 << 16])
 def test_a_small_pending_shard_is_adopted_if_pages_are_larger(
     page_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

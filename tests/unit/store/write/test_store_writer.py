@@ -206,19 +206,6 @@ def test_parts_in_other_processes_are_published_together_and_a_killed_one_is_ado
     check(path, [*own, *theirs[0], *theirs[1], *theirs[2]])
 
 
-def test_a_part_that_was_sent_away_is_published_although_the_parents_copy_sealed_nothing(tmp_path: Path) -> None:
-    path, theirs = tmp_path / "s", samples_of({BUCKET: 5}, "theirs/")
-    with store_writer(path) as writer:
-        part = writer.part("r0")
-        sent = pickle.dumps(part)
-        assert apart(lambda: write_part(pickle.loads(sent), theirs, is_killed=False), 60).how is How.DONE
-        assert part.sealed == []
-        assert writer.publish(part.sealed).samples == len(theirs)
-        assert theirs[0].id in writer
-    assert writer.manifest.generation == 1
-    check(path, theirs)
-
-
 def test_a_part_knows_what_its_store_has(tmp_path: Path) -> None:
     first, second = samples_of({BUCKET: 2}, "first/"), samples_of({BUCKET: 2}, "second/")
     make_store(tmp_path / "s", first)
@@ -535,6 +522,9 @@ def test_a_part_is_for_whichever_process_uses_it_first(tmp_path: Path) -> None:
         refused = apart(lambda: fill(own, SAMPLES[7:9]))
         assert refused.how is How.REFUSED
         assert apart(lambda: fill(pickle.loads(pickle.dumps(sent)), SAMPLES[9:12])).how is How.DONE
+        assert sent.sealed == [], "the copy sealed it"
+        assert writer.publish(sent.sealed).samples == 8
+        assert SAMPLES[9].id in writer
         own.seal()
     check(tmp_path / "s", [*SAMPLES[:7], *SAMPLES[9:12]])
 
@@ -548,7 +538,10 @@ def test_a_refused_record_leaves_nothing_in_its_shard(tmp_path: Path) -> None:
         (replace(record, captions=(good, bad)), own, "has the caption 'another' without an embedding"),
         (replace(record, captions=(good, bad)), texts, "caption 'another'"),
         (replace(record, source_bytes=1 << 64), own, "source_bytes"),
+        (replace(record, source_bytes=-1), own, "source_bytes"),
         (replace(record, source_mtime_ns=-1), own, "source_mtime_ns -1, expected 0"),
+        (replace(record, source_mtime_ns=1 << 63), own, "source_mtime_ns"),
+        (replace(record, content=b""), own, "content"),
         (replace(record, split="val"), own, "has the split 'val', expected that of its bucket, train/64x64"),
     )
     with store_writer(tmp_path / "s") as writer:
