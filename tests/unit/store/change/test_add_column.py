@@ -158,17 +158,12 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "no role": ("masks", given(), {}, "name is 'masks', expected mask, audio"),
     "a column of the rows": ("target", given(), {}, "has a column 'target' already, written with the rows of"),
     "a mirror image of nothing": ("mask/flipped", given(), {}, "mask/flipped"),
-    "a fill that does not fit": (
-        "mask",
-        {one: mask_of(one) for one in IDS[1:]}.get,
-        {"fill": 256},
-        "fill is 256, and 'mask' of",
-    ),
-    "a fill that is not finite": (
+    "a fill that does not fit": ("mask", {one: mask_of(one) for one in IDS[1:]}.get, {"fill": 256}, "fill is 256, and"),
+    "an infinite fill": (
         "mask",
         dict.fromkeys(IDS[1:], FLOATS).get,
         {"fill": np.inf},
-        r"fill is inf, and 'mask' of train/64x64 is F32 \[3\]; give a finite number",
+        r"fill is inf, .* F32 \[3\]; give a finite",
     ),
     **{
         name: ("mask", lambda _, own=own: own, {}, rf"sample '{IDS[0]}', column 'mask'.*{words}")
@@ -432,15 +427,9 @@ def test_what_a_failed_call_left_is_no_shard_and_gc_removes_it_once_no_call_is_u
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no added column": (lambda d: d.update(added={}), "'mask'"),
     "a column of the rows": (lambda d: d["added"].update(latent=d["added"]["mask"]), "'latent' has the role 'mask'"),
-    "an unknown bucket": (
-        lambda d: d["added"]["mask"]["buckets"].update({"train/8x8": {"dtype": "U8", "shape": []}}),
-        "train/8x8",
-    ),
+    "a bucket": (lambda d: d["added"]["mask"]["buckets"].update({"train/8x8": {"dtype": "U8", "shape": []}}), "train/8x8"),
     "an unknown column": (lambda d: d["shards"][0]["added"].update(audio=d["shards"][0]["added"]["mask"]), "'audio'"),
-    "fewer rows": (
-        lambda d: d["shards"][0]["added"]["mask"]["groups"]["train/64x64"].__setitem__(0, 3),
-        "3 rows of 'train/64x64'",
-    ),
+    "fewer rows": (lambda d: d["shards"][0]["added"]["mask"]["groups"]["train/64x64"].__setitem__(0, 3), "3 rows of 'train"),
     "a bucket less": (lambda d: d["shards"][0]["added"]["mask"]["groups"].pop("train/64x64"), "lacks the rows of train/64x64"),
     "values that do not fit": (lambda d: d["added"]["mask"]["buckets"]["train/64x64"].update(shape=[1 << 30]), "cannot hold"),
     "a name that leads out": (lambda d: d["shards"][0]["added"]["mask"].update(shard_id="../../x"), "is not a shard id"),

@@ -368,10 +368,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "captions": (lambda path: other_form(path, max_captions=2), "max_captions = 3, .*/b with 2"),
     "encoders": (other_encoder, r"encoders.vae.scaling_factor = 0.18215, .*/b with 0.13; only stores with the same settings"),
     "rules": (lambda path: rewrite_manifest(path, rules={"grid": "other"}), "rules.grid = made by hand, .*/b with other"),
-    "columns of a bucket": (
-        lambda path: other_form(path, "F32"),
-        rf"buckets.{BUCKET}.columns.latent.dtype = F16, .*/b with F32",
-    ),
+    "columns": (lambda path: other_form(path, "F32"), rf"buckets.{BUCKET}.columns.latent.dtype = F16, .*/b with F32"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -317,9 +318,8 @@ REFUSED: list[tuple[bytes, str]] = [
 
 @pytest.mark.parametrize(("data", "words"), REFUSED, ids=lambda one: repr(one)[:40])
 def test_a_header_that_lies_is_refused_with_the_item_named(data: bytes, words: str) -> None:
-    with pytest.raises(CorruptError, match=r"^shard x: ") as error:
+    with pytest.raises(CorruptError, match=f"^shard x: .*{re.escape(words)}"):
         read_header(data, len(data), "shard x")
-    assert words in str(error.value)
 
 
 def test_a_file_of_the_safetensors_package_is_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from bucketline.store.remote.generations import (
 from bucketline.store.remote.objects import ObjectFolder, is_url
 from bucketline.store.remote.urls import RemoteOptions, parse_url, refuse_misspelt
 from tests.commands import call
+from tests.fault.apart import How, apart
 from tests.object_storage import SECRET, S3Bucket, in_memory
 
 
@@ -122,18 +124,8 @@ def test_a_web_server_is_read_only() -> None:
 def test_a_forked_child_is_refused_rather_than_left_waiting(tmp_path: Path) -> None:
     folder = ObjectFolder.open(f"file://{tmp_path}/a.store")
     folder.write("x", b"1")
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            folder.read("x")
-        except StoreError as error:
-            os.write(writes, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writes)
-    with os.fdopen(reads, "rb") as said:
-        assert b"was forked from" in said.read()
+    ended = apart(lambda: len(folder.read("x")))
+    assert (ended.how, "was forked from" in ended.said) == (How.REFUSED, True), ended.said
 
 
 @pytest.mark.parametrize(
@@ -152,9 +144,8 @@ def test_a_forked_child_is_refused_rather_than_left_waiting(tmp_path: Path) -> N
     ],
 )
 def test_a_url_that_cannot_be_a_stores_is_refused_in_words(url: str, message: str) -> None:
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
         ObjectFolder.open(url)
-    assert message in str(raised.value)
     assert "hidden" not in str(raised.value)
 
 
@@ -162,14 +153,8 @@ PASSWORDS = (
     *("https:/me:hidden@host/a", "HTTPS:/me:hidden@host/a", "https:///me:hidden@host/a", "s4:/me:hidden@host/a"),
     *("https://me:hid/hidden@host/a", "https://me:hid?hidden@host/a", "https://me:hid#hidden@host/a"),
     *("https://me:hidden/x@host/a", "https://me:hidden?x@host/a", "https://me:hidden#x@host/a", "https://me:hidden/host/a"),
-    *(
-        "https:me:hidden@host/a",
-        "//me:hidden@host/a",
-        "me:hidden@host/a",
-        "https//me:hidden@host/a",
-        "https;//me:hidden@host/a",
-    ),
-    *("https ://me:hidden@host/a", "https:\\\\me:hidden@host/a", "https://me:hidden\uff20host/a"),
+    *("https:me:hidden@host/a", "//me:hidden@host/a", "me:hidden@host/a", "https//me:hidden@host/a"),
+    *("https;//me:hidden@host/a", "https ://me:hidden@host/a", "https:\\\\me:hidden@host/a", "https://me:hidden\uff20host/a"),
     *("https://me:hidden@host:port/a", "https://me:hidden@[::1/a", "https://me:hid hidden@host/a"),
     *("https://me:hid'hidden@host/a", 'https://me:hid"hidden@host/a', "https://me:hid\thidden@host/a"),
     *("https://me:hi::hidden@host/a", "https://me:hidden@", "https://:hidden@host/a?q", "s3://me:hidden@bucket/a"),
@@ -210,9 +195,8 @@ def test_what_has_no_password_is_shown_as_it_is(text: str) -> None:
     ],
 )
 def test_options_that_cannot_be_are_refused_in_words(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError, match=re.escape(message)) as raised:
         RemoteOptions(**options)  # type: ignore[arg-type]
-    assert message in str(raised.value)
     assert "hidden" not in str(raised.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,24 +157,18 @@ def image(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
-    "shapes that contradict each other": (
+    "two widths": (
         ("train", image(mask=np.zeros((64, 90), "u1"))),
-        "'x': by the shape of column 'mask' its width_px is 90, by that of 'target' 96",
+        "'x': by .* 'mask' its width_px is 90, by that of 'target' 96",
     ),
-    "too few dimensions": (
-        ("train", image(target=np.zeros((8, 12), "f2"))),
-        r"column 'target' has the shape \[8, 12\], expected \[2, height_px, width_px\]",
-    ),
+    "too few dimensions": (("train", image(target=np.zeros((8, 12), "f2"))), r"'target' has the shape \[8, 12\], expected \[2"),
     "another fixed dimension": (("train", image(**{"features/dino": np.zeros(6, "u1")})), r"takes F8_E4M3 \[5\], got .* \[6\]"),
     "a column less": (("train", image(audio=None)), "'x' has the columns .*, expected .*'audio'"),
-    "a mirror image without its image": (
+    "only a mirror image": (
         ("train", image(**{"control/depth": None})),
-        "has the column 'control/depth/flipped' without 'control/depth'; give both or none",
+        "'control/depth/flipped' without 'control/depth'; give both",
     ),
-    "an image without its mirror image": (
-        ("train", image(**{"control/depth/flipped": None})),
-        "has the column 'control/depth' without that of the mirror image",
-    ),
+    "no mirror image": (("train", image(**{"control/depth/flipped": None})), "has the column 'control/depth' without"),
     "another bucket than that of the shapes": (("train/64x64", image()), r"bucket train/64x64 takes"),
     "no split": (("test", image()), "'test' is not a bucket; expected train or val, and height x width"),
     "a bucket of other axes": (("train/64", image()), "'train/64' is not a bucket"),
@@ -205,7 +200,7 @@ FORMS: dict[str, tuple[Callable[[], list[RowColumn]], str]] = {
     "only the mirror image": (lambda: [column(role="target/flipped")], "'target/flipped' has no counterpart"),
     "another mirror image": (
         lambda: [column(), column(role="target/flipped", optional=True)],
-        "'target/flipped' has no counterpart that is like itself",
+        "'target/flipped' has no counterpart",
     ),
     "an encoder that is not described": (lambda: [column(encoder="clip")], "names the encoder 'clip', encoders has"),
 }
@@ -228,7 +223,7 @@ OTHERS: dict[str, tuple[list[RowColumn], str]] = {
     "of images' latents": ([*IMAGE_COLUMNS[:2]], r"the store was made with columns\.audio"),
     "another dtype": (
         [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F64", shape=(700,))],
-        r"buckets\.train/64x64\.audio\.dtype = F32, this run has F64",
+        r"audio\.dtype = F32, this run has F64",
     ),
     "other axes": (
         [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F32", shape=(700, "seconds"))],
@@ -255,20 +250,13 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         ],
         "bucket train/1 is not one of images",
     ),
-    "groups in the long form": (
-        lambda d: d["shards"][0]["groups"].update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}),
-        "expected list",
-    ),
     "a bucket with a height of its own": (lambda d: d["buckets"][0].update(height_px=64), "unknown field 'height_px'"),
     "a role that is not the name's": (lambda d: d["columns"]["mask"].update(role="audio"), "'mask' has the role 'audio'"),
     "a strange role": (lambda d: d["columns"].update(x=d["columns"]["mask"]), "column 'x' has the role 'mask'"),
     "a lonely mirror image": (lambda d: d["columns"].pop("control/depth"), "'control/depth/flipped' has no counterpart"),
     "an unknown encoder": (lambda d: d["encoders"].pop("depth"), "names the encoder 'depth', encoders has ['codec', 'vae']"),
     "a column less in a bucket": (lambda d: d["columns"].pop("audio"), "has the column 'audio', which has no role"),
-    "a presence that nobody needs": (
-        lambda d: d["columns"]["mask"].update(optional=False),
-        "has the column 'present/mask', which has no role",
-    ),
+    "a presence of none": (lambda d: d["columns"]["mask"].update(optional=False), "'present/mask', which has no role"),
     "an axis twice": (lambda d: d["buckets"][0]["axes"][0].update(name="width_px"), "has axes of the names"),
     "another size": (lambda d: d["buckets"][0]["axes"][0].update(size=8), "is not the name of a bucket of train, 8x"),
     "an axis less": (lambda d: d["buckets"][0]["axes"].pop(), "is not the name of a bucket of train, 64"),
@@ -280,9 +268,8 @@ def test_a_damaged_manifest_is_refused_by_field(case: str, made: Store) -> None:
     change, words = EDITS[case]
     document = json.loads((made.path / "manifest.json").read_bytes())
     change(document)
-    with pytest.raises(CorruptError, match="item is damaged") as error:
+    with pytest.raises(CorruptError, match=f"item is damaged.*{re.escape(words)}"):
         parse_manifest(json.dumps(document).encode(), "item")
-    assert words in str(error.value)
 
 
 VIDEO = (

@@ -303,24 +303,18 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "NaN": (("x", BUCKET, {"latent": spoilt(np.nan)}), "'x': column 'latent' is NaN or infinite"),
     "infinite": (("x", BUCKET, {"latent": spoilt(-np.inf)}), "'x': column 'latent' is NaN or infinite"),
     "a bucket of no split": (("x", "64x64", {"latent": LATENT}), "'64x64' is not a bucket; expected train or val"),
-    "an odd bucket": (
-        ("x", "train/60x64", {"latent": LATENT}),
-        "bucket train/60x64: expected a height_px that is a multiple of 8",
-    ),
+    "an odd bucket": (("x", "train/60x64", {"latent": LATENT}), "train/60x64: expected a height_px that is a multiple of 8"),
     "twice": (("there.png", BUCKET, {"latent": LATENT}), "'there.png' was added before; ids must be unique"),
     "tokens": (
         ("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.zeros((3, 4), "f2")}}),
-        r"'x', caption 'snow': text column 'tokens' takes F16 \[3, 5\], got float16 \[3, 4\]",
+        r"'snow': .* F16 \[3, 5\], got float16 \[3, 4\]",
     ),
     "a scalar": (("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.float16(1)}}), "'x', caption 'snow': .*unsized"),
-    "tokens that are NaN": (
+    "NaN tokens": (
         ("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.full((3, 5), np.nan, "f2")}}),
-        "'x', caption 'snow': column 'tokens' is NaN or infinite",
+        "'snow': .*'tokens' is NaN",
     ),
-    "no tokens": (
-        ("x", BUCKET, {"latent": LATENT}, {"snow": {}}),
-        r"caption 'snow' has the columns \[\], expected \['tokens'\]",
-    ),
+    "no tokens": (("x", BUCKET, {"latent": LATENT}, {"snow": {}}), r"'snow' has the columns \[\], expected \['tokens'\]"),
 }
 
 

@@ -22,6 +22,7 @@ from bucketline.store.remote.cache.folder import MARK, CacheFolder, is_cache
 from bucketline.store.remote.cache.remote_source import store_key
 from bucketline.store.remote.cache.room import Room
 from bucketline.store.remote.retries import IN_TIME
+from tests.fault.apart import Apart, How
 from tests.leftovers import wait_until
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
 
@@ -379,17 +380,13 @@ def test_a_forked_child_keeps_none_of_its_parents_locks(tmp_path: Path) -> None:
     number = opened.shard.lock_of(4)
     assert opened.folder.locks.try_exclusive(number)
     ready, end = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(ready[1], b"1")
-        os.read(end[0], 1)
-        os._exit(0)
+    child = Apart(lambda: os.write(ready[1], b"1") and len(os.read(end[0], 1)))
     os.read(ready[0], 1)
     assert not other.folder.locks.try_exclusive(number)
     opened.close()  # the parent ends, the child lives
     assert other.folder.locks.try_exclusive(number)
     os.write(end[1], b"1")
-    os.waitpid(child, 0)
+    assert child.ended().how is How.DONE
 
 
 def test_a_folder_with_other_files_is_not_made_a_cache(tmp_path: Path) -> None:
