@@ -39,17 +39,7 @@ from bucketline.store.write.describe import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from bucketline.store.write.seal import column_extents
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
-from tests.kit import (
-    add_samples,
-    faults,
-    flip_bit,
-    flip_row,
-    make_store,
-    rewrite_manifest,
-    samples_of,
-    store_writer,
-    tree,
-)
+from tests.kit import add_samples, faults, flip_bit, flip_row, make_store, rewrite_manifest, samples_of, store_writer, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

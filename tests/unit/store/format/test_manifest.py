@@ -13,13 +13,7 @@ import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
-from bucketline.store.format.manifest import (
-    dump_manifest,
-    parse_manifest,
-    read_manifest,
-    sealed,
-    write_manifest,
-)
+from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed, write_manifest
 from tests.kit import edit_json, make_store, samples_of, tree
 
 

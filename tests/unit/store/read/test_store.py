@@ -114,13 +114,7 @@ def test_batches_hold_what_plain_reads_give_over_all_shards_with_captions_padded
 ) -> None:
     monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
     shards: set[int] = set()
-    options = {
-        "remainder": "carry",
-        "rewind": False,
-        "epochs": 4,
-        "batch_size": 20,
-        "plain_reads": plain_reads,
-    }
+    options = {"remainder": "carry", "rewind": False, "epochs": 4, "batch_size": 20, "plain_reads": plain_reads}
     for loader in loaders_of(store, pad_to=store.max_tokens + 2, **options):
         for batch in loader.forever():
             rows = loader.plan.at(batch.step).rows

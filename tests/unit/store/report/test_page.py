@@ -261,10 +261,7 @@ def test_what_is_no_entry_of_a_list_is_left_out(tmp_path: Path) -> None:
 
 def found_in(store: Store, most: int = 1000) -> list[Finding]:
     return findings(
-        facts=collect_facts(store, 4),
-        lists=collect_lists(store),
-        latents=check_latents(store, most),
-        vae=vae_of(store),
+        facts=collect_facts(store, 4), lists=collect_lists(store), latents=check_latents(store, most), vae=vae_of(store)
     )
 
 

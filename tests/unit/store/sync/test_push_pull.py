@@ -382,16 +382,8 @@ def test_a_part_removes_what_killed_ones_left_and_leaves_living_ones_alone(tmp_p
 
 
 FAULTS = (
-    Fault.MISSING,
-    Fault.SHORT_RANGE,
-    Fault.SHORT_LENGTH,
-    Fault.CUT,
-    Fault.LONG_LENGTH,
-    Fault.HUGE_LENGTH,
-    Fault.WHOLE,
-    Fault.MORE,
-    Fault.WRONG_BYTE,
-    Fault.INTERNAL,
+    *(Fault.MISSING, Fault.SHORT_RANGE, Fault.SHORT_LENGTH, Fault.CUT, Fault.LONG_LENGTH),
+    *(Fault.HUGE_LENGTH, Fault.WHOLE, Fault.MORE, Fault.WRONG_BYTE, Fault.INTERNAL),
 )
 
 
