@@ -7,14 +7,12 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store, read_manifest
-from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.drop import drop
 from bucketline.store.change.repair import Repaired, repair
 from bucketline.store.format.hashing import file_digest
@@ -23,6 +21,7 @@ from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.commands import call
+from tests.fault.apart import killed_at
 from tests.kit import (
     IMAGES,
     Sample,
@@ -322,36 +321,19 @@ def test_a_damaged_shard_is_retired_and_never_adopted_not_even_when_its_file_is_
     assert len(by_id(Store.open(copy))) == len(every) - len(samples[0]) + 2
 
 
-@pytest.mark.parametrize("moment", ["copy", "publish"])
-def test_a_repair_that_ends_in_the_middle_leaves_the_store_as_it_was_and_the_next_one_cleans_up(
-    copy: Path, every: dict[str, Sample], monkeypatch: pytest.MonkeyPatch, moment: str
+@pytest.mark.parametrize(("function", "call"), [("copy_rows.RowCopier.copy", 2), ("commit.publish_shards", 1)])
+def test_a_killed_repair_leaves_the_store_as_it_was_and_the_next_one_cleans_up(
+    copy: Path, every: dict[str, Sample], function: str, call: int
 ) -> None:
-    """As after kill -9: nothing that the run would still do on its way out is done."""
     flipped = [flip_row(copy, BUCKET, row) for row in (3, 30)]
     manifest = (copy / "manifest.json").read_bytes()
-
-    class KilledError(BaseException):
-        pass
-
-    def die(*_: object, **__: object) -> Any:
-        raise KilledError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RowCopier, "discard", lambda _: None)
-        if moment == "copy":
-            whole, calls = RowCopier.copy, iter(range(2))
-            patched.setattr(RowCopier, "copy", lambda *given: whole(*given) if next(calls) == 0 else die())
-        else:
-            patched.setattr("bucketline.store.change.commit.publish_shards", die)
-        with pytest.raises(KilledError):
-            repair(copy)
+    killed_at(f"store.change.{function}", call, lambda: repair(copy))
     assert (copy / "manifest.json").read_bytes() == manifest
     left = {path.name for path in (copy / "shards").glob("copy-*.lmdb")}
     assert left
-    done = repaired(copy)
-    assert done.generation == 3
+    assert repaired(copy).generation == 3
     assert not left & {path.name for path in (copy / "shards").iterdir()}
-    expect(copy, every, set(flipped))
+    expect(copy, every, flipped)
 
 
 @pytest.mark.parametrize("part", ["shards", "shards/g0.lmdb"])

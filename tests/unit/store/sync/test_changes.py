@@ -35,11 +35,7 @@ DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
 
 @pytest.fixture(params=["memory", "s3"])
 def folder(request: pytest.FixtureRequest, copy: Path) -> ObjectFolder:
-    if request.param == "memory":
-        objects = in_memory()
-    else:
-        bucket: S3Bucket = request.getfixturevalue("s3")
-        objects = bucket.folder("a.store")
+    objects: ObjectFolder = in_memory() if request.param == "memory" else request.getfixturevalue("s3").folder("a.store")
     push(copy, objects)
     return objects
 

@@ -51,12 +51,10 @@ FORM = dataclasses.replace(RAGGED, columns=IMAGES.columns)
 
 @pytest.fixture(params=["memory", "file", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
-    if request.param == "memory":
-        return in_memory()
-    if request.param == "file":
-        return ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
-    bucket: S3Bucket = request.getfixturevalue("s3")
-    return bucket.folder("a.store")
+    if request.param == "s3":
+        bucket: S3Bucket = request.getfixturevalue("s3")
+        return bucket.folder("a.store")
+    return in_memory() if request.param == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
 
 
 def expect_whole(path: Path) -> Store:

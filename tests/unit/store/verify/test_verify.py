@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-import sys
+import signal
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,8 @@ from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify import shard
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.seal import seal
-from tests.commands import call, spawn
+from tests.commands import call
+from tests.fault.apart import How, apart
 from tests.kit import (
     faults,
     flip_bit,
@@ -171,30 +176,24 @@ def test_threads_change_neither_what_is_found_nor_its_order(tmp_path: Path) -> N
 
 def test_ctrl_c_ends_all_threads_before_they_have_read_everything(tmp_path: Path) -> None:
     """The signal comes with the first progress that is told, in a process of its own."""
-    make_store(tmp_path, *(samples_of({BUCKET: 20}, f"{n}/") for n in range(30)))
-    script = f"""
-import os, signal, threading, time
-from bucketline.store import Store
-from bucketline.store.verify.verify import verify
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs behind it ignore Ctrl-C
-told = []
-def on_bytes(num_bytes):
-    told.append(num_bytes)
-    if len(told) == 1:
-        os.kill(os.getpid(), signal.SIGINT)  # to the process, as Ctrl-C is: the thread that waits is woken by it
-    else:
-        time.sleep(0.2)  # a busy machine wakes it late
-store = Store.open({str(tmp_path)!r})
-try:
-    verify(store, on_bytes, 2)
-except KeyboardInterrupt:
-    print(len(told), threading.active_count())
-"""
-    ran = spawn([sys.executable, "-c", script])
-    assert (ran.code, ran.err) == (0, "")
-    told, threads = map(int, ran.out.split())
-    assert told < 20
-    assert threads == 1
+    store, told = make_store(tmp_path, *(samples_of({BUCKET: 20}, f"{n}/") for n in range(30))), list[int]()
+
+    def on_bytes(num_bytes: int) -> None:
+        told.append(num_bytes)
+        if len(told) == 1:
+            os.kill(os.getpid(), signal.SIGINT)  # to the process, as Ctrl-C is: the thread that waits is woken by it
+        else:
+            time.sleep(0.2)  # a busy machine wakes it late
+
+    def interrupted() -> tuple[int, int]:
+        with suppress(KeyboardInterrupt):
+            verify(store, on_bytes, 2)
+        return len(told), threading.active_count()
+
+    ended = apart(interrupted, 60)
+    assert ended.how is How.DONE, ended.said
+    assert ended.gave[0] < 20
+    assert ended.gave[1] == 1
 
 
 def test_progress_is_told_while_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
