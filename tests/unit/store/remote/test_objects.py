@@ -86,7 +86,7 @@ def test_a_token_file_with_a_line_break_is_an_error_in_words(tmp_path: Path, mon
 def test_secrets_are_in_no_message_and_no_pickle(s3: S3Bucket) -> None:
     folder = ObjectFolder.open("http://me:hidden@127.0.0.1:9/a.store", RemoteOptions(deadline_s=0.2))
     assert folder.url == "http://127.0.0.1:9/a.store"
-    with pytest.raises(StoreError) as raised:
+    with pytest.raises(StoreError, match="Connection refused") as raised:
         folder.read("manifest.json")
     assert "hidden" not in f"{raised.value!r}{raised.value}{folder!r}{folder.options!r}"
     assert b"hidden" not in pickle.dumps(folder)
