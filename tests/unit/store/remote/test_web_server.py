@@ -137,7 +137,7 @@ def test_what_is_gone_for_good_is_missing(tmp_path: Path) -> None:
     handler = type(
         "Gone", (SimpleHTTPRequestHandler,), {"do_GET": lambda request: request.send_error(410), "log_message": print}
     )
-    with served(handler) as server, pytest.raises(MissingObjectError, match="manifest.json is missing"):
+    with served(handler) as server, pytest.raises(MissingObjectError, match=r"manifest\.json is missing"):
         ObjectFolder.open(f"http://127.0.0.1:{server.server_port}").read("manifest.json")
 
 
