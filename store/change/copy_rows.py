@@ -303,8 +303,6 @@ def tried(read: Callable[..., T], *args: object) -> T | StoreError:
 class CopiedValues:
     """A column's values of rows of a store's shards, for a new shard with exactly these rows."""
 
-    num_missing = 0
-
     def __init__(self, store: Store, column: str, rows: Mapping[str, array[int]]) -> None:
         """`rows`: by bucket, in the new shard's order, the ordinal of each row's shard and its number there, in turn."""
         self._store, self._column, self._rows = store, column, rows
@@ -314,9 +312,6 @@ class CopiedValues:
 
     def spec(self, bucket: str) -> BlockSpec:
         return self._store.added[self._column].specs[bucket]
-
-    def blank(self, bucket: str) -> bytes:
-        return bytes(self.spec(bucket).column(self._column).row_bytes)
 
     def rows(self, bucket: str) -> Iterator[bytes]:
         """Yield each row's value."""
