@@ -299,6 +299,7 @@ def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
         "output": str(tmp_path / "out"),
         "format": kind,
         "samples": 27,
+        "left_out": [],
         "files": len(sizes),
         "bytes": sum(sizes),
         "dry_run": False,
