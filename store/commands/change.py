@@ -142,7 +142,7 @@ def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool
 class Merge:
     """Create a new store from several. They must share the same encoders and rules, and no sample's id.
 
-    Stores at a URL are pulled first, and the new one is pushed.
+    Pull stores that are at a URL first, and push the new one.
 
     Example: store merge all.store photos.store more.store
     """

@@ -39,7 +39,6 @@ class ExportRequest:
     format: str  # a name of `EXPORTERS`
     selection: Selection
     shard_bytes: int | None = None  # the most that a file of many samples has; None: the format's default
-    columns: tuple[str, ...] | None = None  # roles to write next to the latents; None: all
 
 
 class ExportedSample(NamedTuple):
@@ -52,8 +51,8 @@ class ExportedSample(NamedTuple):
 class Exporter(ABC):
     """Writes samples in one format; an object for each export."""
 
-    options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`
-    shard_bytes: ClassVar[int] = 1 << 30  # the default
+    shard_bytes: ClassVar[int | None] = None  # the default; None of a format whose files have one sample each
+    left_out: tuple[str, ...] = ()  # roles of columns that the format does not have
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
         """Read nothing yet."""
@@ -102,7 +101,7 @@ class TarExporter(Exporter):
     id never becomes a path. Tars are reproducible: they contain no times or owners.
     """
 
-    options = frozenset({"shard_bytes"})
+    shard_bytes = 1 << 30
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
         """Write each sample's members to the last tar if it still fits, else to a new one."""

@@ -66,7 +66,7 @@ def shard_files(path: Path) -> dict[str, bytes]:
 def test_every_row_gets_its_value_and_no_file_is_written_again(values: Callable[[str], Any], path: Path) -> None:
     before, older = shard_files(path), read_manifest(path)
     added = add_column(path, "mask", values)
-    assert (added.generation, added.rows, added.filled, added.rows_without) == (older.generation + 1, len(IDS), 0, 0)
+    assert (added.generation, added.rows, added.rows_without) == (older.generation + 1, len(IDS), 0)
     expect_masks(path, len(IDS))
     expect_clean(path)
     after = shard_files(path)
@@ -104,26 +104,19 @@ def test_rows_that_come_later_lack_it_until_the_same_call_fills_them(path: Path)
     expect_clean(path)
 
 
-def test_rows_without_a_value_are_refused_by_number_and_name_or_filled(path: Path) -> None:
-    known = {one: mask_of(one) for one in IDS if not one.startswith("b/train/64x64")}
+def test_a_row_without_a_value_is_refused_by_name_and_the_shards_before_it_are_kept(path: Path) -> None:
+    known = {one: mask_of(one) for one in IDS if one != "b/train/64x64/4.png"}
     before = tree(path)
-    with pytest.raises(StoreError, match=r"9 of 32 rows .* have no value of 'mask': 'b/train/64x64/0.png', .* \(9 ids\)"):
+    with pytest.raises(StoreError, match=r"sample 'b/train/64x64/4.png' has no value of 'mask'; nothing was added"):
         add_column(path, "mask", known.get)
     left = {name: data for name, data in tree(path).items() if not name.endswith("column.lock")}
-    assert {name: left[name] for name in before} == before  # a shard without a gap may have been finished
-    added = add_column(path, "mask", known.get, fill=7)
-    assert (added.rows, added.filled) == (len(IDS), 9)
-    found = masks_in(path)
-    assert all(np.array_equal(found[one], mask_of(one) if one in known else np.full((1, 8, 8), 7)) for one in IDS)
+    assert {name: left[name] for name in before} == before
+    assert len(left) == len(before) + 2  # of the first shard, whose rows all have one
+    add_column(path, "mask", {**known, "b/train/64x64/4.png": mask_of("b/train/64x64/4.png")}.get)
+    expect_masks(path, len(IDS))
     expect_clean(path)
 
 
-def test_a_bucket_without_any_value_is_refused_or_cannot_be_filled(path: Path) -> None:
-    some = {one: mask_of(one) for one in IDS if "64x96" in one}
-    with pytest.raises(StoreError, match=r"18 of 32 rows of .* have no value"):
-        add_column(path, "mask", some.get)
-    with pytest.raises(UsageError, match=r"no row of train/64x64 has a value of 'mask', so its shape there is unknown"):
-        add_column(path, "mask", some.get, fill=0)
 
 
 def given(value: Any = None) -> Callable[[str], Any]:
@@ -148,13 +141,6 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "no role": ("masks", given(), {}, "name is 'masks', expected mask, audio"),
     "a column of the rows": ("target", given(), {}, "has a column 'target' already, written with the rows of"),
     "a mirror image of nothing": ("mask/flipped", given(), {}, "mask/flipped"),
-    "a fill that does not fit": ("mask", {one: mask_of(one) for one in IDS[1:]}.get, {"fill": 256}, "fill is 256, and"),
-    "an infinite fill": (
-        "mask",
-        dict.fromkeys(IDS[1:], FLOATS).get,
-        {"fill": np.inf},
-        r"fill is inf, .* F32 \[3\]; give a finite",
-    ),
     **{
         name: ("mask", lambda _, own=own: own, {}, rf"sample '{IDS[0]}', column 'mask'.*{words}")
         for name, (own, words) in ARRAYS.items()

@@ -93,16 +93,17 @@ def test_a_small_shard_between_large_ones_is_left(tmp_path: Path) -> None:
     assert plan_runs(store.manifest, 40_000) == []
 
 
-def test_shards_written_anew_are_of_about_equal_size(tmp_path: Path) -> None:
+def test_shards_are_rewritten_full_but_for_the_last_and_then_left(tmp_path: Path) -> None:
     samples = samples_of({BUCKET: 300})
     make_store(tmp_path, samples)
     drop(tmp_path, [samples[7].id])
     compact(tmp_path, shard_bytes=40_000)
     store = Store.open(tmp_path)
-    rows = [shard.samples for shard in store.manifest.shards]
-    assert len(rows) > 2
-    assert min(rows) * 2 > max(rows)
-    assert sum(rows) == 299
+    *full, last = [shard.samples for shard in store.manifest.shards]
+    assert len(full) > 1
+    assert len(set(full)) == 1 >= last / full[0]
+    assert sum(full) + last == 299
+    assert all(40_000 <= shard.data_bytes < 60_000 for shard in store.manifest.shards[:-1])
     assert compact(tmp_path, shard_bytes=40_000).rewritten == ()
 
 

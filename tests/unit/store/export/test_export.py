@@ -274,7 +274,7 @@ def test_the_command_prints_one_object_and_so_does_a_dry_run(
     done = call(*asked).done()
     assert dry.json == {**done.json, "files": None, "bytes": None, "dry_run": True}
     sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    about = {"output": str(tmp_path / "out"), "format": kind, "samples": 27, "dry_run": False}
+    about = {"output": str(tmp_path / "out"), "format": kind, "samples": 27, "dry_run": False, "left_out": []}
     assert done.json == {**about, "files": len(sizes), "bytes": sum(sizes)}
 
 

@@ -104,7 +104,7 @@ def test_a_fault_is_requested_again(
         (Fault.FORBIDDEN, DeniedError, "access denied"),
         (Fault.MISSING, MissingObjectError, "is missing"),
         (Fault.UNAVAILABLE, StoreError, "503 Service Unavailable"),
-        (Fault.REDIRECT_LOOP, StoreError, "error following redirect"),
+        (Fault.REDIRECT_LOOP, StoreError, "TooManyRedirects"),
     ],
 )
 def test_another_answer_is_named(fault: Fault, kind: type[StoreError], message: str, data: bytes, tmp_path: Path) -> None:
@@ -131,7 +131,16 @@ def test_a_user_and_password_are_sent_and_not_to_another_server(tmp_path: Path, 
         server.outage = Fault.ELSEWHERE
         for port in (other.server_port, server.port):
             assert ObjectFolder.open(f"http://me:p%40ss@127.0.0.1:{port}").read("manifest.json") == b"1"
-    assert asked == ["Basic bWU6cEBzcw==", None]
+            assert ObjectFolder.open(f"http://me@127.0.0.1:{port}").read("manifest.json") == b"1"  # without a password
+    assert asked == ["Basic bWU6cEBzcw==", "Basic bWU6", None, None]
+
+
+def test_what_is_gone_for_good_is_missing(tmp_path: Path) -> None:
+    handler = type(
+        "Gone", (SimpleHTTPRequestHandler,), {"do_GET": lambda request: request.send_error(410), "log_message": print}
+    )
+    with served(handler) as server, pytest.raises(MissingObjectError, match=r"manifest\.json is missing"):
+        ObjectFolder.open(f"http://127.0.0.1:{server.server_port}").read("manifest.json")
 
 
 def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path) -> None:
@@ -155,7 +164,7 @@ def test_a_certificate_that_nobody_trusts_is_refused(data: bytes, tmp_path: Path
     context.load_cert_chain(certificate, key)
     with served(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)), context) as server:
         url = f"https://127.0.0.1:{server.server_port}/a.store"
-        with pytest.raises(StoreError, match=f"cannot read {url}"):
+        with pytest.raises(StoreError, match=f"cannot read {url}.*CaUsedAsEndEntity"):
             ObjectFolder.open(url, RemoteOptions(deadline_s=2.0)).read(NAME)
 
 

@@ -416,9 +416,29 @@ def test_a_cache_whose_mark_alone_was_removed_is_one(tmp_path: Path) -> None:
     (tmp_path / "cache" / MARK).unlink()
     assert [store.folder for store in CacheFolder(tmp_path / "cache", None).stores()] == ["a" * 32]
     (tmp_path / "cache" / MARK).unlink()
-    (tmp_path / "cache" / ("b" * 32)).write_bytes(b"")  # a file has no such name
-    with pytest.raises(StoreError, match="it has 'bbbb"):
-        CacheFolder(tmp_path / "cache", None)
+    (tmp_path / "cache" / ("a" * 32) / "locks").unlink()  # a removal was under way
+    listed = tmp_path / "cache" / ("a" * 32) / "digest" / "shard.lines-present"
+    listed.parent.mkdir()
+    listed.write_bytes(b"")
+    assert CacheFolder(tmp_path / "cache", None).room.used() == 0
+
+
+@pytest.mark.parametrize("name", ["b" * 32, f"{'b' * 32}/x.png", "removed-0123abcd/x.png", "room", "room/x.png"])
+def test_what_somebody_else_named_like_a_part_of_a_cache_stays(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(StoreError, match=f"not empty: it has '{Path(name).parts[0]}'"):
+        CacheFolder(tmp_path, None)
+    assert (tmp_path / name).read_bytes() == b"mine"
+
+
+def test_removed_stores_stay_in_a_folder_that_has_only_just_become_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "removed-0123abcd").mkdir()
+    (tmp_path / "removed-0123abcd" / "locks").write_bytes(b"")
+    CacheFolder(tmp_path, None)
+    assert (tmp_path / "removed-0123abcd").is_dir()
+    CacheFolder(tmp_path, None)
+    assert not (tmp_path / "removed-0123abcd").is_dir()
 
 
 def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tmp_path: Path) -> None:
