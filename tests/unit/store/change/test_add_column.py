@@ -38,7 +38,7 @@ from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.describe import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from bucketline.store.write.seal import column_extents
-from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of, masks_in
+from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of
 from tests.kit import add_samples, faults, flip_bit, flip_row, make_store, rewrite_manifest, samples_of, store_writer, tree
 
 if TYPE_CHECKING:
@@ -117,8 +117,6 @@ def test_a_row_without_a_value_is_refused_by_name_and_the_shards_before_it_are_k
     expect_clean(path)
 
 
-
-
 def given(value: Any = None) -> Callable[[str], Any]:
     return lambda one: mask_of(one) if value is None or one != IDS[3] else value
 
@@ -152,7 +150,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 def test_what_cannot_be_added_is_refused(role: str, values: Any, options: dict[str, Any], said: str, path: Path) -> None:
     before = (path / "manifest.json").read_bytes()
     with pytest.raises((UsageError, StoreError), match=said):
-        add_column(options.get("store", path), role, values, **{name: own for name, own in options.items() if name != "store"})
+        add_column(options.get("store", path), role, values)
     assert (path / "manifest.json").read_bytes() == before
 
 

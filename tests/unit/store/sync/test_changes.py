@@ -314,7 +314,12 @@ def test_a_writer_that_others_get_ahead_of_pauses_between_its_tries(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paused, others = list[int](), iter(["other 1", "other 2"])
-    monkeypatch.setattr(commit_module, "pause_after", lambda tries: [0.0, paused.append(tries)][0])
+
+    def pause_after(tries: int) -> float:
+        paused.append(tries)
+        return 0.0
+
+    monkeypatch.setattr(commit_module, "pause_after", pause_after)
 
     def ruled(name: str) -> Any:
         return lambda base: dataclasses.replace(base.manifest, rules={**base.manifest.rules, name: 1})
