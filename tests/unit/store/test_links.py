@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.errors import BucketlineError, CorruptError, StoreError
+from bucketline.errors import BucketlineError, StoreError
 from bucketline.files.atomic_folder import staged_folder, staging_path
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.locks import FileLock
@@ -215,12 +215,6 @@ def test_nobody_waits_for_a_pipe_or_a_device(name: str, kind: str, store: Path) 
     assert ended.how is How.DONE, ended.said
 
 
-def test_a_pipe_in_a_manifests_place_is_said_in_words(store: Path) -> None:
-    put_in_place(store / "manifest.json", "pipe")
-    with pytest.raises(StoreError, match=r"cannot be read: it is a pipe, a device or a folder.*; copy .*1\.json to"):
-        read_manifest(store)
-
-
 def test_a_pending_shard_that_is_a_link_is_not_taken_over(store: Path, outside: Path) -> None:
     shutil.move(leave_pending(store, "left", [make_sample("more.png", BUCKET)]), outside / "left.lmdb")
     (store / "pending" / "left.lmdb").symlink_to(outside / "left.lmdb")
@@ -244,13 +238,6 @@ def test_a_store_is_read_through_links_to_its_files_and_to_itself(store: Path, o
     assert tree(outside) == before
     assert Store.open(store).manifest.samples == 5
     assert not faults(store)
-
-
-def test_a_shard_that_is_a_folder_is_an_error_of_ours(store: Path) -> None:
-    (store / "shards" / "g0.lmdb").unlink()
-    (store / "shards" / "g0.lmdb").mkdir()
-    with pytest.raises((StoreError, CorruptError), match="it is a pipe, a device or a folder"):
-        Store.open(store).sample(ID)
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])

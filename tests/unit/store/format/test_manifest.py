@@ -132,11 +132,6 @@ def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: st
     assert f"{tmp_path / name} is not a store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
 
 
-def test_a_generation_that_is_gone_is_named(copy: Path) -> None:
-    with pytest.raises(StoreError, match=r"has no generation 77 any more; open the newest one"):
-        read_manifest(copy, 77)
-
-
 def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, manifest = tree(copy), read_manifest(copy)
     for module in ("format.manifest", "write.change_base", "verify.verify"):
