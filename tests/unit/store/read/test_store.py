@@ -365,12 +365,8 @@ def changed(tmp_path: Path) -> Store:
     return Store.open(store.path)
 
 
-def ids_by_reader(store: Store) -> dict[str, list[str]]:
-    return {bucket.name: bucket.sample_ids(np.arange(bucket.num_rows)) for bucket in store.buckets()}
-
-
 def test_every_live_sample_is_listed_once_under_the_row_that_a_bucket_gives_it(changed: Store) -> None:
-    by_reader = ids_by_reader(changed)
+    by_reader = {bucket.name: bucket.sample_ids(np.arange(bucket.num_rows)) for bucket in changed.buckets()}
     listed = list(live_samples(changed, Selection()))
     assert len(listed) == changed.manifest.samples == 32
     assert len({(one.record.bucket, one.row) for one in listed}) == 32

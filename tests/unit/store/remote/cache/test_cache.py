@@ -432,13 +432,14 @@ def test_what_somebody_else_named_like_a_part_of_a_cache_stays(name: str, tmp_pa
     assert (tmp_path / name).read_bytes() == b"mine"
 
 
-def test_removed_stores_stay_in_a_folder_that_has_only_just_become_a_cache(tmp_path: Path) -> None:
-    (tmp_path / "removed-0123abcd").mkdir()
+def test_half_removed_stores_go_unless_the_folder_has_only_just_become_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "removed-0123abcd" / "shards").mkdir(parents=True)
     (tmp_path / "removed-0123abcd" / "locks").write_bytes(b"")
     CacheFolder(tmp_path, None)
+    (tmp_path / "removed-photos").mkdir()
     assert (tmp_path / "removed-0123abcd").is_dir()
     CacheFolder(tmp_path, None)
-    assert not (tmp_path / "removed-0123abcd").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, "removed-photos", "room"]
 
 
 def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tmp_path: Path) -> None:
@@ -454,14 +455,6 @@ def test_a_store_that_no_process_has_open_is_removed_for_room_and_others_stay(tm
     assert [store.is_open for store in other.stores()] == [True, True]
     again = other.open_store("b" * 32, "s3://b/b.store")
     assert again.path.is_dir()
-
-
-def test_a_mark_that_a_killed_process_left_half_removed_is_cleaned(tmp_path: Path) -> None:
-    CacheFolder(tmp_path, None)
-    (tmp_path / "removed-0123abcd" / "shards").mkdir(parents=True)
-    (tmp_path / "removed-photos").mkdir()
-    CacheFolder(tmp_path, None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, "removed-photos", "room"]
 
 
 @pytest.mark.parametrize("store_id", ["../x", "", "a/b", ".", "a\0b", "\ud800"])
