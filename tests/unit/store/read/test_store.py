@@ -78,6 +78,8 @@ def test_what_is_not_there_is_named_with_what_is(store: Store) -> None:
         store.sample("nothing.png")
     with pytest.raises(StoreError, match="has no bucket 'train/8x8'; it has train/64x128, train/64x64"):
         store.bucket("train/8x8")
+    with pytest.raises(StoreError, match=r"train/64x64 has no column 'depth'; it has .*latent"):
+        store.bucket(BUCKET).read(np.array([0]), "depth")
     assert [bucket.name for bucket in store.buckets("val")] == ["val/64x64"]
     assert store.buckets("test") == []
     for rows in ([-1], [35], [0, 35], [1 << 40]):

@@ -135,15 +135,6 @@ def test_a_damaged_sidecar_is_found_whichever_byte_it_is(copy: Path, suffix: str
         assert any(f"g1.{suffix} has the digest" in fault.error for fault in faults(copy))
 
 
-def test_a_missing_list_of_dropped_rows_is_found(tmp_path: Path) -> None:
-    samples = samples_of({BUCKET: 6})
-    store = make_store(tmp_path, samples, samples[:2])
-    dropped = store.shards[0].entry.dropped
-    assert dropped is not None
-    store.shards[0].paths.dropped(dropped.generation).unlink()
-    assert any("cannot be read" in fault.error for fault in faults(tmp_path))
-
-
 @pytest.mark.parametrize("suffixes", [("lmdb",), ("lmdb", "extents", "index")])
 def test_shards_exchanged_for_one_another_are_found(copy: Path, suffixes: tuple[str, ...]) -> None:
     for suffix in suffixes:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
+from bucketline.errors import CorruptError, FingerprintError, UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
 from bucketline.store.change.merge import merge
@@ -350,13 +350,6 @@ def test_commands_show_and_export_every_column(form: tuple[Form, dict[str, int]]
         for column in made.columns:
             if column.role in item.columns:
                 assert bytes(files[item.id][column.name]["data"]) == item.columns[column.role].tobytes()
-
-
-def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
-    store = ANY.make_store(tmp_path / "s", ANY.samples({"train/64x64": 1}))
-    with pytest.raises(StoreError, match=r"train/64x64 has no column 'depth'; it has .*control/depth"):
-        store.bucket("train/64x64").read(np.array([0]), "depth")
-    assert ANY_ENCODERS.keys() == store.manifest.encoders.keys()
 
 
 def test_verify_names_the_damaged_line_where_nothing_names_it_more_exactly(tmp_path: Path) -> None:
