@@ -128,13 +128,9 @@ def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool
     for name in collected.files:
         print(f"    {one_line(name)}")
     if collected.waiting:
-        last = max(waiting.until for waiting in collected.waiting)
-        until = dt.datetime.fromtimestamp(last).astimezone().isoformat(" ", "minutes")
-        what = counted(len(collected.waiting), "generation")
         print(
-            f"  {what} superseded less than {older_than} ago are kept, with the files only they use, for runs that may "
-            f"read them; `--gc` removes the last of them after {until}, `--gc --older-than 0s` removes them now, if no such "
-            "run is left"
+            f"  {counted(len(collected.waiting), 'generation')} superseded less than {older_than} ago are kept, with the files "
+            "only they use, for runs that may read them; `--gc --older-than 0s` removes them now, if no such run is left"
         )
 
 

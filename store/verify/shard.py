@@ -25,7 +25,7 @@ from bucketline.store.format.text_block import TEXT_GROUP, is_bucket, read_text_
 from bucketline.store.format.text_codec import is_storable
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
-from bucketline.store.shard.sidecar import PagedFile
+from bucketline.store.shard.sidecar import PagedFile, read_exactly
 from bucketline.store.write.describe import COLUMN_FIELDS, entry_of_extents, ids_by_row
 from bucketline.store.write.shard_contents import ShardContents, read_contents
 from bucketline.typed_json import encode, first_difference
@@ -223,8 +223,8 @@ class ShardCheck:
         try:
             file_bytes = os.fstat(fd).st_size
             digest, lines = self._read(fd, min(file_bytes, expected.num_bytes))
-        except OSError as error:
-            self._faults.of_file(f"{path.name} cannot be read: {error.strerror}; the medium may be failing")
+        except (StoreError, OSError) as error:
+            self._faults.of_file(str(error))
             return None
         finally:
             os.close(fd)
@@ -238,7 +238,8 @@ class ShardCheck:
     def _read(self, fd: int, num_bytes: int) -> tuple[str, list[int]]:
         """Read the file and check its blocks. Return its digest and the checksums of its lines."""
         state, lines = xxhash.xxh3_128(), LineSums()
-        for place, segment in segments(fd, num_bytes, block_places(self._shard, num_bytes, self._faults)):
+        places = block_places(self._shard, num_bytes, self._faults)
+        for place, segment in segments(self._shard.paths.lmdb, fd, num_bytes, places):
             state.update(segment)
             lines.update(segment)
             if place is not None:
@@ -436,7 +437,9 @@ def block_places(shard: SealedShard, file_bytes: int, faults: Faults) -> Iterato
             faults.add(error, groups[at], block)
 
 
-def segments(fd: int, num_bytes: int, places: Iterable[BlockPlace]) -> Iterator[tuple[BlockPlace | None, memoryview]]:
+def segments(
+    path: Path, fd: int, num_bytes: int, places: Iterable[BlockPlace]
+) -> Iterator[tuple[BlockPlace | None, memoryview]]:
     """Read a file in order and yield its segments: complete blocks, and the bytes between them in pieces.
 
     A segment's bytes are valid only until the next one.
@@ -446,29 +449,20 @@ def segments(fd: int, num_bytes: int, places: Iterable[BlockPlace]) -> Iterator[
     if num_bytes:  # a pipe has length 0 and does not support fadvise
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def between(end: int) -> Iterator[tuple[BlockPlace | None, memoryview]]:
-        nonlocal at
-        while at < end:
-            yield None, _fill(fd, at, buffer[: min(SEGMENT_BYTES, end - at)])
-            at += min(SEGMENT_BYTES, end - at)
+    def segment(length: int) -> memoryview:
+        nonlocal at, buffer
+        if length > len(buffer):
+            buffer = memoryview(bytearray(length))
+        read_exactly(path, fd, at, buffer[:length])
+        at += length
+        return buffer[:length]
 
     for place in places:
-        yield from between(place.offset)
-        if place.length > len(buffer):
-            buffer = memoryview(bytearray(place.length))
-        yield place, _fill(fd, at, buffer[: place.length])
-        at += place.length
-    yield from between(num_bytes)
-
-
-def _fill(fd: int, offset: int, out: memoryview) -> memoryview:
-    done = 0
-    while done < len(out):
-        count = os.preadv(fd, [out[done:]], offset + done)
-        if count == 0:
-            raise CorruptError(f"the file ended at byte {offset + done} while it was read")
-        done += count
-    return out
+        while at < place.offset:
+            yield None, segment(min(SEGMENT_BYTES, place.offset - at))
+        yield place, segment(place.length)
+    while at < num_bytes:
+        yield None, segment(min(SEGMENT_BYTES, num_bytes - at))
 
 
 def strange_rows(columns: Mapping[str, NDArray[Any]]) -> Iterator[tuple[int, str]]:

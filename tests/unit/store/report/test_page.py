@@ -63,7 +63,7 @@ def test_photographs_on_a_grey_backdrop_do_not_blame_their_vae(model: Path, tmp_
 
 def test_every_section_of_the_report_is_there(page: Path) -> None:
     found = parsed(page)
-    sections = ["buckets", "samples", "crops", "captions", "rejects", "latents", "duplicates", "disk", "provenance", "plan"]
+    sections = ["buckets", "samples", "crops", "captions", "rejects", "latents", "duplicates", "provenance", "plan"]
     assert [name for name in found.ids if name in sections] == sections
     for words in (
         "Wrong scaling factor, or a broken VAE",
@@ -72,7 +72,6 @@ def test_every_section_of_the_report_is_there(page: Path) -> None:
         "Most frequent words",
         "scaling_factor",
         "8 steps, 64 rows delivered",
-        "column latent",
     ):
         assert words in found.text
 
@@ -314,7 +313,7 @@ def test_a_wrong_scaling_factor_is_named_with_the_one_that_fits(
     (only,) = wrong(store_with(scaling_factor=factor))
     assert only.level == level
     assert f"recorded scaling factor {factor:g}" in only.detail
-    assert "that of Stable Diffusion 1 and 2 is near" in only.detail
+    assert "A factor of 0.1" in only.detail
     assert "scaled twice" not in only.detail
 
 
