@@ -123,7 +123,6 @@ def _unlisted(found: Sequence[ListedFile], kept: Sequence[Manifest], gone: Seque
 
 
 def _names(manifests: Sequence[Manifest]) -> set[str]:
-    """Return the names of all files that some generations list."""
     root = Path()
     entries = [entry for manifest in manifests for entry in manifest.shards]
     return {path.as_posix() for entry in entries for path, _ in files_of(root, entry)}

@@ -104,7 +104,6 @@ def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
 
 
 def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
-    """Return the buckets of all stores."""
     buckets: dict[str, tuple[BucketEntry, Path]] = {}
     for store in stores:
         _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].path, store.path)

@@ -55,7 +55,6 @@ class Exporter(ABC):
     left_out: tuple[str, ...] = ()  # roles of columns that the format does not have
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read nothing yet."""
         self.store, self.request = store, request
 
     def check(self, record: SampleRecord) -> None:  # noqa: B027 - most formats take every sample

@@ -41,7 +41,6 @@ class MdsExporter(Exporter):
     shard_bytes = 64 << 20  # as of its own writer
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read what the samples have in common."""
         super().__init__(store, request)
         self.form = form_of(store)
         self.left_out = columns_beside(store)
@@ -116,7 +115,6 @@ class _Stream:
     """One bucket's shards, and their index. A shard's samples are in a file of their own until their number is known."""
 
     def __init__(self, folder: Path, description: dict[str, Any], most: int) -> None:
-        """`most`: bytes of a shard, unless one sample has more."""
         self._folder, self._description, self._most = folder, description, most
         self._described = _as_json(description)
         self._entries: list[dict[str, Any]] = []  # of the shards in the index
@@ -128,7 +126,6 @@ class _Stream:
         return 4 * (num_samples + 2) + len(self._described)
 
     def add(self, sample: bytes) -> None:
-        """Write a sample."""
         if self._lengths and self._head_bytes(len(self._lengths) + 1) + self._samples.tell() + len(sample) > self._most:
             self._finish()
         self._samples.write(sample)

@@ -75,7 +75,6 @@ def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> ChannelSpread:
 
 
 def findings(*, facts: Facts, lists: ListFacts, latents: LatentFacts, vae: Mapping[str, Json]) -> list[Finding]:
-    """Return the findings of a store."""
     return [
         *_of_latents(latents, vae),
         *_of_crops(facts),
@@ -206,7 +205,6 @@ class Cards:
         return Card(images=[found], title=one.record.id, notes=[note, *_size(one.record.original_size)])
 
     def reject(self, name: str, detail: str) -> Card:
-        """Return the card of a rejected image."""
         found = self.sources.get(name, "not requested (--source)")
         if isinstance(found, bytes):
             return Card(images=[found], title=name, notes=[detail])
@@ -431,7 +429,6 @@ def _kept(facts: Facts) -> Iterable[Shown]:
 
 
 def _look_up(store: Store, place: RowPlace) -> Shown:
-    """Return a sample by its row."""
     bucket, row = store.bucket(place.bucket), np.array([place.row])
     shard = int(bucket.locate(row).shard[0])
     return Shown(place=place, record=store.record_of(shard, bucket.read(row, ID)[0].tobytes()))

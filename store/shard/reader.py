@@ -221,7 +221,6 @@ class SealedShard:
         return names
 
     def index_entry(self, position: int) -> IndexEntry:
-        """Return the checked index entry at a position."""
         return self.index_entries(np.array([position]))[0]
 
     def index_entries(self, positions: NDArray[np.int64]) -> list[IndexEntry]:

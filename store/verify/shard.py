@@ -65,7 +65,6 @@ class Faults:
     """The faults of one shard: first of complete files, then by bucket, block and row."""
 
     def __init__(self, shard: str | None) -> None:
-        """Start empty."""
         self._shard = shard
         self._of_files: list[Fault] = []
         self._inside: list[Fault] = []
@@ -76,11 +75,9 @@ class Faults:
 
     @property
     def has_any_inside(self) -> bool:
-        """True if there is a fault inside a file."""
         return bool(self._inside)
 
     def of_file(self, error: str) -> None:
-        """Add a fault of a complete file."""
         self._of_files.append(Fault(shard=self._shard, error=error))
 
     def add(
@@ -92,7 +89,6 @@ class Faults:
         sample: str | None = None,
         samples: tuple[str, ...] = (),
     ) -> None:
-        """Add a fault inside a file."""
         fault = Fault(shard=self._shard, bucket=group, block=block, row=row, sample=sample, error=error, samples=samples)
         self._inside.append(fault)
 
@@ -177,7 +173,6 @@ class ShardCheck:
         return self._faults.found
 
     def run(self) -> None:
-        """Run the check."""
         entry, paths = self._shard.entry, self._shard.paths
         sidecars: dict[Path, FileEntry | DroppedEntry] = {paths.extents: entry.extents}
         if not entry.is_of_column:
