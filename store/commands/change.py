@@ -215,8 +215,9 @@ class Repair(ChangingArguments):
                 print(f"    dropped: {one_line(sample_id)}")
             if (more := shard.dropped - min(len(shard.dropped_ids), _NAMED)) > 0:
                 unnamed = shard.dropped - len(shard.dropped_ids)
-                of_them = f", {unnamed} of them without a readable name" if unnamed else "; --json names all"
-                print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")
+                print(
+                    f"    dropped: {counted(more, 'sample')}, {unnamed} of them without a readable name; --json names the others"
+                )
         dropped = counted(done.dropped, "sample")
         print(f"{shown(self.store)}: {dropped} dropped, {done.samples} stay; generation {done.generation}")
         if done.dropped:

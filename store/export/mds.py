@@ -115,6 +115,7 @@ class _Stream:
     """One bucket's shards, and their index. A shard's samples are in a file of their own until their number is known."""
 
     def __init__(self, folder: Path, description: dict[str, Any], most: int) -> None:
+        """`most`: bytes of a shard, unless one sample has more."""
         self._folder, self._description, self._most = folder, description, most
         self._described = _as_json(description)
         self._entries: list[dict[str, Any]] = []  # of the shards in the index

@@ -393,24 +393,8 @@ def test_a_caption_is_stored_once_a_shard_and_those_beyond_the_most_only_in_the_
     )
 
 
-def test_discarding_removes_what_is_not_yet_published_and_nothing_else(tmp_path: Path) -> None:
-    path, kept, gone = tmp_path / "s", samples_of(ROWS, "kept/"), samples_of(ROWS, "gone/")
-    with store_writer(path, shard_bytes=3000) as writer:
-        add_samples(writer, kept)
-        writer.publish()
-        before = tree(path)
-        add_samples(writer, gone)
-        writer.commit()
-        assert len(left_pending(path)) == 1
-        writer.discard()
-        assert tree(path) == before
-        assert gone[0].id not in writer
-        add_samples(writer, gone[:2])
-    check(path, [*kept, *gone[:2]])
-
-
 @pytest.mark.parametrize("at", [0, 1])
-def test_discarding_after_a_publication_that_failed_takes_nothing_from_it(
+def test_a_publication_that_failed_is_repeated_and_loses_nothing(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`generations/1.json` may be there already, and counts."""
@@ -428,7 +412,6 @@ def test_discarding_after_a_publication_that_failed_takes_nothing_from_it(
             patch.setattr("bucketline.store.format.manifest.write_or_explain", fail)
             with pytest.raises(StoreError, match="the disk is full"):
                 writer.publish()
-        writer.discard()
     assert generations(path)[: at + 1] == list(range(at + 1))
     with store_writer(path):
         pass
