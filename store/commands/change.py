@@ -214,10 +214,8 @@ class Repair(ChangingArguments):
             for sample_id in shard.dropped_ids[:_NAMED]:
                 print(f"    dropped: {one_line(sample_id)}")
             if (more := shard.dropped - min(len(shard.dropped_ids), _NAMED)) > 0:
-                unnamed = shard.dropped - len(shard.dropped_ids)
-                print(
-                    f"    dropped: {counted(more, 'sample')}, {unnamed} of them without a readable name; --json names the others"
-                )
+                of_them = f"{shard.dropped - len(shard.dropped_ids)} of them without a readable name; --json names the others"
+                print(f"    dropped: {counted(more, 'sample')}, {of_them}")
         dropped = counted(done.dropped, "sample")
         print(f"{shown(self.store)}: {dropped} dropped, {done.samples} stay; generation {done.generation}")
         if done.dropped:
