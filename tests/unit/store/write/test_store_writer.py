@@ -436,7 +436,6 @@ def test_the_names_of_shards_are_new_each_time_or_as_asked(tmp_path: Path) -> No
 OUTSIDE: dict[str, Callable[[StoreWriter], object]] = {
     "add": lambda writer: add_samples(writer, samples_of({BUCKET: 1})),
     "publish": StoreWriter.publish,
-    "discard": StoreWriter.discard,
     "part": lambda writer: writer.part("r0"),
 }
 
