@@ -75,8 +75,8 @@ def collect(place: Path | ObjectFolder, older_than_s: float, *, dry_run: bool = 
     newest = newest_generation(folder, lists=True)
     now = time.time() if dry_run else folder_time(folder)
     documents = listed_generations(folder)
-    superseded = [number for number in documents if number < newest.generation]
     since = {number: min(now, documents[after].modified_s) for number, after in itertools.pairwise(documents)}
+    superseded = [number for number in since if number < newest.generation]
     old = [number for number in superseded if now - since[number] >= older_than_s]
     found = list(folder.names("shards"))  # before the generations are read: what is committed later is not among them
     newest = newest_after(folder, newest, lists=True)
