@@ -7,7 +7,7 @@ memory map when hot.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,15 +19,31 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.block import Column
-    from bucketline.store.read.store import OpenShards
+    from bucketline.store.format.block import BlockSpec, Column
+    from bucketline.store.shard.reader import SealedShard
     from bucketline.store.shard.row_locator import Located
+
+
+class ReadableShards(Protocol):
+    """The shards to read, and the columns of each bucket."""
+
+    @property
+    def specs(self) -> Mapping[str, BlockSpec]:
+        """Block specs by bucket name."""
+
+    @property
+    def shards(self) -> tuple[SealedShard, ...]:
+        """Shards by ordinal."""
+
+    @property
+    def files(self) -> tuple[SealedShard, ...]:
+        """The shards, then the files of the columns that were added to their rows."""
 
 
 class FileGather:
     """Gathers rows and captions of one open store."""
 
-    def __init__(self, store: OpenShards) -> None:
+    def __init__(self, store: ReadableShards) -> None:
         self._store = store
 
     def rows(self, located: Located, column: Column, out: NDArray[Any]) -> None:
@@ -71,7 +87,7 @@ class FileGather:
             self._store.files[ordinal].read_into(*own)
 
 
-def check_rows(store: OpenShards, located: Located, values: Mapping[str, NDArray[Any]], column: str | None = None) -> None:
+def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDArray[Any]], column: str | None = None) -> None:
     """Verify complete rows, all columns `[B, …]`, against their checksums; or an added column's values, with their ids."""
     spec = (located if column is None else located.added[column]).spec or store.specs[located.bucket]
     flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
@@ -84,7 +100,7 @@ def check_rows(store: OpenShards, located: Located, values: Mapping[str, NDArray
             raise CorruptError(f"{shard.describe_row(located.bucket, row)}: {what} not match their checksum; {remedy}")
 
 
-def check_added(store: OpenShards, located: Located, column: str, values: NDArray[Any], ids: NDArray[Any]) -> None:
+def check_added(store: ReadableShards, located: Located, column: str, values: NDArray[Any], ids: NDArray[Any]) -> None:
     """Verify the values of an added column, `[B, …]`, against their checksums, and that they are of the rows of these ids.
 
     `ids`: the digests in the rows, `[B, …]`, 16 bytes each.

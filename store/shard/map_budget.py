@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from bucketline.forks import ForkSafeLock
 
-if TYPE_CHECKING:
-    from bucketline.store.shard.address_range import AddressRange
+
+class FilesToMap(Protocol):
+    """Files that will be mapped, one map each."""
+
+    @property
+    def num_unmapped(self) -> int:
+        """Number of files not mapped yet."""
+
 
 SPARE_MAPS = 4096  # for other maps of the process: libraries, threads, large allocations, GPU drivers
 _USUAL_MAX_MAPS = 65530
 _FEW = 1024  # maps allowed without counting those in use, which takes a millisecond
 _SINGLE_SHARE = 4  # share of maps for files mapped individually (indexes); further ones are read
-_ranges: weakref.WeakSet[AddressRange] = weakref.WeakSet()
+_ranges: weakref.WeakSet[FilesToMap] = weakref.WeakSet()
 _changing = ForkSafeLock()  # threads may open shards at the same time
 _single: set[int] = set()  # addresses of individually mapped files
 
@@ -32,7 +38,7 @@ def max_maps() -> int:
         return _USUAL_MAX_MAPS
 
 
-def promise(files: AddressRange) -> None:
+def promise(files: FilesToMap) -> None:
     """Reserve maps for the files of a range."""
     with _changing:
         _ranges.add(files)

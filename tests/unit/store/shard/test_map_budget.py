@@ -155,12 +155,12 @@ def test_maps_are_counted_while_another_thread_opens_more_files(monkeypatch: pyt
     monkeypatch.setattr(map_budget, "_FEW", 1 << 30)
     held = [_Files() for _ in range(2000)]
     for files in held:
-        map_budget.promise(files)  # type: ignore[arg-type]
+        map_budget.promise(files)
 
     def open_files() -> None:
         for _ in range(10_000):
             held.append(_Files())
-            map_budget.promise(held[-1])  # type: ignore[arg-type]
+            map_budget.promise(held[-1])
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
