@@ -73,7 +73,6 @@ class ColumnForms:
                 )
 
     def bytes_of(self, sample_id: str, bucket: str, value: Any) -> bytes:  # noqa: ANN401 - an array or a tensor
-        """Return a value's bytes."""
         item = f"sample {sample_id!r:.200}, column {self.name!r}"
         form = self.found.get(bucket) or self._known.get(bucket)
         others = iter(self.found.values() or self._known.values())

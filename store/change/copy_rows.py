@@ -223,7 +223,6 @@ class RowCopier:
         return [self._tried(shard.record, entry, own) for entry, own in zip(entries, data, strict=True)]
 
     def _room(self, ordinal: int) -> ShardWriter:
-        """Return the writer of the shard for the next row."""
         if self._writer is None:
             columns = set(self._store.shards[ordinal].entry.added)
             empty = caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW)
@@ -288,7 +287,6 @@ class CopiedValues:
         return self._store.added[self._column].specs[bucket]
 
     def rows(self, bucket: str) -> Iterator[bytes]:
-        """Yield each row's value."""
         pairs = iter(self._rows[bucket])
         self._block = (-1, 0, {})
         for ordinal, row in zip(pairs, pairs, strict=True):

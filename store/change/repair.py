@@ -193,7 +193,6 @@ def _has_faults(store: Store, entry: ShardEntry) -> bool:
 
 
 def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
-    """Return whether an added column of a shard's rows has a fault."""
     if not all(_is_as_written(file, expected) for file, expected in files_of_column(store.path, entry, column)):
         return True
     check = ColumnCheck(store, entry, column, lambda _: None)

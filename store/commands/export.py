@@ -39,7 +39,7 @@ class Export(ReadingArguments):
     bucket: Annotated[str | None, Arg(metavar="NAME")] = None
     """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: ByteSize | None = None
-    """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
+    """Maximum size of a tar, such as 512MiB, or of a shard of MDS, unless one sample has more. Default: 1GiB, of MDS 64MiB."""
     dry_run: bool = False
     """Check the samples, and print their number, without writing them."""
     json: bool = False

@@ -39,7 +39,6 @@ class KohyaExporter(Exporter):
     """Writes the folder."""
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read what the samples have in common."""
         super().__init__(store, request)
         if store.manifest.rules.get("import"):
             raise StoreError(

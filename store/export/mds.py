@@ -41,7 +41,6 @@ class MdsExporter(Exporter):
     shard_bytes = 64 << 20  # as of its own writer
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read what the samples have in common."""
         super().__init__(store, request)
         self.form = form_of(store)
         self.left_out = columns_beside(store)
@@ -128,7 +127,6 @@ class _Stream:
         return 4 * (num_samples + 2) + len(self._described)
 
     def add(self, sample: bytes) -> None:
-        """Write a sample."""
         if self._lengths and self._head_bytes(len(self._lengths) + 1) + self._samples.tell() + len(sample) > self._most:
             self._finish()
         self._samples.write(sample)

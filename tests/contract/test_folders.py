@@ -284,7 +284,6 @@ DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {
     "nothing": (lambda _: None, "", ""),
     "an older manifest": (lambda folder: flipped(folder, "generations/3.json"), "generations/3.json", "not one"),
     "an older list": (lambda folder: flipped(folder, "shards/g0.dropped-3"), "g0.dropped-3 has the digest", ""),
-    "the newest list": (lambda folder: folder.remove(["shards/g0.dropped-4"]), "g0.dropped-4", ""),
     "a missing older list": (lambda folder: folder.remove(["shards/g0.dropped-3"]), "", "missing; only generation 3"),
     "the newest document": (lambda folder: folder.remove(["generations/4.json"]), "copy manifest.json to", ""),
     "a document with other bytes": (

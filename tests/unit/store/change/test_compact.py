@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import shutil
 import time
@@ -348,7 +347,7 @@ def test_ages_are_by_the_clock_that_dates_the_files(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(time, "time", lambda: now() + ahead_s)
     found = collect(tmp_path, 24 * HOUR_S)
     assert (found.generations, found.files) == ((), ())
-    assert all(abs(waiting.until - (time.time() + 24 * HOUR_S)) < 60 for waiting in found.waiting)
+    assert found.waiting == (0, 1, 2, 3, 4)
     assert collect(tmp_path, 0).generations == (0, 1, 2, 3, 4)
     assert {path.name for path in (tmp_path / "pending").iterdir()} <= {"writer.lock"}
 
@@ -473,19 +472,16 @@ def test_the_command_lists_what_it_removes(tmp_path: Path) -> None:
     assert "stay" not in ran.out
 
 
-def test_the_command_says_what_stays_and_until_when(tmp_path: Path) -> None:
+def test_the_command_says_what_stays(tmp_path: Path) -> None:
     changed_store(tmp_path)
     superseded = time.time() - 3600
     for path in (tmp_path / "generations").iterdir():
         os.utime(path, (superseded, superseded))
-    until = dt.datetime.fromtimestamp(superseded + 86400).astimezone().isoformat(" ", "minutes")
     ran = call("store", "compact", tmp_path, "--gc")
     assert "  0 generations and 0 files removed" in ran.out
-    assert "  5 generations superseded less than 1d ago are kept, with the files only they use," in ran.out
-    assert f"`--gc` removes the last of them after {until}, `--gc --older-than 0s` removes them now" in ran.out
+    assert "  5 generations superseded less than 1d ago are kept, with the files only they use" in ran.out
+    assert "`--gc --older-than 0s` removes them now" in ran.out
     ran = call("store", "compact", tmp_path, "--gc", "--older-than", "2h", "--json")
-    waiting = ran.json["collected"]["waiting"]
-    assert [own["generation"] for own in waiting] == [0, 1, 2, 3, 4]
-    assert waiting[0]["until"] == pytest.approx(superseded + 7200, abs=1)
+    assert ran.json["collected"]["waiting"] == [0, 1, 2, 3, 4]
     ran = call("store", "compact", tmp_path, "--gc", "--older-than", "30m", "--json")
     assert (ran.json["collected"]["generations"], ran.json["collected"]["waiting"]) == ([0, 1, 2, 3, 4], [])

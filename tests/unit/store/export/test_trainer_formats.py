@@ -112,7 +112,7 @@ def test_columns_next_to_the_latents_are_left_out_by_name(kind: str, known: Call
     sample = own.samples[0]
     encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
     mask = RowColumn(role="mask", dtype="U8", shape=(3,))
-    latents = [LatentColumn(channels=4, downscale=2, dtype="F32", name=name) for name in ("latent", "latent/flipped")]
+    latents = [LatentColumn(channels=4, downscale=2, dtype="F32", name=name) for name in ("latent", "latent_flipped")]
     with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=[*latents, mask]) as writer:
         values = {"target": sample.latent, "target/flipped": sample.latent, "mask": np.ones(3, "u1")}
         writer.add(sample.id, "train", values)

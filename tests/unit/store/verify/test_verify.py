@@ -313,3 +313,10 @@ def test_records_that_lie_are_named_and_their_shard_is_not_sealed_again(copy: Pa
     (copy / "shards" / "g0.lmdb").rename(copy / "pending" / "again.lmdb")
     with pytest.raises(CorruptError, match=f"shard again, row 5 of {BUCKET}: .*{words}"):
         seal(copy, "again")
+
+
+def test_a_missing_list_of_dropped_rows_is_found(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 6})
+    make_store(tmp_path, samples, samples[:2])
+    next((tmp_path / "shards").glob("g0.dropped-*")).unlink()
+    assert any("cannot be read" in fault.error for fault in faults(tmp_path))

@@ -343,24 +343,8 @@ def test_a_caption_is_stored_once_a_shard_and_those_beyond_the_most_only_in_the_
     )
 
 
-def test_discarding_removes_what_is_not_yet_published_and_nothing_else(tmp_path: Path) -> None:
-    path, kept, gone = tmp_path / "s", samples_of(ROWS, "kept/"), samples_of(ROWS, "gone/")
-    with store_writer(path, shard_bytes=3000) as writer:
-        add_samples(writer, kept)
-        writer.publish()
-        before = tree(path)
-        add_samples(writer, gone)
-        writer.commit()
-        assert len(left_pending(path)) == 1
-        writer.discard()
-        assert tree(path) == before
-        assert gone[0].id not in writer
-        add_samples(writer, gone[:2])
-    check(path, [*kept, *gone[:2]])
-
-
 @pytest.mark.parametrize("at", [0, 1])
-def test_discarding_after_a_failed_publication_keeps_it(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_publication_is_repeated_and_loses_nothing(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generations/1.json` may be there already, and counts."""
     path, samples, write, calls = tmp_path / "s", samples_of(ROWS), write_or_explain, list[int]()
 
@@ -376,7 +360,6 @@ def test_discarding_after_a_failed_publication_keeps_it(at: int, tmp_path: Path,
             patch.setattr("bucketline.store.format.manifest.write_or_explain", fail)
             with pytest.raises(StoreError, match="the disk is full"):
                 writer.publish()
-        writer.discard()
     assert generations(path)[: at + 1] == list(range(at + 1))
     with store_writer(path):
         pass
@@ -399,10 +382,8 @@ def test_the_names_of_shards_are_new_each_time_or_as_asked(tmp_path: Path) -> No
 
 
 OUTSIDE: dict[str, Callable[[StoreWriter], object]] = {
-    "in": lambda writer: "a.png" in writer,
     "add": lambda writer: add_samples(writer, samples_of({BUCKET: 1})),
     "publish": StoreWriter.publish,
-    "discard": StoreWriter.discard,
     "part": lambda writer: writer.part("r0"),
 }
 
@@ -412,6 +393,8 @@ def test_nothing_is_done_outside_of_the_block(name: str, tmp_path: Path) -> None
     writer = store_writer(tmp_path / "s")
     with pytest.raises(UsageError, match="is not being written; use its StoreWriter inside"):
         OUTSIDE[name](writer)
+    with pytest.raises(UsageError, match="is not being written; use its StoreWriter inside"):
+        _ = "a.png" in writer
     assert not (tmp_path / "s").exists()
     with writer:
         add_samples(writer, samples_of({BUCKET: 2}))
