@@ -441,7 +441,7 @@ def test_durations_are_a_number_and_a_unit(text: str, seconds: float | None) -> 
         Duration.parse(text, "it")
 
 
-@pytest.mark.parametrize("moment", ["_superseded", "newest_after", "_unlisted"])
+@pytest.mark.parametrize("moment", ["listed_generations", "newest_after", "_unlisted"])
 def test_a_dry_run_beside_a_collection_tells_what_was_or_is(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,7 +457,8 @@ def test_a_dry_run_beside_a_collection_tells_what_was_or_is(
     monkeypatch.setattr(garbage_collect, moment, late)
     found = compact(tmp_path, shard_bytes=LARGE, gc_older_than_s=0, dry_run=True).collected
     assert found is not None
-    assert (found.generations, set(found.files) <= set(whole.files)) == (whole.generations, True)
+    assert found.generations in ((), whole.generations)
+    assert set(found.files) <= set(whole.files)
 
 
 def test_the_command_lists_what_it_removes(tmp_path: Path) -> None:
