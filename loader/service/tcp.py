@@ -248,13 +248,19 @@ class TcpLink:
         sock = socket.create_connection(self._place, timeout=min(CONNECT_S, self.deadline_s))
         try:
             sockets.end_when_peer_is_lost(sock)
-            return sock if self._context is None else self._context.wrap_socket(sock, server_hostname=self._place[0])
-        except OSError as error:
+            return sock if self._context is None else self._encrypted(sock, self._context)
+        except BaseException:
             sock.close()
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise DeliveryError(
-                    f"the certificate of {self._place[0]} is not trusted: {error.verify_message}; name the file that it is in"
-                ) from error
+            raise
+
+    def _encrypted(self, sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        try:
+            return context.wrap_socket(sock, server_hostname=self._place[0])
+        except ssl.SSLCertVerificationError as error:
+            raise DeliveryError(
+                f"the certificate of {self._place[0]} is not trusted: {error.verify_message}; name the file that it is in"
+            ) from error
+        except OSError as error:
             raise LostError(f"TLS fails: {getattr(error, 'reason', error)}; does the server have --certificate?") from error
 
     def answer(self, sock: socket.socket, message: Mapping[str, Any]) -> Answer:

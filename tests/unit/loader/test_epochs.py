@@ -316,9 +316,3 @@ def test_a_device_that_is_not_there_is_refused_when_the_loader_is_made(
     is_gpu = str(device) in ("cuda", "0")
     with pytest.raises(UsageError, match="this process sees 0 GPUs" if is_gpu else r"device is .*, expected cpu, cuda, cuda:N"):
         Loader(tiny, LoaderConfig(batch_size=BATCH), device=device)
-
-
-@pytest.mark.parametrize("service", [True, 1, b"socket"])
-def test_a_service_that_is_no_path_is_refused_by_name(tiny: Store, service: Any) -> None:
-    with pytest.raises(UsageError, match=r"service is .* of type .*, expected a `loader serve`: "):
-        Loader(tiny, LoaderConfig(batch_size=BATCH), service=service)
