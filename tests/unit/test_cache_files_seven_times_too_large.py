@@ -46,7 +46,7 @@ def test_a_row_cloned_out_of_a_batch_has_its_own_bytes_alone() -> None:
             assert row["latent"] == own
             assert sum(map(len, row.values())) == spec.row_bytes - spec.column(CHECKSUM).row_bytes
         batch[:] = strided
-    assert len(encode_block(spec, rows, 0)) == spec.header_bytes + 7 * spec.row_bytes
+        assert len(encode_block(spec, rows, 0)) == spec.header_bytes + 7 * spec.row_bytes
 
 
 def test_rows_that_carry_their_whole_batch_are_refused_before_the_write(
