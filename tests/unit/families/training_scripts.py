@@ -230,6 +230,25 @@ def _qwenimage(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) 
     return pipeline._unpack_latents(output, height * 8, width * 8, 8)[:, :, 0]
 
 
+def _qwenimage21(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
+    """Each row by itself: of a batch, the model would place all images after the longest caption."""
+    pipeline = LIBRARY.QwenImage21Pipeline
+    _, channels, height, width = noisy.shape
+    found = []
+    for one, timestep, tokens, mask in zip(noisy, told / 1000, batch.tokens.float(), batch.token_mask, strict=True):
+        packed = pipeline._pack_latents(one[None, :, None], 1, channels, height, width)
+        own = tokens[mask][None]
+        output = model(
+            hidden_states=packed,
+            timestep=timestep[None],
+            encoder_hidden_states=own,
+            img_shapes=[[(1, height, width)]],
+            img_mask=torch.arange(own.shape[1] + height * width // 4)[None] >= own.shape[1],
+        ).sample
+        found.append(output[:, -packed.shape[1] :].transpose(1, 2).view(1, *noisy.shape[1:]))
+    return torch.cat(found)
+
+
 CALLS: dict[str, Callable[[Any, Tensor, Tensor, Batch, float], Any]] = {
     "sd": _sd,
     "sdxl": _sdxl,
@@ -237,5 +256,6 @@ CALLS: dict[str, Callable[[Any, Tensor, Tensor, Batch, float], Any]] = {
     "sd3": _sd3,
     "flux": _flux,
     "qwenimage": _qwenimage,
+    "qwenimage21": _qwenimage21,
 }
 """By the name of a family: its model's prediction of the noise, or of noise - latents, for latents [B, C, h, w]."""
