@@ -15,7 +15,6 @@ from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
 from bucketline.ingest.images.decode import Decoded, decode_image
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack_images
@@ -64,7 +63,7 @@ class Stages:
         self._vae, self._text = self._load()
         self._latents = LatentColumns(self._vae, flip=False)
         chosen = model_grid(grid, open_model(str(model)), self._vae.downscale)
-        self._framing = framing_of(self._config, chosen, DEFAULT_MAX_CROP)
+        self._framing = framing_of(self._config, chosen)
         self._source = open_source(str(source))
         self._items = self._source.listing().items
         self._batches = self._in_batches(self._decoded())

@@ -15,8 +15,8 @@ from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
-from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.packing.prepare import opened_source, rules_of
+from bucketline.ingest.other_options import recorded_rules, refuse_other_options
+from bucketline.ingest.packing.prepare import opened_source
 from bucketline.ingest.packing.target import newest_store
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
@@ -124,17 +124,13 @@ def dry_run(config: PackConfig) -> DryRun:
 
 def _store(config: PackConfig, model: ModelFolder, grid: Grid, newest: Store | None) -> Store:
     """Return the store's newest generation, or an empty one that is not written; compare the options with it."""
-    existing = None if newest is None else newest.manifest
-    facts = None if existing is None else facts_without_weights(config, model, existing)
-    contents = Schema(
-        encoders={} if facts is None else {"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
-        rules=rules_of(config, grid, existing),
-        max_captions=config.max_captions,
-        text=text_entry(text_spec(config.text_dtype or config.dtype, 1, {})) if existing is None else existing.text,
-    )
-    if newest is None or existing is None:
-        if isinstance(config.place, Path):
-            stored_manifest(config.store, contents)  # refuses a path that is something else
-        return Store(config.store, new_manifest(contents))
-    refuse_other_options(config, existing, contents)
-    return newest
+    rules = recorded_rules(config, grid.name)
+    if newest is not None:
+        facts = facts_without_weights(config, model, newest.manifest)
+        refuse_other_options(config, newest.manifest, {"vae": dict(facts.vae), "text_encoder": dict(facts.text)}, rules)
+        return newest
+    text = text_entry(text_spec(config.text_dtype or config.dtype, 1, {}))
+    contents = Schema(encoders={}, rules=rules, max_captions=config.max_captions, text=text)
+    if isinstance(config.place, Path):
+        stored_manifest(config.store, contents)  # refuses a path that is something else
+    return Store(config.store, new_manifest(contents))

@@ -24,8 +24,8 @@ from bucketline.files.redact import redacted
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
+from bucketline.ingest.other_options import STORED_OPTIONS
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
-from bucketline.pack_options import FIELDS, shown_option
 from bucketline.store.commands.place import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.dry_run import DryRun
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.sources.dataset_file import DatasetEntry
-
-
-RULES = frozenset(option.removeprefix("--").replace("-", "_") for option in FIELDS) - {"max_crop"}
-"""The fields of the options that a store records, but `max_crop`, whose default is the store's anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +93,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import with_dataset_file
 
         options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
-        return replace(options, left_out=(RULES | {"model"}) - given)
+        return replace(options, left_out=frozenset((*STORED_OPTIONS, "model")) - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""
@@ -113,7 +109,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         """Print the rules that are taken from the store, of one of several sources with its name."""
         from bucketline.ingest.packing.stored_rules import changed_rules
 
-        rules = ", ".join(shown_option(option, value) for option, value in changed_rules(asked, own).items())
+        rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:
             print(f"{name}as the store was packed: {printable(rules)}")
 

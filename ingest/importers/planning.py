@@ -86,7 +86,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
         stored = store.manifest.rules.get("import")
         if not isinstance(stored, dict):
             raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
-        root = str(stored["root"])
+        root = found if isinstance(found := stored.get("root"), str) else None
     listing = listed(
         importer,
         ListRequest(source=config.source, variant=config.variant, captions=config.captions, trigger=config.trigger, root=root),
@@ -233,7 +233,9 @@ def _rules(
         "text": text,
         "crop": crops.value,
         "flip": is_flipped,
-        "split": config.held_out.as_json(),
+        "val_fraction": str(config.held_out),
+        "encode_dtype": None if text == "none" else config.encode_dtype,
+        "max_tokens": None if text == "none" else config.max_tokens,
     }
 
 

@@ -26,7 +26,7 @@ from bucketline.ingest.summary import (
     rejects_as_lines,
     without_caption_as_lines,
 )
-from bucketline.pack_options import PLAIN_FAMILY
+from bucketline.store.format.columns import PLAIN_FAMILY
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import as_keys
 
@@ -98,7 +98,7 @@ def finish(run: PackRun) -> PackResult:
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
+    published = target.publish(run.newest, run.sealed, dropped, {**run.newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
     store = target.open(published)
     _write_long_captions(config.store / LONG_CAPTIONS, store, run.sealed, account)

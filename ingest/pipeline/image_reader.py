@@ -14,7 +14,6 @@ import numpy as np
 from bucketline.errors import SourceError, StoreError
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.bucket_grid import Size
-from bucketline.ingest.images.crop import stored_max_crop
 from bucketline.ingest.images.decode import Decoded, decode_image, placed_by_header
 from bucketline.ingest.images.geometry import Placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -154,7 +153,7 @@ class ImageReader:
         """Read from `source`; `samples` is the index of this rank's samples in the store."""
         self._source, self._samples, self._config = source, samples, config
         self._kept, self._held_out = KeptRows(store), config.held_out
-        self._framing = framing_of(config, grid, stored_max_crop(store.manifest.rules))
+        self._framing = framing_of(config, grid)
         self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
     def read(self, item: SourceItem) -> ReadImage | None:

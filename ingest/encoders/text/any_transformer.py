@@ -14,7 +14,7 @@ from bucketline.errors import UsageError
 from bucketline.families.family import Padding
 from bucketline.ingest.encoders.text_columns import Cut, Embedding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import cut_of, load_text_part, token_counts
-from bucketline.pack_options import PLAIN_FAMILY
+from bucketline.store.format.columns import PLAIN_FAMILY
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:

@@ -128,7 +128,7 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
         (["--val-fraction", "0.2", "--grid", "16x16"], "--grid 16x24,24x16, this run has --grid 16x16"),
         (["--val-fraction", "0.2", "--crop", "random"], "--crop center, this run has --crop random"),
         (["--val-fraction", "0.2", "--max-crop", "0.5"], "--max-crop 0.75, this run has --max-crop 0.5"),
-        (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1"),
+        (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1.0"),
         (["--val-fraction", "0.2", "--min-size-px", "9"], "--min-size-px 8, this run has --min-size-px 9"),
         (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
         (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype fp16, this run has --dtype bf16"),
@@ -158,7 +158,7 @@ def test_rules_of_a_data_set_file_that_differ_are_named_as_it_has_them(
         "  no max_upscale, this run has max_upscale = 2.0",
         '  background = "#ffffff", this run has background = "#000000"',
         "  max_captions = 8, this run has max_captions = 3",
-        "Leave these options out, so that the store's are taken, name its model, or pack into a new store",
+        "Leave these options out, so that the store's are taken, or pack into a new store",
     ]
 
 
@@ -174,24 +174,25 @@ def test_all_that_differs_is_named_with_the_options_that_restore_it(
     lines = ran.err.splitlines()
     assert lines[1:5] == [
         "  --crop center, this run has --crop random",
-        "  no --flip, this run has --flip",
         "  --dtype fp16, this run has --dtype fp32",
+        "  no --flip, this run has --flip",
         "  no --caption-template, this run has --caption-template ohwx",
     ]
     others = [line.partition(" = ")[0] for line in lines[5:7]]
     assert others == ["  encoders.text_encoder.config_hash", "  encoders.vae.config_hash"]
     (advice,) = lines[7:]
     assert "add --recaption" in advice
+    assert f"in place of {other}, or pack" in advice
+    (of_model,) = pack(*packed, other).err.splitlines()[3:]
+    assert of_model == f"Name the store's model in place of {other}, or pack into a new store"
 
 
 def test_a_program_that_gives_other_options_is_told_those_of_the_store(packed: tuple[Path, Path], model: Path) -> None:
     """A configuration that was not made of a command line has left nothing out."""
-    config = PackConfig(
-        source=str(packed[0]), place=packed[1], model=str(model), grid="16x24,24x16", text="plain", max_tokens=12
-    )
+    config = PackConfig(source=str(packed[0]), place=packed[1], model=str(model), grid="16x24,24x16", text="plain")
     with pytest.raises(FingerprintError) as refused:
         pack_images(replace(config, min_size_px=8), rank=0, world_size=1, local_rank=0)
-    assert refused.value.args[1] == "  --val-fraction 0.2, this run has --val-fraction 0.0"
+    assert refused.value.args[1] == "  --val-fraction 0.2, this run has --val-fraction 0"
 
 
 def test_a_second_pack_takes_the_rules_of_the_store(tmp_path: Path, source: Path, model: Path) -> None:

@@ -128,7 +128,7 @@ def test_another_choice_of_latents_or_flips_is_refused_naming_it(images: Path, t
         (("--flip",), "no --flip, this run has --flip"),
         (("--latents", "sample"), "--latents mode, this run has --latents sample"),
         (("--encode-dtype", "BF16"), "--encode-dtype fp32, this run has --encode-dtype bf16"),
-        (("--max-tokens", "5"), "--max-tokens 12, this run has --max-tokens 5"),
+        (("--max-tokens", "5"), "no --max-tokens, this run has --max-tokens 5"),
     ):
         ran = pack(images, tmp_path / "s", model, *option)
         assert ran.code == 1
