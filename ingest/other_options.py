@@ -33,6 +33,7 @@ def recorded_rules(config: PackConfig, grid: str | None) -> dict[str, Json]:
     return {
         **rules,
         "grid": grid,
+        "crop": config.crop.value,
         "resampling": RESAMPLING,
         "background": parse_background(config.background),
         "max_crop": float(config.max_crop),
