@@ -325,8 +325,8 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Count, bucket and reject images without packing. A dry run of `ingest pack`: writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
-    determine the grid; no weights are read. Without --model, the grid is area:512:64. What only decides how images and captions
-    are encoded and stored does not affect the report. -o writes a contact sheet: the images of each bucket that lose most to
+    determine the grid; no weights are read. Without --model, the grid is area:512:64. Nothing is encoded, so a caption that the
+    model does not take is seen only by a pack. -o writes a contact sheet: the images of each bucket that lose most to
     their crop, with their captions as they would be stored.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
@@ -341,6 +341,10 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model; default: that which diffusers infers."""
+    dtype: Hidden[Dtype] = "F16"  # this and the following: only how a pack stores an image and its captions
+    text_dtype: Hidden[TextDtype | None] = None
+    flip: Hidden[bool] = False
+    max_tokens: Hidden[int | None] = None
     full: bool = False
     """Decode every image to find damage after the header, too."""
     decode_threads: Annotated[int | None, Arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)

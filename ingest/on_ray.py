@@ -30,7 +30,7 @@ from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.ranks import kept
 from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_without_weights
 from bucketline.ingest.pipeline.model.encoders import Encoders
-from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceWorker
+from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import counting_progress
 from bucketline.store.sync.parts import AttemptStore, take_attempt
 from bucketline.store.sync.working import sender_to
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.parallel.signals import Interrupts
+    from bucketline.store import Store
     from bucketline.store.sync.parts import PartStore
     from bucketline.store.transfer.sender import ShardSender
     from bucketline.typed_json import Json
@@ -136,8 +137,9 @@ class PackWorker:
         self._config = config
         self._encoders: Encoders | None = None
         self._is_told = threading.Event()
+        self._plan: PackPlan | None = None
         self._place: AttemptStore | PartStore | None = None
-        self._worker: SliceWorker | None = None
+        self._store: Store | None = None
 
     def ready(self) -> str:
         """Return what messages call this worker."""
@@ -170,27 +172,27 @@ class PackWorker:
         self._encoders = self._encoders or Encoders(self._config, 0)
         return self._encoders
 
-    def _begin(self, plan: PackPlan) -> tuple[SliceWorker, AttemptStore | PartStore]:
-        config = self._config
-        is_shared = isinstance(config.place, Path)
-        place = AttemptStore(config.store, plan.manifest, plan.token) if is_shared else plan.parts(config)
-        return SliceWorker(config, plan, place.open(), place.begin, self._opened()), place
-
-    def _packed(self, plan: Json, attempt: Attempt, items: ItemParts) -> PackedSlice:
-        if self._worker is None or self._place is None:
-            self._worker, self._place = self._begin(decode(PackPlan, plan))
-        encoders = self._worker.encoders
-        packer, own = self._worker.slice(attempt.number, self._worker.plan.name_of(attempt.name))
-        with own.sending():
+    def _packed(self, told: Json, attempt: Attempt, items: ItemParts) -> PackedSlice:
+        config, encoders = self._config, self._opened()
+        if self._plan is None or self._place is None or self._store is None:
+            plan = self._plan = decode(PackPlan, told)
+            is_shared = isinstance(config.place, Path)
+            self._place = AttemptStore(config.store, plan.manifest, plan.token) if is_shared else plan.parts(config)
+            self._store = self._place.open()
+        name = self._plan.name_of(attempt.name)
+        place = self._place.begin(name)
+        packer = slice_packer(config, self._plan, attempt.number, name, store=self._store, place=place, encoders=encoders)
+        with packer.sender or nullcontext():
             try:
                 if encoders.may_be_two_phases:
                     packer.encode_captions(items, lambda: None, self._check, lambda: encoders.phases.are_two)
                 packer.run(items, lambda: None, self._check)
             except _ToldToStop:
-                own.seal_rest()
-            own.send()
-        sent = self._place.finish(own.folder, own.sealed)
-        return PackedSlice(account=own.account, sealed=own.sealed, sent=sent)
+                packer.seal_rest()
+            if packer.sender is not None:
+                packer.sender.finish(lambda: None)
+        sent = self._place.finish(packer.folder, packer.sealed)
+        return PackedSlice(account=packer.account, sealed=packer.sealed, sent=sent)
 
     def _check(self) -> None:
         if self._is_told.is_set():

@@ -64,7 +64,6 @@ class RowWriter:
         self._failure: BaseException | None = None
         self._is_to_seal = True
         self.sealed: list[str] = []
-        self.num_ended = 0  # of the calls of `end_shard` that have been carried out
 
     def put(self, batch: EncodedBatch) -> None:
         """Queue a batch; blocks while the disk is slower than the encoders."""
@@ -74,11 +73,8 @@ class RowWriter:
         self._raise_failure()
 
     def end_shard(self) -> None:
-        """Have the current shard sealed, if there is one; `num_ended` counts it then. Raises what `put` does."""
-        if self._thread.is_alive():
-            self._hand_over(_EndShard())
-        else:  # it has not begun, or has sealed all
-            self.num_ended += 1
+        """Have the current shard sealed, if there is one. Raises what `put` does."""
+        self._hand_over(_EndShard())
         self._raise_failure()
 
     def __enter__(self) -> RowWriter:
@@ -123,11 +119,9 @@ class RowWriter:
                 if isinstance(batch, _EndShard) or batch.begins_shard:
                     self._seal(shard)
                     shard = None
-                if isinstance(batch, _EndShard):
-                    self.num_ended += 1
-                    continue
-                shard = shard or self._new_shard()
-                _write(shard, batch)
+                if not isinstance(batch, _EndShard):
+                    shard = shard or self._new_shard()
+                    _write(shard, batch)
             if self._is_to_seal:
                 self._seal(shard)
             elif shard is not None:

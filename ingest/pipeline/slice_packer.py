@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import SourceError
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.captions import FreshCaptions
@@ -29,6 +28,7 @@ from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.write.attempts import seal_rest
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ChangedItems:
             yield window
 
 
-_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
+_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if these come with the items
 AHEAD_ITEMS = 256
 CAPTIONS_TOGETHER = 64  # encoded and committed together, if they are encoded first
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
@@ -119,7 +119,7 @@ class SlicePacker:
         Shards are made in `folder`, the store's own or one that is laid out as it. `sender` gets each shard that is sealed, and
         says when there is room for another.
         """
-        self._source, self._store, self._config, self._folder = source, store, config, folder
+        self._source, self._store, self._config, self.folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = WorkLimits(
@@ -129,7 +129,7 @@ class SlicePacker:
         self._encoder: LatentColumns | None = None
         self._captions: EncodedCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
-        self._sender = sender
+        self.sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
         self._check: Callable[[], None] = lambda: None
         self._shard = ShardFill()
@@ -144,9 +144,9 @@ class SlicePacker:
         return self._writer.sealed
 
     @property
-    def num_ended(self) -> int:
-        """Number of the calls of `end_shard` that have been carried out."""
-        return self._writer.num_ended
+    def ready(self) -> Sequence[str]:
+        """Names of the shards that are sealed, and sent if that is needed; they become more."""
+        return self.sealed if self.sender is None else self.sender.sent
 
     def end_shard(self) -> None:
         """Have the current shard sealed with what is encoded so far; the next batch begins another. Raises what `run` does."""
@@ -169,6 +169,13 @@ class SlicePacker:
         self.account.stage_seconds = self.stages.seconds
         self.account.on_shared_cores = self.stages.on_shared_cores()
 
+    def seal_rest(self) -> None:
+        """After `run` was stopped: seal what it had committed, and have that sent."""
+        for name in seal_rest(self.folder):
+            self.sealed.append(name)
+            if self.sender is not None:
+                self.sender.put(name)
+
     def encode_captions(
         self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None], is_due: Callable[[], bool]
     ) -> None:
@@ -184,7 +191,7 @@ class SlicePacker:
                 if kept is None:
                     if not is_due():
                         return
-                    kept = KeptCaptions(self._folder, self._store.manifest, self._share)
+                    kept = KeptCaptions(self.folder, self._store.manifest, self._share)
                 missing = [text for text in kept.missing(texts) if writer is None or text not in writer]
                 if missing and (fresh is None or writer is None):
                     fresh = self._fresh_captions()
@@ -238,12 +245,8 @@ class SlicePacker:
         with OrderedPool(coming, self._reader.read, self._bytes_under_way, self._room) as ahead:
             results = ahead.results(count_and_check)
             while True:
-                try:
-                    with self.stages.spent(DECODE):
-                        found = next(results, None)
-                except SourceError:
-                    check()  # Ctrl-C also ends the command behind a stream, which then looks damaged
-                    raise
+                with self.stages.spent(DECODE):
+                    found = next(results, None)
                 if found is None:
                     break
                 item, future = found
@@ -284,9 +287,9 @@ class SlicePacker:
         begins_shard = self._shard.is_full(self._config.shard_size.num_bytes)
         if begins_shard:
             self._shard = ShardFill()
-            if self._sender is not None:
+            if self.sender is not None:
                 with self.stages.spent(WRITE):
-                    self._sender.wait_for_room(self._check)
+                    self.sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
             batch = self._encoded(encoder, captions, bucket, images, begins_shard=begins_shard)
         with self.stages.spent(WRITE):
@@ -376,7 +379,7 @@ class SlicePacker:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size.num_bytes
         store, empty = self._store, self._captions.empty
-        return ShardWriter(self._folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
+        return ShardWriter(self.folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
 
 
 class ShardFill:
