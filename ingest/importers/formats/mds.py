@@ -2,10 +2,10 @@
 
 An index lists its shards with their columns; that of `merge_index` lists those of the folders below it, as FOLDER/NAME, next
 to the folders' own. A shard has the number of samples as U32, their offsets, and a JSON description of its columns; a sample
-the lengths of its columns of variable length, then all columns. Latents are F16 or F32 bytes, or arrays of a dtype and shape that the index has, in the columns `latents_256`
-and `latents_512`, times the scaling factor, empty where the image is smaller than that. `store export --format mds` writes
-others as `latents_HEIGHTxWIDTH`, and those of the mirrored images with `/flipped` after the name. The token embeddings are
-those of Stable Diffusion 2's CLIP, in `caption_latents`.
+the lengths of its columns of variable length, then all columns. Latents are F16 or F32 bytes, or arrays of a dtype and shape
+that the index has, in the columns `latents_256` and `latents_512`, times the scaling factor, empty where the image is smaller
+than that. `store export --format mds` writes others as `latents_HEIGHTxWIDTH`, and those of the mirrored images with `/flipped`
+after the name. The token embeddings are those of Stable Diffusion 2's CLIP, in `caption_latents`.
 Source: `streaming/base/format/mds/reader.py` and `encodings.py`, mosaicml/diffusion's `precompute_latents.py`.
 """
 
