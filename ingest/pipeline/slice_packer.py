@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.decode import Decoded
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.decode_notes import DecodeNotes
 from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
@@ -21,7 +21,7 @@ from bucketline.ingest.pipeline.kept_captions import KeptCaptions
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.read_ahead import read_ahead
-from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
+from bucketline.ingest.pipeline.row_writer import EncodedBatch, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
@@ -32,10 +32,8 @@ from bucketline.store.write.attempts import seal_rest
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.latents import LatentColumns
@@ -315,32 +313,25 @@ class SlicePacker:
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
         batch.captions, bad_captions = self._new_captions(captions, images)
         for image in images:
-            if isinstance(image.image, Decoded):
-                if (row := next(encoded)).problem is not None:
-                    self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
-                    continue
-                latents = row.columns
-            else:
-                latents = image.image.latents
-            digests = [caption_digest(text) for text in self._kept(image.item)] or [caption_digest("")]
-            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
-                self._reject(image.item, error)
+            item, place = image.item, image.image.placement
+            latents = next(encoded) if isinstance(image.image, Decoded) else image.image.latents
+            if isinstance(latents, RejectedError):
+                self._reject(item, latents)
                 continue
-            self._take(batch, image, latents, digests)
+            digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
+            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
+                self._reject(item, error)
+                continue
+            record = record_of(item, place, image.stamp, image.split, image.content)
+            batch.rows.append((record, latents, digests))
+            self._shard.num_bytes += record.text_bytes
+            self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
+            self.account.latents_kept += not isinstance(image.image, Decoded)
+            for digest in digests:
+                self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
-
-    def _take(self, batch: EncodedBatch, image: ReadImage, latents: Mapping[str, NDArray[Any]], digests: list[bytes]) -> None:
-        """Add an image's row to a batch, and to the summary."""
-        item, place = image.item, image.image.placement
-        record = record_of(item, place, image.stamp, image.split, image.content)
-        batch.rows.append(EncodedRow(record=record, latents=latents, captions=digests))
-        self._shard.num_bytes += record.text_bytes
-        self.account.count_packed(item.id, item.captions, place, batch.spec.bucket, self._config.max_captions)
-        self.account.latents_kept += not isinstance(image.image, Decoded)
-        for digest in digests:
-            self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]

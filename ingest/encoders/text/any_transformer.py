@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
 
 
-def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> int:
-    """Return the maximum number of tokens per caption: `asked`, else the limit of encoder and tokenizer."""
-    most = min(_MAX_TOKENS, limit or _MAX_TOKENS)
-    if asked is not None and asked > most:
-        raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
-    return asked or most
-
-
 class TextEncoder:
     """A loaded text encoder and its tokenizer."""
 
@@ -50,7 +42,10 @@ class TextEncoder:
         )
         self._device = device
         self._settings = settings
-        self.max_tokens = tokens_taken(model, self._part.limit, settings.max_tokens)
+        asked, most = settings.max_tokens, min(_MAX_TOKENS, self._part.limit or _MAX_TOKENS)
+        if asked is not None and asked > most:
+            raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
+        self.max_tokens = asked or most
         is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
         self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
         self.width = int(self.encode([""])[0].tokens.shape[1])

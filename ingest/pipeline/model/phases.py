@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import human_bytes
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.part_weights import part_weights
+from bucketline.ingest.encoders.part_weights import WEIGHT_BYTES, part_weights
 from bucketline.ingest.rules import Phases
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS
 
@@ -60,14 +60,15 @@ def weight_bytes(config: PackConfig, model: ModelFolder) -> WeightBytes | None:
     """Return the sizes of a model's encoders by the headers of their files; None if these do not tell, or there is no text."""
     names = [name for name in TEXT_ENCODERS if model.has(name)]
     try:
-        text = [part_weights(model, name, TRANSFORMERS + DIFFUSERS) for name in names]
-        vae = part_weights(model, "vae", DIFFUSERS)
+        text = [part_weights(model, name, TRANSFORMERS + DIFFUSERS)[0] for name in names]
+        vae = part_weights(model, "vae", DIFFUSERS)[0]
     except ModelError:  # loading says what is wrong
         return None
-    known = [one.num_bytes(config.encode_dtype) for one in text if one is not None]
-    if vae is None or not known or len(known) < len(text):
+    if not (vae and text and all(text)):
         return None
-    return WeightBytes(text=sum(known), vae=vae.num_bytes(config.vae_dtype))
+    dtypes = ((sum(text), config.encode_dtype), (vae, config.vae_dtype))
+    of_text, of_vae = (int(number * WEIGHT_BYTES[dtype]) for number, dtype in dtypes)
+    return WeightBytes(text=of_text, vae=of_vae)
 
 
 def may_be_two(config: PackConfig, model: ModelFolder) -> bool:

@@ -26,7 +26,7 @@ def foretold(source: Path, store: Path, model: Path, *more: object) -> dict[str,
     before = tree(source.parent)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(vae, "load_vae", lambda *_: pytest.fail("a VAE was loaded"))
-        patched.setattr(text_model, "load_tokenizer_part", lambda *_: pytest.fail("a tokenizer was loaded"))
+        patched.setattr(text_model, "load_text_part", lambda *_: pytest.fail("a tokenizer was loaded"))
         ran = pack(source, store, model, *more, "--dry-run", "--json")
     assert ran.code == 0, ran.err
     assert ran.out.count("\n") == 1
