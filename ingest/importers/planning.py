@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.sample_record import captions_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -68,13 +68,6 @@ class ImportPlan:
     store: Store | None  # as it is
     spread: float | None  # of the latents that were checked, over the VAE's; None: nothing new, or the check was declined
     captions: CaptionSource | None  # if its encoders were loaded
-
-
-class _ReadSample(NamedTuple):
-    """A sample that is read before anything is written, and can be imported."""
-
-    cached: Cached
-    latent: NDArray[Any]  # [C, h, w], unscaled
 
 
 def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
@@ -121,13 +114,13 @@ def _planned(
     is_flipped = store is not None and any(FLIPPED in bucket.columns for bucket in store.manifest.buckets)
     if changed and (checked := _checked(config.source, importer, listing, changed, vae, is_first=store is None)):
         if not config.trust_scale:
-            spread = vae.spread_of([sample.latent for sample in checked])
+            spread = vae.spread_of([latent for _, latent in checked])
             _refuse_other_spread(spread, config.source, vae, listing.form.scaling)
         if text == SOURCE:
             captions = CaptionSource(config, model, text)
-            captions.refuse_other_encoders([sample.cached for sample in checked])
+            captions.refuse_other_encoders([cached for cached, _ in checked])
         if store is None:
-            is_flipped = checked[0].cached.flipped is not None
+            is_flipped = checked[0][0].flipped is not None
     rules: dict[str, Json] = {"import": _rules(config, importer, listing, text, crops, is_flipped=is_flipped)}
     if store is not None:
         manifest = store.manifest
@@ -241,29 +234,17 @@ def _rules(
 
 def _checked(
     source: Path, importer: Importer, listing: CacheListing, changed: list[CacheEntry], vae: NamedVae, *, is_first: bool
-) -> list[_ReadSample]:
-    """Return some samples, new ones first; none if none can be read and the store has others."""
+) -> list[tuple[Cached, NDArray[Any]]]:
+    """Return some samples that can be imported, new ones first, with their unscaled latents [C, h, w].
+
+    None are returned if none can be read and the store has others.
+    """
     is_new = {entry.id for entry in changed}
     others = [entry for entry in listing.entries if entry.id not in is_new]
+    found: list[tuple[Cached, NDArray[Any]]] = []
     rejects: list[RejectedError] = []
     # with few new ones, as many of the others: one flat image would not have the spread of a data set
-    found = list(_readable(source, importer, listing, [*_drawn(changed), *_drawn(others)][:CHECKED], vae, rejects))
-    if is_first and not found:
-        number, first = counted(len(rejects), "sample"), rejects[0]
-        raise SourceError(f"{source}: not one of {number} can be imported; the first: {first.reason}: {first.detail}")
-    return found
-
-
-def _readable(
-    source: Path,
-    importer: Importer,
-    listing: CacheListing,
-    entries: Iterable[CacheEntry],
-    vae: NamedVae,
-    rejects: list[RejectedError],
-) -> Iterator[_ReadSample]:
-    """Yield the samples that can be imported; add what is wrong with the others to `rejects`."""
-    for entry in entries:
+    for entry in [*_drawn(changed), *_drawn(others)][:CHECKED]:
         try:
             cached = read_entry(importer, source, entry, listing.variant)
             with rejects_named(entry):
@@ -273,7 +254,11 @@ def _readable(
         except RejectedError as error:
             rejects.append(error)
         else:
-            yield _ReadSample(cached, latent)
+            found.append((cached, latent))
+    if is_first and not found:
+        number, first = counted(len(rejects), "sample"), rejects[0]
+        raise SourceError(f"{source}: not one of {number} can be imported; the first: {first.reason}: {first.detail}")
+    return found
 
 
 def _refuse_other_spread(spread: float, source: Path, vae: NamedVae, scaling: Scaling) -> None:

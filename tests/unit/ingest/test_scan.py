@@ -26,6 +26,11 @@ def scan(source: object, *more: object) -> Ran:
     return call("ingest", "scan", source, *SMALL, *more, "--json")
 
 
+def test_a_scan_takes_no_option_that_it_would_ignore(source: Path) -> None:
+    for option in ("--dtype=bf16", "--text-dtype=int8", "--max-tokens=5", "--flip"):
+        scan(source, option).fails(f"there is no option {option.partition('=')[0]}", code=2)
+
+
 def add_broken_ones(source: Path) -> None:
     frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
     (source / "empty.png").write_bytes(b"")
@@ -160,7 +165,7 @@ def test_images_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_p
         assert rejects.pop("a.jxl")[0] == "damaged image"
         assert rejects == {
             "a.heic": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
-            "a.heif": ("not an image", f"a HEIF image; {damaged.format('pillow_heif')}"),
+            "a.heif": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
             "moving.apng": ("animated or several images", "2 images in one PNG file"),
         }
 
