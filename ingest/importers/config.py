@@ -113,10 +113,6 @@ class ImportConfig(ChangingArguments):
         if self.text in ("source", "encode", "plain") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
 
-    def most_captions(self, text: str) -> int:
-        """Return how many captions a sample has at most: of a cache's embeddings one, since it has no other."""
-        return 1 if text == "source" else self.max_captions
-
     @property
     def held_out(self) -> HeldOut:
         return HeldOut.parse(self.val_fraction, "--val-fraction")

@@ -104,7 +104,7 @@ def _planned(
     if crops is Crops.SOURCE and not importer.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
     vae, text = named_vae(model, config.vae, config.dtype, listing.form.latents), text_plan(config, model, listing)
-    at_most = config.most_captions(text)
+    at_most = 1 if text == SOURCE else config.max_captions  # a cache has an embedding of one caption
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)

@@ -190,17 +190,18 @@ class SlicePacker:
                     if not is_due():
                         return
                     kept = KeptCaptions(self.folder, self._store.manifest, self._share)
-                missing = [text for text in kept.missing(texts) if writer is None or text not in writer]
+                missing = [text for text in kept.missing(texts) if writer is None or not writer.has_caption(text)]
                 if missing and (fresh is None or writer is None):
                     fresh = self._fresh_captions()
-                    writer = held.enter_context(kept.writer(fresh.empty, self._config.shard_size.num_bytes))
+                    writer = kept.writer(fresh.empty, self._config.shard_size.num_bytes)
+                    held.enter_context(writer)
                 if fresh is None or writer is None:
                     continue
                 for text, found in zip(missing, fresh.of(missing), strict=True):
                     if isinstance(found, RejectedError):
                         kept.refuse(text, found)
                     else:
-                        writer.add(text, found)
+                        writer.add_caption(text, found)
                 writer.commit()
                 check()
         if kept is not None:
