@@ -96,7 +96,7 @@ def dry_run(config: PackConfig) -> DryRun:
         **of_samples,
         pending_shards=len(list((config.store / "pending").glob("*.lmdb"))),
         not_compared=NOT_COMPARED,
-        notes=outline.notes,
+        notes=outline.listing.notes,
         seconds=round(time.monotonic() - started, 3),
     )
 

@@ -129,12 +129,12 @@ def _why_unread(account: RunSummary) -> str:
 
 def _prunable(source: str, outline: Outline, gone: Gone) -> tuple[list[bytes], list[str], str | None]:
     """Return the digests and first ids of the samples to prune: all but those below an empty folder; and why not these."""
-    inside = tuple(f"{folder}/" for folder in outline.empty_folders)
+    inside = tuple(f"{folder}/" for folder in outline.listing.empty_folders)
     ids = gone.ids() if inside else []
     kept = next((sample_id for sample_id in ids if sample_id.startswith(inside)), None)
     if kept is None:
         return gone.digests(), gone.ids(NAMED_IDS), None
-    folder = next(folder for folder in outline.empty_folders if kept.startswith(f"{folder}/"))
+    folder = next(folder for folder in outline.listing.empty_folders if kept.startswith(f"{folder}/"))
     path = f"{source.rstrip('/')}/{folder}"
     why = f"{path} is empty, like the mount point of an unmounted disk; remove the folder if its images are gone"
     pruned = [sample_id for sample_id in ids if not sample_id.startswith(inside)]
