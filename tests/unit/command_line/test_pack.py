@@ -17,7 +17,7 @@ from bucketline.ingest.config import PackConfig
 from bucketline.ingest.pack import pack_images
 from bucketline.store import Store, read_manifest
 from tests.commands import call
-from tests.kit import tree
+from tests.kit import rewrite_manifest, tree
 from tests.models import in_file, write_model
 from tests.unit.command_line.conftest import pack
 
@@ -219,6 +219,17 @@ def test_a_second_pack_takes_the_rules_of_the_store(tmp_path: Path, source: Path
     other = pack(source, tmp_path / "s", model, "--crop", "center")
     assert other.code == 1
     assert "  --crop random, this run has --crop center" in other.err.splitlines()
+
+
+def test_a_store_of_rules_that_are_no_options_is_refused_with_what_differs(
+    packed: tuple[Path, Path], tmp_path: Path, model: Path
+) -> None:
+    for rules in ({"grid": "another", "crop": "left"}, {"grid": "16x24,24x16", "min_size_px": [8]}):
+        shutil.copytree(packed[1], tmp_path / "s", dirs_exist_ok=True)
+        rewrite_manifest(tmp_path / "s", rules=rules)
+        ran = call("ingest", "pack", packed[0], tmp_path / "s", "--model", model)
+        ran.fails("was made with other options", "no --val-fraction, this run has --val-fraction 0")
+    assert "--min-size-px 8, this run has --min-size-px 64" in ran.err
 
 
 def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, tmp_path: Path, model: Path) -> None:
