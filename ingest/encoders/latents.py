@@ -9,7 +9,6 @@ import torch
 
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.vae import seed_of
-from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.torch_dtypes import as_stored
@@ -35,7 +34,7 @@ class LatentColumns:
         shape = (self._vae.stored_channels, height_px // self._vae.downscale, width_px // self._vae.downscale)
         return tuple(Column(name=name, dtype=self._vae.stored_dtype, shape=shape) for name in self._names)
 
-    def encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | RejectedError]:
+    def encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
         """Encode images of one size, given as id and pixels `[H, W, 3]`.
 
         Return in order each image's columns by name, `[C, h, w]` as stored, or why they cannot be stored.
@@ -43,7 +42,7 @@ class LatentColumns:
         height, width = images[0][1].shape[:2]
         return self._halving(images, f"{height}x{width} px")
 
-    def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | RejectedError]:
+    def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
         pixels = np.stack([own for _, own in images])
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name in self._names:
@@ -54,9 +53,9 @@ class LatentColumns:
             for n in range(len(images))
         ]
 
-    def _row(self, found: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, NDArray[Any]] | RejectedError:
+    def _row(self, found: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, NDArray[Any]] | str:
         for name, (latent, is_finite) in found.items():
             if not is_finite:
                 what = "NaN" if bool(torch.isnan(latent).any()) else "infinite, or beyond the dtype's range"
-                return RejectedError(Reason.LATENT, f"{name} as {self._vae.stored_dtype}: {what}")
+                return f"{name} as {self._vae.stored_dtype}: {what}"
         return {name: as_stored(latent) for name, (latent, _) in found.items()}

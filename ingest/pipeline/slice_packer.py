@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.decode import Decoded
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.decode_notes import DecodeNotes
 from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
@@ -316,8 +316,8 @@ class SlicePacker:
         for image in images:
             item, place = image.item, image.image.placement
             latents = next(encoded) if isinstance(image.image, Decoded) else image.image.latents
-            if isinstance(latents, RejectedError):
-                self._reject(item, latents)
+            if isinstance(latents, str):
+                self._reject(item, RejectedError(Reason.LATENT, latents))
                 continue
             digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
             if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
