@@ -148,6 +148,13 @@ def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values
     assert tree(packed[1]) == before
 
 
+def test_the_same_rules_in_other_words_are_no_difference(packed: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed[1], tmp_path / "s")
+    file = in_file(tmp_path / "d.toml", packed[0], background="white", max_crop=0.750)
+    ran = pack(file, tmp_path / "s", model, "--val-fraction", "0.20", "--text-dtype", "fp16", "--json").done()
+    assert (ran.json["unchanged"], ran.json["packed"]) == (14, 0)
+
+
 def test_rules_of_a_data_set_file_that_differ_are_named_as_it_has_them(
     packed: tuple[Path, Path], model: Path, tmp_path: Path
 ) -> None:
