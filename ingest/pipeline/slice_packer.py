@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
-    from bucketline.ingest.pipeline.captions import EncodedCaptions
     from bucketline.ingest.pipeline.kept_captions import CaptionWriter
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
@@ -125,7 +124,7 @@ class SlicePacker:
         )
         self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: LatentColumns | None = None
-        self._captions: EncodedCaptions | None = None
+        self._captions: FreshCaptions | KeptCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self.sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
@@ -307,7 +306,13 @@ class SlicePacker:
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
     def _encoded(
-        self, encoder: LatentColumns, captions: EncodedCaptions, bucket: str, images: list[ReadImage], *, begins_shard: bool
+        self,
+        encoder: LatentColumns,
+        captions: FreshCaptions | KeptCaptions,
+        bucket: str,
+        images: list[ReadImage],
+        *,
+        begins_shard: bool,
     ) -> EncodedBatch:
         decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
         encoded = iter(encoder.encode(decoded) if decoded else ())
@@ -344,7 +349,7 @@ class SlicePacker:
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
     def _new_captions(
-        self, captions: EncodedCaptions, images: list[ReadImage]
+        self, captions: FreshCaptions | KeptCaptions, images: list[ReadImage]
     ) -> tuple[list[Caption], dict[bytes, RejectedError]]:
         """Encode the captions that the shard does not have yet; also return those that cannot be stored, with the reason."""
         wanted = {caption_digest(text): text for image in images for text in self._kept(image.item)}
