@@ -64,7 +64,8 @@ def refuse_other_options(
     before = stored_options(stored)
     now = before if rules is None else {**rules, "max_captions": config.max_captions}
     allowed = CAPTION_OPTIONS if config.recaption else ()
-    changed = [name for name in {**now, **before} if before.get(name) != now.get(name) and name not in allowed]
+    shown = {name: (shown_option(name, before.get(name)), shown_option(name, now.get(name))) for name in {**now, **before}}
+    changed = {name: pair for name, pair in shown.items() if pair[0] != pair[1] and name not in allowed}
     others = [
         f"  {field} = {one!s:.200}, this run has {other!s:.200}"
         for field, one, other in differences(stored.encoders, dict(encoders), "encoders")
@@ -73,11 +74,10 @@ def refuse_other_options(
     steps += ["add --recaption to encode the captions again"] if {*CAPTION_OPTIONS} & {*changed} else []
     steps += [f"name the store's model in place of {redacted(config.model)}"] if others else []
     if steps:
-        pairs = [(shown_option(name, before.get(name)), shown_option(name, now.get(name))) for name in changed]
         advice = f"{', '.join(steps)}, or pack into a new store"
         raise FingerprintError(
             f"{config.store} was made with other options than this run has:",
-            *(f"  {one}, this run has {other}" for one, other in pairs),
+            *(f"  {one}, this run has {other}" for one, other in changed.values()),
             *others,
             advice[0].upper() + advice[1:],
         )
