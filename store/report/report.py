@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.redact import redacted
-from bucketline.pack_options import as_settings
 from bucketline.pages.charts import histogram, scatter
 from bucketline.pages.page import Card, Finding, Section, document, parts, percent, refuse_page, worst_first
 from bucketline.store.format.block import ID
@@ -215,9 +214,7 @@ def _size(size: tuple[int, int]) -> list[str]:
     return [f"{size[0]}x{size[1]} px"] if size[0] * size[1] else []
 
 
-def template_values(
-    store: Store, facts: Facts, lists: ListFacts, latents: LatentFacts, cards: Cards, info: Mapping[str, Any]
-) -> dict[str, object]:
+def template_values(store: Store, facts: Facts, lists: ListFacts, latents: LatentFacts, cards: Cards) -> dict[str, object]:
     """Return what `report.html` is filled with, but for what only the command knows."""
     vae = vae_of(store)
     family = vae_family_of(vae)
@@ -249,7 +246,7 @@ def template_values(
         "alike": ALIKE,
         "max_clusters": MAX_CLUSTERS,
         "max_members": MAX_MEMBERS,
-        "provenance": _provenance(store, info),
+        "provenance": _provenance(store),
         "rows_of": _rows_of,
     }
 
@@ -321,7 +318,7 @@ def _channels(facts: LatentFacts, vae: Mapping[str, Json]) -> list[tuple[object,
     return rows
 
 
-def _provenance(store: Store, info: Mapping[str, Any]) -> list[tuple[str, object]]:
+def _provenance(store: Store) -> list[tuple[str, object]]:
     """Return what made the store, name and value."""
     manifest = store.manifest
     rows: list[tuple[str, object]] = [
@@ -333,9 +330,6 @@ def _provenance(store: Store, info: Mapping[str, Any]) -> list[tuple[str, object
         ("shards", len(manifest.shards)),
         ("captions of a sample at most", manifest.max_captions),
     ]
-    if info["pack_options"]:
-        settings = as_settings(info["pack_options"]).items()
-        rows.append(("options of ingest pack", ", ".join(f"{name} = {value}" for name, value in settings)))
     return rows + [(f"rule: {name}", _flat(value)) for name, value in sorted(manifest.rules.items())]
 
 
@@ -407,7 +401,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
         tiles=tiles,
         sections=more,
         how=how,
-        **template_values(store, facts, lists, latents, cards, report),
+        **template_values(store, facts, lists, latents, cards),
     )
     write_or_explain(page, data)
     return found
