@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bucketline.store import Store
 from tests.commands import call
-from tests.kit import by_id, flip_bit
+from tests.kit import by_id, flip_row
 from tests.models import pack, png, write_files, write_images
 
 NUM_FIRST, NUM_ALL = 20, 23
@@ -45,11 +44,9 @@ def lose_sidecars(store: Path) -> None:
 
 def flip_two_rows(store: Path) -> None:
     """Flip a bit in two rows; no file has another length then, and only reading everything finds it."""
-    opened = Store.open(store)
-    bucket = opened.buckets()[0]
-    located = bucket.locate(np.array([0, bucket.num_rows - 1]))
-    for shard, offset in zip(located.shard, located.offsets(bucket.spec, "latent"), strict=True):
-        flip_bit(opened.shards[shard].paths.lmdb, 8 * int(offset))
+    bucket = Store.open(store).buckets()[0]
+    for row in (0, bucket.num_rows - 1):
+        flip_row(store, bucket.name, row)
 
 
 @pytest.fixture(scope="module")

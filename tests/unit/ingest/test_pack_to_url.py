@@ -28,7 +28,7 @@ from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
 from tests.commands import Ran, call
-from tests.kit import by_id, everything
+from tests.kit import everything, ids_of
 from tests.models import SMALL, write_images
 from tests.object_storage import SECRET, S3Bucket
 
@@ -70,10 +70,6 @@ def pulled(place: ObjectFolder, path: Path) -> Store:
     store = Store.open(path)
     assert not verify(store, lambda _: None, 1).corrupt
     return store
-
-
-def ids_in(store: Store) -> list[str]:
-    return sorted(by_id(store))
 
 
 def sent(place: ObjectFolder) -> set[str]:
@@ -118,7 +114,7 @@ def test_what_is_new_is_packed_and_what_is_gone_is_pruned(
     assert (report["unchanged"], report["pruned"], report["pruned_ids"], report["generation"]) == (13, 1, [gone], 2)
     assert report["packed"] == report["found"] - 13 > 0
     assert first < sent(place)
-    assert len(ids_in(pulled(place, tmp_path / "pulled.store"))) == report["found"]
+    assert len(sorted(ids_of(pulled(place, tmp_path / "pulled.store")))) == report["found"]
 
 
 def test_a_store_that_has_lost_a_shard_is_refused(place: ObjectFolder, source: Path, model: Path) -> None:
@@ -214,7 +210,7 @@ def test_shards_leave_the_disk_while_others_are_made(
     assert sent(in_memory) == uploaded
     assert not list(in_memory.names("pending"))
     assert not list((work / "shards").glob("*.sent"))
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_what_was_sent_and_then_removed_is_packed_again(
@@ -224,7 +220,7 @@ def test_what_was_sent_and_then_removed_is_packed_again(
     in_memory.remove([min(interrupted_before_the_commit(monkeypatch, source, in_memory, model, *PAIRS, work))])
     again = pack_in_pairs(source, in_memory, model, work).done().json
     assert (again["packed"], again["unchanged"]) == (2, 12)
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 @pytest.mark.parametrize("before", [0, 14])
@@ -250,7 +246,7 @@ def test_only_what_was_removed_before_the_commit_is_packed_again(
     again = pack_in_pairs(source, in_memory, model, work)
     assert (again.code, again.err) == (0, "")
     assert (again.json["packed"], again.json["unchanged"]) == (2, count - 2)
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_an_object_that_a_list_does_not_show_yet_counts(
@@ -268,7 +264,7 @@ def test_an_object_that_a_list_does_not_show_yet_counts(
         done = pack_in_pairs(source, in_memory, model, tmp_path / "work")
     assert (done.code, done.err) == (0, "")
     assert (done.json["packed"], done.json["unchanged"]) == (0, 14)
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
@@ -287,7 +283,7 @@ def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
     assert (done.code, "the network is gone" in done.err) == (1, True)
     assert whole_shards(work) > 0
     assert pack_in_pairs(source, in_memory, model, work).code == 0
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_a_pack_that_another_one_overtakes_is_added_to_it(
@@ -312,7 +308,7 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
         assert (done.code, rival[-1].code) == (0, 0)
         assert (rival[-1].json["generation"], done.json["generation"]) == (generation + 1, generation + 2)
         names = {*images_in(source), *images_in(tmp_path / "other")}
-        assert ids_in(pulled(place, tmp_path / f"{generation}.store")) == sorted(names)
+        assert sorted(ids_of(pulled(place, tmp_path / f"{generation}.store"))) == sorted(names)
         for folder, name in ((source, f"new {generation}"), (tmp_path / "other", f"newer {generation}")):
             shutil.copytree(tmp_path / "other" / "sub", folder / name)
     assert not verify_folder(place, lambda _: None, 1).corrupt
@@ -334,7 +330,7 @@ def test_anothers_drop_is_kept(
     monkeypatch.setattr(commit_module, "commit", late)
     done = pack(source, place, model)
     assert done.json["generation"] == 3
-    found = ids_in(pulled(place, tmp_path / "pulled.store"))
+    found = sorted(ids_of(pulled(place, tmp_path / "pulled.store")))
     assert dropped not in found
     assert len(found) == 15
 

@@ -16,7 +16,7 @@ from PIL import Image
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.family_models import tiny_dc
-from tests.kit import flip_bit, make_store, samples_of, tree
+from tests.kit import flip_row, make_store, samples_of, tree
 from tests.models import colour_image, encoded, pack, write_images, write_model
 
 TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
@@ -116,11 +116,8 @@ def test_a_store_that_does_not_say_which_vae_made_it_is_refused(model: Path, tmp
 
 def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) -> None:
     shutil.copytree(packed.path, tmp_path / "s")
-    store = Store.open(tmp_path / "s")
-    bucket = store.buckets()[0]
-    flip_bit(store.shards[0].paths.lmdb, 8 * int(bucket.locate(np.array([0])).offsets(bucket.spec, "latent")[0]) + 3)
-    (sample_id,) = bucket.sample_ids(np.array([0]))
-    ran = peek(store, sample_id, model, tmp_path / "out.png")
+    sample_id = flip_row(tmp_path / "s", packed.buckets()[0].name, 0)
+    ran = peek(Store.open(tmp_path / "s"), sample_id, model, tmp_path / "out.png")
     assert ran.code == 1
     assert f"sample {sample_id!r}: the row's bytes do not match their checksum" in ran.err
     assert not (tmp_path / "out.png").exists()

@@ -15,7 +15,7 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import caption_digest
 from tests.commands import call
 from tests.family_models import write_dit
-from tests.kit import by_id, flip_bit, tree
+from tests.kit import by_id, flip_row, tree
 from tests.models import SMALL, pack, png
 
 
@@ -76,15 +76,11 @@ def test_a_touched_file_keeps_its_latents_and_a_changed_one_does_not(packed: Pat
 
 def test_a_damaged_row_is_not_copied_but_encoded(packed: Path, tmp_path: Path, model: Path) -> None:
     before = rows_of(tmp_path / "s")
-    store = Store.open(tmp_path / "s")
-    shard, record = store.sample("b/001.png")
-    bucket = store.bucket(record.bucket)
-    located = bucket.locate(np.array([bucket.sample_ids(np.arange(bucket.num_rows)).index("b/001.png")]))
-    flip_bit(shard.paths.lmdb, 8 * int(located.offsets(bucket.spec, "latent")[0]))
-    (packed / "b" / "001.txt").write_text("blue\n", encoding="ascii")
+    damaged = flip_row(tmp_path / "s", "train/16x24", 0)
+    (packed / damaged).with_suffix(".txt").write_text("blue\n", encoding="ascii")
     report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["latents_kept"]) == (1, 0)
-    (fields, row), (fields_before, row_before) = rows_of(tmp_path / "s")["b/001.png"], before["b/001.png"]
+    (fields, row), (fields_before, row_before) = rows_of(tmp_path / "s")[damaged], before[damaged]
     assert fields == fields_before
     np.testing.assert_allclose(
         np.frombuffer(row["latent"], "<f2").astype(float), np.frombuffer(row_before["latent"], "<f2").astype(float), atol=4e-3
