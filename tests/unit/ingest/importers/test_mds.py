@@ -1,15 +1,13 @@
-"""MDS as Streaming writes it: merged indexes, compressed shards, arrays by their dtype; and indexes that are damaged."""
+"""MDS as Streaming writes it: merged indexes, arrays by their dtype; and indexes that are damaged."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
@@ -34,11 +32,11 @@ def values(number: int, dtype: str = "<f2") -> NDArray[Any]:
     return latent
 
 
-def written(folder: Path, latents: list[bytes], kind: str = "bytes", **more: bytes) -> Path:
-    kinds = {"latents_256": kind, "key": "str"}
-    mds_shard(
-        folder, [{"latents_256": one, "key": f"{folder.name}-{n}".encode(), **more} for n, one in enumerate(latents)], kinds
-    )
+def written(folder: Path, latents: list[NDArray[Any]] | int = 3, kind: str = "bytes") -> Path:
+    """Write a shard of these latents, or of so many."""
+    given = [values(n) for n in range(latents)] if isinstance(latents, int) else latents
+    rows = [{"latents_256": one.tobytes(), "key": f"{folder.name}-{n}".encode()} for n, one in enumerate(given)]
+    mds_shard(folder, rows, {"latents_256": kind, "key": "str"})
     return folder
 
 
@@ -56,22 +54,15 @@ def assert_imported(source: Path, expected: list[NDArray[Any]]) -> None:
         assert np.array_equal(found[f"{source.name}-{n}"], (latent.astype("f4").astype("f8") / 0.18215).astype("f4"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("bytes", "<f2"),
-        ("bytes", "<f4"),
-        ("ndarray:float16:4,32,32", "<f2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("bytes", "<f2"), ("bytes", "<f4"), ("ndarray:float16:4,32,32", "<f2")])
 def test_latents_are_read_by_the_dtype_that_was_written(kind: str, dtype: str, tmp_path: Path) -> None:
     expected = [values(n, dtype) for n in range(3)]
-    assert_imported(written(tmp_path / "cache", [one.tobytes() for one in expected], kind), expected)
+    assert_imported(written(tmp_path / "cache", expected, kind), expected)
 
 
 @pytest.mark.parametrize("kind", ["ndarray:uint16:4,32,32", "ndarray:uint16", "ndarray", "pkl"])
 def test_what_may_be_the_bits_of_bf16_is_refused_by_its_column(kind: str, tmp_path: Path) -> None:
-    bits = [(values(n, "<f4").view("<u4") >> 16).astype("<u2").tobytes() for n in range(3)]
+    bits = [(values(n, "<f4").view("<u4") >> 16).astype("<u2") for n in range(3)]
     run_import("mds", written(tmp_path / "cache", bits, kind), tmp_path / "s.store", None, *ASKED).fails(
         f"its column latents_256 is {kind}"
     )
@@ -82,7 +73,7 @@ def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
     """As `streaming.base.util.merge_index` writes it, next to the indexes of the folders."""
     source, shards = tmp_path / "cache", []
     for part in "ab":
-        folder = written(source / part, [values(n).tobytes() for n in range(2)])
+        folder = written(source / part, 2)
         (shard,) = json.loads((folder / "index.json").read_text(encoding="utf-8"))["shards"]
         shard["raw_data"]["basename"] = f"{part}/{shard['raw_data']['basename']}"
         shards.append(shard)
@@ -95,46 +86,22 @@ def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
     assert "is not the shard of 1 samples that its index lists" in ran.err
 
 
-def packed(folder: Path, compression: str, data: bytes) -> None:
-    """Replace the shard of a folder by a compressed one."""
-    path = folder / "shard.00000.mds"
-    path.unlink()
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    name = f"{path.name}.{compression.partition(':')[0]}"
-    index["shards"][0] |= {"compression": compression, "zip_data": {"basename": name, "bytes": len(data), "hashes": {}}}
-    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / name).write_bytes(data)
-
-
-def compressed(data: bytes) -> bytes:
-    found: bytes = pa.compress(data, codec="zstd", asbytes=True)
-    return found
-
-
-def test_compressed_shards_are_unpacked(tmp_path: Path) -> None:
-    expected = [values(n) for n in range(3)]
-    source = written(tmp_path / "cache", [one.tobytes() for one in expected])
-    packed(source, "zstd:7", compressed((source / "shard.00000.mds").read_bytes()))
-    assert_imported(source, expected)
-
-
-def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(n).tobytes() for n in range(3)])
-    whole = compressed((source / "shard.00000.mds").read_bytes())
-    for number, data in enumerate((whole[: len(whole) // 2], compressed(bytes(1 << 20)), b"", bytes(40))):
-        own = written(tmp_path / str(number), [values(n).tobytes() for n in range(3)])
-        packed(own, "zstd:7", data)
-        run_import("mds", own, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds.zstd is not the shard of 3 samples")
-    packed(source, "gz", gzip.compress(whole))
-    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("compressed by 'gz'")
+def test_a_shard_that_is_there_only_compressed_is_refused_by_name(tmp_path: Path) -> None:
+    source = written(tmp_path / "cache", 1)
+    (source / "shard.00000.mds").rename(source / "shard.00000.mds.zstd")
+    index = json.loads((source / "index.json").read_text(encoding="utf-8"))
+    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds is missing", "restore it")
+    index["shards"][0] |= {"compression": "zstd:7", "zip_data": {"basename": "shard.00000.mds.zstd", "bytes": 9, "hashes": {}}}
+    (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds is missing", "decompress it")
 
 
 ODD: tuple[Any, ...] = (None, -1, 10**30, 1.5, "", "x", "\0", "../../x", "/etc/passwd", [], {}, True, "\ud800")
 
 
-@pytest.mark.parametrize("field", ["samples", "column_names", "column_encodings", "column_sizes", "raw_data", "zip_data"])
+@pytest.mark.parametrize("field", ["samples", "column_names", "column_encodings", "column_sizes", "raw_data"])
 def test_an_index_of_odd_values_is_an_error_or_a_reject(field: str, tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(0).tobytes()])
+    source = written(tmp_path / "cache", 1)
     index = json.loads((source / "index.json").read_text(encoding="utf-8"))
     inner: tuple[Any, ...] = tuple({"basename": odd, "bytes": 10} for odd in ODD) + tuple([odd, odd] for odd in ODD)
     sizes = tuple({"basename": "shard.00000.mds", "bytes": odd} for odd in ODD)
@@ -148,11 +115,11 @@ def test_an_index_of_odd_values_is_an_error_or_a_reject(field: str, tmp_path: Pa
                 read_entry(IMPORTER, source, entry, listing.variant)
         except (SourceError, RejectedError):
             num_refused += 1
-    assert num_refused > len(ODD) or field == "zip_data"  # which is not needed while the shard itself is there
+    assert num_refused > len(ODD)
 
 
 def test_a_samples_lengths_that_do_not_add_up_are_a_reject(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(n).tobytes() for n in range(2)])
+    source = written(tmp_path / "cache", 2)
     path = source / "shard.00000.mds"
     data = bytearray(path.read_bytes())
     _, first = struct.unpack("<II", data[:8])
