@@ -147,11 +147,12 @@ def test_samples_are_named_of_the_ranks_whose_loss_is_not_finite(caplog: pytest.
         gather=lambda own: torch.cat([own, own.nan_to_num(0.5)]),
         samples_of=lambda step, ranks: f"sample {step} of {list(ranks)}",
     )
-    for step, loss in ((6, 1.0), (7, NAN)):
-        windows.add(step, outcome_of(Step("train/64x64", loss, INF)), took=(0.0, 1.0), wait_s=0)
+    for step, loss, seconds in ((6, 1.0, 3.0), (7, NAN, 1.0)):
+        windows.add(step, outcome_of(Step("train/64x64", loss, INF)), took=(0.0, seconds), wait_s=0)
     line = windows.flush()
     assert line is not None
     assert (line["loss"], "mfu" in line, len(windows.skipped)) == (None, False, 2)
+    assert (line["step_s_p50"], line["step_s_p99"]) == (1.0, 3.0), "by nearest rank"
     assert "of sample 6 of [0, 1], expected finite numbers; the step was skipped" in caplog.text
     assert "of sample 7 of [0], expected finite numbers; the step was skipped" in caplog.text
 
