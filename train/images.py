@@ -38,7 +38,7 @@ from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.checkpoint import folder_of_step, way_on
-from bucketline.train.load import UNREADABLE, VAE_FOLDER, locate, read_index, read_vae
+from bucketline.train.load import UNREADABLE, VAE_FOLDER, open_model_config, read_vae
 from bucketline.train.noise import FlowSchedule, sample_noise
 
 if TYPE_CHECKING:
@@ -177,11 +177,11 @@ def _decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
 
 def drawing_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     """Load the model's VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
-    folder, file = locate(config.model, config.model_config)
+    model = open_model_config(config.model, config.model_config)
     try:
-        vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
+        vae, other = read_vae(model, store.manifest.encoders)
     except UNREADABLE as error:
-        vae, other = None, f"{folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
+        vae, other = None, f"{model.folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
     if vae is None or other is not None:
         log.warning("no images: %s", other)
         return None
@@ -218,7 +218,7 @@ def guidance_of(training: Training) -> float:
 
 def _draw_by_pipeline(training: Training, model: nn.Module, scheduler: Any, vae: nn.Module, one: DrawingBatch) -> None:  # noqa: ANN401 - diffusers has no types
     family = training.family
-    index = read_index(locate(training.config.model, training.config.model_config)[0])
+    index = open_model_config(training.config.model, training.config.model_config).index
     pipeline = family.pipeline({family.folder: model, "scheduler": scheduler, "vae": vaes.stand_in(vae)}, index)
     pipeline.check_inputs = lambda *_args, **_more: None  # of sizes for a VAE that divides by 8, whatever this one does
     pipeline.set_progress_bar_config(disable=True)

@@ -49,24 +49,23 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
+from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
-from bucketline.train.rules import RULES, RULES_OF_A_GENERATION, Facts, refuse_former_run, refuse_place
+from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
 from bucketline.train.run_file import config_as_json
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
-from bucketline.train.values import LrSchedule
+from bucketline.train.values import Course, LrSchedule
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader import Loader, WeightedStore
+    from bucketline.loader import Loader
     from bucketline.train.hub import HubUploads
     from bucketline.train.images import StoredPrompt
     from bucketline.train.parallel import Agreed
-    from bucketline.train.rules import Rule
     from bucketline.train.validation import ValidationResult
     from bucketline.typed_json import Json
 
@@ -212,7 +211,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
 
         config = with_recorded(config, recorded)
     if config.learning_rate is None:
-        config = replace(config, learning_rate=usual_learning_rate(config))
+        config = replace(config, learning_rate=traits_of(config).learning_rate)
     if config.precision is Precision.AUTO:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         usual = Precision.BF16 if has_bf16 else Precision.FP32
@@ -231,7 +230,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
                 f"{start.steps_done}; give more"
             )
         config = replace(config, max_steps=steps, epochs=None)
-    if (schedule := config.lr_schedule).end is None and schedule.ends:
+    if (schedule := config.lr_schedule).end is None and schedule.name is not Course.CONSTANT:
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
     return config
@@ -260,7 +259,7 @@ class Run:
         self.uploads: HubUploads | None = None
         self._at_end = contextlib.ExitStack()
         shares = data.open_stores(config, ranks, start)
-        from_rank_zero(ranks, lambda: self._refuse(RULES, shares))
+        from_rank_zero(ranks, lambda: refuse_run(config, start, [share.store for share in shares]))
         data.expect_service(config, ranks, shares)
         self.loader = self._at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
         try:
@@ -276,12 +275,6 @@ class Run:
             raise
         if config.epochs is not None:
             self._progress.say(f"{counted(self.config.num_steps, 'step')}: --epochs is {config.epochs:g}")
-
-    def _refuse(self, rules: Sequence[Rule], shares: Sequence[WeightedStore]) -> None:
-        """Raise what the first rule refuses that does."""
-        facts = Facts(config=self._given, start=self.start, stores=[share.store for share in shares])
-        for rule in rules:
-            rule(facts)
 
     def _continue_loader(self) -> None:
         """Continue the loader where a resumed run has stopped, with the window of steps that is open there."""
@@ -468,7 +461,7 @@ class Run:
             return False
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
-        self._refuse(RULES_OF_A_GENERATION, self.loader.shares)
+        refuse_ignored([share.store for share in self.loader.shares])
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         from bucketline.train.compile import compile_and_count
 

@@ -121,9 +121,9 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         bucket = batch.bucket
     if config.weights is WeightDtype.BF16:  # so is stochastic rounding, of which all ranks draw the same
         torch.manual_seed(key_of(config.seed, _ROUNDING, step) >> 1)
+    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found, by which it steps
     grad_norm = update(training.optimizer, training.trained, config.clip_norm)
     training.average.update(step)
-    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
 
 

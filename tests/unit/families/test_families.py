@@ -28,7 +28,6 @@ from bucketline.loader.latent_scale import LatentScale, RecordedScale
 from bucketline.train.config import Precision, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.images import DrawingBatch, draw_latents
-from bucketline.train.load import load
 from bucketline.train.lora import ADAPTER, Layers, add_adapters, layers_by_word
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
 from bucketline.train.step import Training
@@ -37,7 +36,7 @@ from tests.family_models import FORMS, open_pipeline, tiny_model
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, predicted, write_form
 from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
 from tests.unit.families.packed import TEXTS
-from tests.unit.train.tiny_run import config
+from tests.unit.train.tiny_run import config, load
 
 CPU = torch.device("cpu")
 LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default

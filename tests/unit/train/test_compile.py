@@ -26,7 +26,6 @@ from bucketline.train.compile import compile_blocks, example_batches, flops_of, 
 from bucketline.train.config import Compile, Objective
 from bucketline.train.ema import Average
 from bucketline.train.images import DrawingBatch, draw_latents
-from bucketline.train.load import load
 from bucketline.train.log import graphs_compiled
 from bucketline.train.noise import Prep, load_schedule, sample_noise
 from bucketline.train.parallel import TrainRanks, repeated_blocks
@@ -41,6 +40,7 @@ from tests.unit.train.tiny_run import (
     ALONE,
     add_to_store,
     config,
+    load,
     make_batch,
     make_training,
     make_training_store,

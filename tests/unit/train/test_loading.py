@@ -20,11 +20,10 @@ from bucketline.families.family import StoreFacts
 from bucketline.families.packing import image_ids, pack, unpack
 from bucketline.model_file import INDEX
 from bucketline.train.config import Objective
-from bucketline.train.load import load
 from bucketline.train.noise import FlowSchedule, load_schedule
 from bucketline.typed_json import Json
 from tests.family_models import tiny_model
-from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import SCHEDULER, facts, load, make_batch, write_unet
 
 CPU = torch.device("cpu")
 FLOW: dict[str, Json] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}

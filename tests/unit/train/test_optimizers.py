@@ -20,7 +20,6 @@ from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
 from bucketline.train import step as of_step
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.load import load
 from bucketline.train.log import graphs_compiled
 from bucketline.train.optim import NAMED, find_optimizer, learning_rate_at, make_optimizer, refuse_combinations
 from bucketline.train.optimizers import make_8bit
@@ -29,7 +28,7 @@ from bucketline.train.run import train
 from bucketline.train.step import Training, loss_of, train_step, update
 from tests.commands import ROOT
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
-from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, make_training, train_in_two_parts, write_unet
+from tests.unit.train.tiny_run import ALONE, config, facts, load, make_batch, make_training, train_in_two_parts, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +138,7 @@ def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others
         drawn = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.randn(64, 64, generator=drawn))
         begun = graphs_compiled()
-        optimizer = make_8bit(nn.Module(), groups([weight]), config(tmp_path, learning_rate=0.1), compiled=compiled)
+        optimizer = make_8bit(groups([weight]), config(tmp_path, learning_rate=0.1), compiled=compiled)
         before = graphs_compiled()
         assert (before > begun) is compiled
         for _ in range(3):

@@ -195,6 +195,13 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **as_fields(on_device))
 
 
+def load(folder: Path, store: StoreFacts, seed: int, **more: Any) -> tuple[Family, nn.Module]:
+    """Load the model of a folder."""
+    from bucketline.train import load as loading
+
+    return loading.load(loading.open_model_config(folder), store, seed, **more)
+
+
 def make_training(
     folder: Path,
     *,
@@ -208,7 +215,6 @@ def make_training(
     """Return a training of the tiny UNet, or of a family and its model that were `loaded`, without a store."""
     from bucketline.loader.latent_scale import LatentScale
     from bucketline.train.ema import Average
-    from bucketline.train.load import load
     from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
     from bucketline.train.step import Training
 
