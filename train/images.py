@@ -277,14 +277,15 @@ def _scheduler(training: Training) -> Any:  # noqa: ANN401 - likewise
     """
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    if isinstance(training.prep.schedule, FlowSchedule):
-        flow: Any = FlowMatchEulerDiscreteScheduler.from_config(training.scheduler)
+    schedule = training.prep.schedule
+    if isinstance(schedule, FlowSchedule):
+        flow: Any = FlowMatchEulerDiscreteScheduler.from_config(schedule.config)
         # Both are for pipelines of diffusion models, whose UNet may be trained as a flow.
         flow.init_noise_sigma = 1.0
         flow.scale_model_input = lambda sample, _timestep=None: sample
         return flow
     return DDIMScheduler.from_config(
-        training.scheduler,
+        schedule.config,
         clip_sample=False,
         thresholding=False,
         set_alpha_to_one=True,

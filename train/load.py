@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from bucketline.store import Bucket, Store
     from bucketline.train.config import TrainConfig
-    from bucketline.train.noise import ModelSchedule
+    from bucketline.train.noise import Schedule
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -145,7 +145,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
-def schedule_of(config: TrainConfig, model: ModelConfig, family: Family, device: torch.device) -> ModelSchedule:
+def schedule_of(config: TrainConfig, model: ModelConfig, family: Family, device: torch.device) -> Schedule:
     """Return the noise schedule of a model, with the run's objective and shift."""
     return load_schedule(
         model.folder,

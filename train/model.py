@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import Loader
     from bucketline.train.checkpoint import Start
-    from bucketline.train.noise import ModelSchedule
+    from bucketline.train.noise import Schedule
     from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
@@ -82,21 +82,17 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
         average=average,
         prep=Prep(
             scale=LatentScale.of(family.scaling(vae), device),
-            schedule=schedule.noise,
-            objective=schedule.objective,
+            schedule=schedule,
             options=config,
             compiled=compiled,
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
-        scheduler=schedule.config,
         mean_weight=mean_weight(config, loader.shares),
     )
     return training, layout
 
 
-def _load_model(
-    config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader
-) -> tuple[Family, nn.Module, ModelSchedule]:
+def _load_model(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Family, nn.Module, Schedule]:
     """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
     source = open_model_config(config.model, config.model_config)

@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` names: AdamW and Muon of torch, AdamW of 8-bit moments of torchao, Prodigy of prodigyopt."""
+"""The optimizers that `--optimizer` names: AdamW and Muon of torch, AdamW in 8 bits of torchao, Prodigy of prodigyopt."""
 
 from __future__ import annotations
 

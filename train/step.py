@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,6 @@ class Training:
     average: Average
     prep: Prep
     autocast: torch.autocast
-    scheduler: dict[str, Any] = field(default_factory=dict)  # configuration of diffusers', with the trained objective
     mean_weight: float | None = None  # of the stores' rows in the loss; None: each counts alike
     trained: tuple[nn.Parameter, ...] = field(init=False)  # of the model, which takes milliseconds to look through
 

@@ -253,9 +253,11 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
 def test_the_trainer_compares_a_vae_of_a_variant_alone_with_the_stores(own: Path, tmp_path: Path) -> None:
     from bucketline.store import Store
     from bucketline.train.load import open_model_config, read_vae
+    from tests.unit.train.tiny_run import write_unet
 
     as_variant(own, "fp16")
     assert pack(own, tmp_path).code == 0
+    write_unet(own)
     _, other = read_vae(open_model_config(own), Store.open(tmp_path / "s").manifest.encoders)
     assert other is None
 

@@ -286,11 +286,9 @@ def training_of(made: Made) -> Training:
         average=Average(made.model, 0.9),
         prep=Prep(
             scale=LatentScale.of(made.family.scaling(made.vae.provenance), CPU),
-            schedule=schedule.noise,
-            objective=schedule.objective,
+            schedule=schedule,
         ),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
-        scheduler=schedule.config,
     )
 
 

@@ -125,9 +125,9 @@ def test_squared_error_is_a_mean_per_sample_in_32_bits() -> None:
 # Draws.
 
 
-def make_prep(schedule: Any = None, objective: Objective = Objective.EPSILON, **options: Any) -> Prep:
+def make_prep(schedule: Any = None, **options: Any) -> Prep:
     schedule = schedule or NoiseSchedule.from_alphas_cumprod(ALPHAS, CPU)
-    return Prep(scale=SCALE, schedule=schedule, objective=objective, options=ObjectiveOptions(**options))
+    return Prep(scale=SCALE, schedule=schedule, options=ObjectiveOptions(**options))
 
 
 def of_moments(num: int, *, first: int = 0) -> Batch:
@@ -206,6 +206,6 @@ def test_errors_are_weighted_by_the_noise_that_was_drawn_if_that_is_asked_for() 
     noised = make_prep(loss_weight=weight).for_training(batch)
     mixing = NoiseSchedule.from_alphas_cumprod(ALPHAS, CPU).at(noised.timesteps, 8, 8)
     torch.testing.assert_close(noised.weight, weights_of_errors(weight, Objective.EPSILON, mixing), rtol=0, atol=0)
-    noised = make_prep(flow(), Objective.FLOW, loss_weight=LossWeight(name=Weighting.COSMAP)).for_training(batch)
+    noised = make_prep(flow(), loss_weight=LossWeight(name=Weighting.COSMAP)).for_training(batch)
     torch.testing.assert_close(noised.weight, compute_loss_weighting_for_sd3("cosmap", noised.timesteps / 1000))
     assert make_prep().for_training(batch).weight is None

@@ -219,16 +219,17 @@ def make_training(
     from bucketline.train.step import Training
 
     family, model = loaded or load(write_unet(folder), facts(), seed=0)
-    schedule: Any = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), next(model.parameters()).device)
+    device, own = next(model.parameters()).device, {"objective": objective, "config": SCHEDULER}
+    schedule: Any = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), device, **own)
     if objective is Objective.FLOW:
         schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=family.patch_size)
     return Training(
-        config=config(folder, **{"accumulation": 1, "warmup_steps": 0, "clip_norm": 0.1, **changes}),
+        config=config(folder, **{"model": folder, "accumulation": 1, "warmup_steps": 0, "clip_norm": 0.1, **changes}),
         family=family,
         model=model,
         optimizer=optimizer_of(model) if optimizer_of else torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
         average=Average(model, decay),
-        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=objective),
+        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=is_bf16),
     )
 
