@@ -21,7 +21,7 @@ from bucketline.loader.config import ReadOptions
 from bucketline.option_types import RESUME_FIXED, RESUME_FREE
 from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, parse_fields
 from bucketline.store.remote.urls import is_url
-from bucketline.train.run_file import Files
+from bucketline.train.run_file import files_of
 from bucketline.train.values import (
     ADAMS_BETAS,
     CONSTANT_RATE,
@@ -436,7 +436,7 @@ def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -
     if asked_for_help(arguments) is not None:
         parse_command(TrainConfig, arguments, prog)
     words, run = _resumed(arguments)
-    return TrainConfig(**parse_fields(TrainConfig, words, prog, Files(options=TrainConfig, run=run, commands=commands)))
+    return TrainConfig(**parse_fields(TrainConfig, words, prog, files_of(TrainConfig, run, commands)))
 
 
 def _resumed(arguments: Sequence[str]) -> tuple[list[str], str | None]:

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import Loader
-    from bucketline.train.hub import HubUploads
+    from bucketline.train.hub import HubUpload
     from bucketline.train.images import StoredPrompt
     from bucketline.train.parallel import Agreed
     from bucketline.train.validation import ValidationResult
@@ -124,8 +124,8 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
             # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
             # aborts the process (pytorch/pytorch#179291)
             time.sleep(0.2)
-        if run.uploads is not None:  # after everything else: the run is complete without them
-            run.uploads.finish(lambda: stop.is_asked)
+        if run.upload is not None:  # after everything else: the run is complete without them
+            run.upload.finish(lambda: stop.is_asked)
     return summary
 
 
@@ -256,7 +256,7 @@ class Run:
         self._progress = progress or ProgressLine(talks=False)
         self.device = self._accelerator.device
         self.has_begun, self.steps_done = False, start.steps_done
-        self.uploads: HubUploads | None = None
+        self.upload: HubUpload | None = None
         self._at_end = contextlib.ExitStack()
         shares = data.open_stores(config, ranks, start)
         from_rank_zero(ranks, lambda: refuse_run(config, start, [share.store for share in shares]))
@@ -322,9 +322,9 @@ class Run:
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         if config.push_to_hub and ranks.is_main:
-            from bucketline.train.hub import HubUploads
+            from bucketline.train.hub import HubUpload
 
-            self.uploads = HubUploads(config.push_to_hub, say)
+            self.upload = HubUpload(config.push_to_hub, say)
         self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
         self._at_end.enter_context(contextlib.closing(self.saver))
         self._recorder = WindowRecorder(
@@ -519,8 +519,8 @@ class Run:
         from bucketline.train.export import write_export
 
         write_export(folder, self._weights, config, tensors, dtype=self.config.export_dtype, card=card)
-        if self.uploads is not None and folder.name == folder_of_step(self.config.num_steps):
-            self.uploads.push(folder, counted(self.config.num_steps, "step"))
+        if self.upload is not None and folder.name == folder_of_step(self.config.num_steps):
+            self.upload.push(folder, counted(self.config.num_steps, "step"))
 
     def _draw(self, sheet: Path | None) -> bool:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
