@@ -250,11 +250,11 @@ def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch
     return model
 
 
-def refuse_other_encoders(model: ModelConfig, encoders: Mapping[str, Json], *, reads: bool = True) -> None:
+def refuse_other_encoders(model: ModelConfig, encoders: Mapping[str, Json]) -> None:
     """Reject a model whose VAE or text encoders have another configuration than the store's, or its VAE other weights.
 
-    `encoders`: the store's record of its encoders. Only a VAE is loaded, if this `reads`. A folder without encoders passes, and
-    a VAE that cannot be read.
+    `encoders`: the store's record of its encoders. Only a VAE is loaded. A folder without encoders passes, and a VAE that
+    cannot be read.
     """
     text = encoders.get("text_encoder")
     text = text if isinstance(text, dict) else {}
@@ -271,7 +271,7 @@ def refuse_other_encoders(model: ModelConfig, encoders: Mapping[str, Json], *, r
             what, found = "VAE", {"class": vae_class(config), **found}
         if isinstance(stored, dict):
             others.append(_difference(model.folder / name, what, found, stored))
-    if reads and not any(others):
+    if not any(others):
         with contextlib.suppress(*UNREADABLE):  # a warning follows when images are drawn
             others.append(read_vae(model, encoders)[1])
     if other := next(filter(None, others), None):

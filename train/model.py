@@ -17,7 +17,7 @@ from bucketline.train.checkpoint import load_optimizer, load_weights
 from bucketline.train.config import Base, Compile, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight
 from bucketline.train.ema import Average
-from bucketline.train.load import facts_of, load, open_model_config, refuse_other_encoders, schedule_of
+from bucketline.train.load import facts_of, load, open_model_config, schedule_of
 from bucketline.train.lora import add_adapters
 from bucketline.train.noise import Prep
 from bucketline.train.optim import make_optimizer
@@ -104,7 +104,6 @@ def _load_model(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Lo
         on_meta = not (ranks.is_main or loads_alone(config))
         family, model = load(source, facts, config.seed, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
-    from_rank_zero(ranks, lambda: refuse_other_encoders(source, store.manifest.encoders))
     schedule = schedule_of(config, source, family, device)
     if config.lora_rank is not None:
         add_adapters(model, family, config)

@@ -130,7 +130,6 @@ def _refuse_model(config: TrainConfig, store: Store) -> None:
     """Refuse a model of another kind than the store's, and options that are not for it; its buckets are checked later."""
     model = open_model_config(config.model, config.model_config)
     family = checked(model, facts_of(store, ()))
-    refuse_other_encoders(model, store.manifest.encoders, reads=False)
     guidance = config.image_guidance
     if guidance is not None and guidance > family.no_guidance and not family.is_guidable:
         raise UsageError(
@@ -146,3 +145,4 @@ def _refuse_model(config: TrainConfig, store: Store) -> None:
         raise UsageError(
             f"--noise-offset is {config.noise_offset}, and the objective is a flow, which ends in plain noise: leave it out"
         )
+    refuse_other_encoders(model, store.manifest.encoders)  # last, since it reads the VAE

@@ -44,7 +44,6 @@ from bucketline.train.run import train
 from tests.commands import call
 from tests.family_models import tiny_vae
 from tests.kit import flip_bit, make_sample
-from tests.unit.train.test_no_room import no_room
 from tests.unit.train.tiny_run import (
     ALONE,
     PROMPTS,
@@ -167,12 +166,6 @@ def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(fold
         load_prompts(given, store, family)
     with pytest.raises(UsageError, match="128x136, and the model is a DiTTransformer2DModel, which takes only square ones"):
         load_prompts(given, store, Dit({"in_channels": 2}, facts(text={"class_labels": 1})))
-
-
-def test_a_run_without_room_for_its_prompts_is_done_without_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "draw_latents", no_room)
-    summary = train(prompted(folder, images_every=1, max_steps=2), ALONE)
-    assert [path.name for path in summary.images] == ["loss.png"]
 
 
 OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("pixart_sigma", "sd3")]
