@@ -22,7 +22,6 @@ from bucketline.loader.dequantise import dequantised
 from bucketline.loader.latent_scale import LatentScale, noise_like, posterior_noise
 from bucketline.loader.plan.rng import Purpose, normal, uniform
 from bucketline.train.config import Objective, ObjectiveOptions
-from bucketline.train.values import TimestepSampling, Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -166,11 +165,11 @@ def weights_of_errors(asked: LossWeight, objective: Objective, mixing: Mixing) -
         assert objective is Objective.V_PREDICTION
         return snr.clamp(max=asked.gamma) / (snr + 1)
     noise = mixing.noise.flatten()
-    if asked.name is Weighting.COSMAP:
+    if asked.name == "cosmap":
         return 2 / (math.pi * (1 - 2 * noise + 2 * noise.square()))
-    if asked.name is Weighting.SIGMA_SQRT:
+    if asked.name == "sigma-sqrt":
         return noise**-2
-    return noise.square() if asked.name is Weighting.SIGMA_SQUARED else None
+    return noise.square() if asked.name == "sigma-squared" else None
 
 
 def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:
@@ -195,11 +194,11 @@ class Noised:
 def draw_timesteps(options: ObjectiveOptions, keys: Tensor, num_timesteps: int) -> Tensor:
     """Draw a timestep for each key, [B] int64; a schedule's shift is applied to it afterwards."""
     asked, low, high = options.timesteps, options.timestep_range.low, options.timestep_range.high
-    if asked.name is TimestepSampling.LOGIT_NORMAL:
+    if asked.name == "logit-normal":
         share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * asked.std + asked.mean).sigmoid()
     else:
         share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-    if asked.name is TimestepSampling.MODE:
+    if asked.name == "mode":
         share = 1 - share - asked.scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
     share = low + (high - low) * share
     return (share * num_timesteps).long().clamp(max=math.ceil(high * num_timesteps) - 1)

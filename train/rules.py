@@ -24,7 +24,6 @@ from bucketline.train.config import Objective
 from bucketline.train.load import checked, facts_of, open_model_config, refuse_other_encoders, schedule_of, store_channels
 from bucketline.train.log import has_steps
 from bucketline.train.run_file import config_as_json
-from bucketline.train.values import Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +137,7 @@ def _refuse_model(config: TrainConfig, store: Store) -> None:
         )
     objective = schedule_of(config, model, family, torch.device("cpu")).objective
     name, is_flow = config.loss_weight.name, objective is Objective.FLOW
-    if name is not Weighting.NONE and is_flow is (name is Weighting.MIN_SNR):
+    if name != "none" and is_flow is (name == "min-snr"):
         others = "cosmap, sigma-sqrt or sigma-squared" if is_flow else "min-snr:GAMMA"
         raise UsageError(f"--loss-weight is {config.loss_weight}, and the objective is {objective}; use {others}")
     if is_flow and config.noise_offset:

@@ -55,7 +55,7 @@ from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_pla
 from bucketline.train.run_file import config_as_json
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
-from bucketline.train.values import Course, LrSchedule
+from bucketline.train.values import LrSchedule
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
                 f"{start.steps_done}; give more"
             )
         config = replace(config, max_steps=steps, epochs=None)
-    if (schedule := config.lr_schedule).end is None and schedule.name is not Course.CONSTANT:
+    if (schedule := config.lr_schedule).end is None and schedule.name != "constant":
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
     return config

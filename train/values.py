@@ -4,36 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, OptionValue
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
 _BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
 
-TimestepSampling = StrEnum("TimestepSampling", {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit-normal", "MODE": "mode"})
-"""The distribution of training timesteps."""
-Weighting = StrEnum(
-    "Weighting",
-    {"NONE": "none", "MIN_SNR": "min-snr", "COSMAP": "cosmap", "SIGMA_SQRT": "sigma-sqrt", "SIGMA_SQUARED": "sigma-squared"},
-)
-"""The weight of each sample in the loss, by its noise."""
-Course = StrEnum(
-    "Course",
-    {
-        "CONSTANT": "constant",
-        "COSINE": "cosine",
-        "RESTARTS": "cosine-restarts",
-        "LINEAR": "linear",
-        "WSD": "wsd",
-        "POLYNOMIAL": "polynomial",
-    },
-)
-"""The course of the learning rate after the warm-up."""
 EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
 """The place of the moving average of the weights."""
-ShardBy = StrEnum("ShardBy", {"DDP": "ddp", "FSDP": "fsdp", "MACHINE": "fsdp:machine"})
-"""The processes that share one copy of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +29,7 @@ class Timesteps(OptionValue):
         "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE),
     }
 
-    name: TimestepSampling = TimestepSampling.UNIFORM
+    name: Literal["uniform", "logit-normal", "mode"] = "uniform"
     mean: float = 0.0  # above 0 favours noisier timesteps
     std: float = 1.0
     scale: float = 1.29  # above 0 favours timesteps in the middle, below 0 those at both ends
@@ -80,7 +59,7 @@ class LossWeight(OptionValue):
     EXAMPLE = "min-snr:5"
     LIMITS: ClassVar = {"gamma": ABOVE_0}
 
-    name: Weighting = Weighting.NONE
+    name: Literal["none", "min-snr", "cosmap", "sigma-sqrt", "sigma-squared"] = "none"
     gamma: float | None = None
 
 
@@ -106,7 +85,7 @@ class LrSchedule(OptionValue):
         "power": ABOVE_0,
     }
 
-    name: Course = Course.CONSTANT
+    name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial"] = "constant"
     floor: float = 0.0  # of the learning rate, as a share
     cycles: int | None = None  # of a cosine, each from the whole rate
     steps: int | None = None  # in which wsd falls; None: a fifth of those up to the end
@@ -173,7 +152,7 @@ class Sharding(OptionValue):
     EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"
     LIMITS: ClassVar = {"ranks": ("2 or more", lambda value: value >= 2)}
 
-    name: ShardBy = ShardBy.DDP
+    name: Literal["ddp", "fsdp", "fsdp:machine"] = "ddp"
     ranks: int | None = None  # that share one copy; None: all, or those of a machine
 
 
