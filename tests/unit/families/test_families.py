@@ -253,7 +253,7 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
         changed = {"clip_sample": False, "set_alpha_to_one": True, "timestep_spacing": "trailing", "steps_offset": 1}
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, **changed)
     else:
-        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(training.scheduler)
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(training.prep.schedule.config)
     guidance = 3.0 if is_guided or family.is_told_guidance else family.no_guidance
     asked = {**made.asked, family.guidance_argument: guidance, "num_inference_steps": STEPS, "height": height, "width": width}
     more = {"negative_prompt": [negative] * count} if is_guided and takes_negative else {}
