@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from bucketline.allocator import NoRoom, attempt, free_memory
-from bucketline.errors import TrainError, UsageError
+from bucketline.errors import ModelError, TrainError, UsageError
 from bucketline.families import vaes
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.redact import redacted
@@ -38,7 +38,7 @@ from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.train.checkpoint import folder_of_step, way_on
-from bucketline.train.load import UNREADABLE, VAE_FOLDER, open_model_config, read_vae
+from bucketline.train.load import UNREADABLE, open_model_config, read_vae
 from bucketline.train.noise import FlowSchedule, sample_noise
 
 if TYPE_CHECKING:
@@ -177,11 +177,10 @@ def _decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
 
 def drawing_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     """Load the model's VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
-    model = open_model_config(config.model, config.model_config)
     try:
-        vae, other = read_vae(model, store.manifest.encoders)
-    except UNREADABLE as error:
-        vae, other = None, f"{model.folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
+        vae, other = read_vae(open_model_config(config.model, config.model_config), store.manifest.encoders)
+    except (ModelError, *UNREADABLE) as error:  # also of a folder that has gone while the run trained
+        vae, other = None, f"{config.model} has no VAE that can be loaded ({error})"
     if vae is None or other is not None:
         log.warning("no images: %s", other)
         return None

@@ -168,6 +168,16 @@ def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(fold
         load_prompts(given, store, Dit({"in_channels": 2}, facts(text={"class_labels": 1})))
 
 
+def test_a_model_without_a_vae_or_that_has_gone_costs_the_images_and_not_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = config(folder)
+    for gone in (folder / "model" / "vae", folder / "model"):
+        shutil.rmtree(gone)
+        assert images.drawing_vae(asked, Store.open(asked.store[0])) is None
+    assert caplog.text.count("no images: ") == 2
+
+
 OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("pixart_sigma", "sd3")]
 
 
