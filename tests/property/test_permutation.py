@@ -167,15 +167,3 @@ def test_two_keys_give_orders_that_agree_no_more_often_than_chance() -> None:
 @given(values=st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=50, unique=True))
 def test_the_hash_of_words_is_a_bijection(values: list[int]) -> None:
     assert len(np.unique(mix(np.array(values, dtype=np.uint64)))) == len(values)
-
-
-def test_the_order_of_a_given_key_never_changes() -> None:
-    """The order that a checkpoint of last year was planned on must be read today."""
-    assert permute(np.arange(10), 10, 42).tolist() == SMALL_ORDER
-    assert permute(np.arange(6), SORTED_BELOW + 1, 42).tolist() == LARGE_ORDER
-    assert key_of(1, 2, 3) == KEY_OF_123
-
-
-SMALL_ORDER = [9, 2, 6, 3, 0, 7, 1, 4, 5, 8]
-LARGE_ORDER = [24543, 58769, 33570, 13053, 46587, 30045]
-KEY_OF_123 = 9812528628958509896

@@ -311,23 +311,3 @@ def test_a_plan_of_thousands_of_buckets_names_a_few_when_it_is_refused() -> None
     with pytest.raises(PlanError, match=r"and 2992 more buckets, and a global batch takes 2 to 4, by bucket") as refused:
         plan.at(0)
     assert len(str(refused.value)) < 1000
-
-
-def test_the_order_of_a_given_seed_never_changes() -> None:
-    """A literal: a run of last year continues in the same order today."""
-    plan = make([7, 3], 4, 2026, Remainder.CARRY)
-    order = [(s.epoch, s.bucket, s.rows.tolist()) for s in (plan.at(step) for step in range(plan.steps_before(3)))]
-    assert order == GOLDEN
-    assert plan.digest == GOLDEN_DIGEST
-
-
-GOLDEN = [
-    (0, "train/64x64", [0, 6, 5, 4]),
-    (1, "train/64x64", [2, 1, 3, 0]),
-    (1, "train/128x64", [1, 0, 2, 1]),
-    (1, "train/64x64", [3, 6, 2, 5]),
-    (2, "train/64x64", [1, 4, 2, 1]),
-    (2, "train/128x64", [2, 0, 2, 0]),
-    (2, "train/64x64", [0, 4, 6, 3]),
-]
-GOLDEN_DIGEST = "304f2ccb626d582a525515d34bf653e0"

@@ -2,6 +2,12 @@
 
 Each store is in a local folder too. A trial ends in a clean error, after which the iteration is begun again, or in nothing that
 a loader would notice. A lie may not be believed, nor take long, nor much memory, nor lead to another server.
+
+Kills what reads stores on a server, `kill -9` at random moments, and lets it continue: ranks, machines, copies, a service.
+
+Several processes share one cache folder, which is too small, so that they fetch, wait for one another's lines, and free them.
+Every batch is compared with the local store's, and at the end every line that the cache holds. Copies of one store that have
+diverged have the same ids, and each a shard of its own of the same name.
 """
 
 from __future__ import annotations
@@ -14,10 +20,12 @@ import os
 import random
 import resource
 import shutil
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +35,14 @@ import numpy as np
 import torch
 
 from bucketline.bench.fixtures.pushed_store import pushed
+from bucketline.bench.fixtures.random_values import random_f16
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.bench.fixtures.server_process import ServerProcess, control
-from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+from bucketline.bench.fixtures.synthetic_store import MAX_CAPTIONS, MAX_SHARD_BYTES, StoreShape, kept_store, make_store
 from bucketline.errors import BucketlineError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.config import Remainder
-from bucketline.store import Store
+from bucketline.store import Store, StoreWriter
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import dump_manifest, read_manifest, sealed
@@ -42,9 +51,10 @@ from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.remote_source import cached_paths
 from tests.commands import call
 from tests.constrained import SmallDisk
-from tests.fault.apart import apart
+from tests.fault.apart import Apart, How, apart
 from tests.fault.loaders import started
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
+from tests.leftovers import children
 from tests.object_storage import CREDENTIALS
 
 SLACK_S = 5.0  # beyond the deadline, on a busy machine
@@ -71,13 +81,11 @@ class Served:
 
 
 def served(folder: Path, shape: StoreShape) -> Served:
-    """Make a store in `folder`, and its pushed form in `folder/served`."""
     local = kept_store(folder, shape)
     return Served(local, pushed(local, folder / "served").name)
 
 
 def digest_of(batch: Batch) -> str:
-    """Return a digest of all of a batch's bytes, and of their names and shapes."""
     state = hashlib.blake2b(digest_size=12)
     for name, tensor in batch.by_name().items():
         array = np.ascontiguousarray(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else np.empty(0)
@@ -95,32 +103,25 @@ def in_lines(*, batch_size: int, seed: int, epochs: int = 1, **more: Any) -> Loa
     return LoaderConfig(batch_size=batch_size, seed=seed, epochs=epochs, remainder=Remainder.PARTIAL, **more)
 
 
-@dataclass(slots=True)
-class Pass:
-    """A pass over a store on a server: batches so far, and clean errors, after each of which the iteration was begun again."""
-
-    batches: int = 0
-    errors: list[str] = field(default_factory=list)
-
-
-def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: str | None = None, tries: int = 50) -> Pass:
-    """Open a store on a server and read it; begin again after each clean error. Compare every batch.
+def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: str | None = None, tries: int = 50) -> list[str]:
+    """Open a store on a server and read it; begin again after each clean error. Compare every batch; return the errors.
 
     Raises:
         Wrong: if a batch has other bytes, is missing or comes twice, an error names neither the store nor the cache, or
             something took longer than the deadline.
     """
-    own, deadline_s = Pass(), float(str(config.deadline))
+    errors: list[str] = []
+    step, deadline_s = 0, float(str(config.deadline))
 
     def took(since: float) -> None:
         seconds = time.perf_counter() - since
-        expect(seconds <= deadline_s + SLACK_S, f"took {seconds:.1f} s of {deadline_s:g} s; {own.errors[-1:]}")
+        expect(seconds <= deadline_s + SLACK_S, f"took {seconds:.1f} s of {deadline_s:g} s; {errors[-1:]}")
 
     def failed(error: BucketlineError, since: float) -> None:
         took(since)
-        own.errors.append(f"{type(error).__name__}: {error}")
+        errors.append(f"{type(error).__name__}: {error}")
         expect(url in str(error) or str(config.cache) in str(error), f"the error names neither store nor cache: {error}")
-        expect(len(own.errors) <= tries, f"{len(own.errors)} errors, the last: {error}")
+        expect(len(errors) <= tries, f"{len(errors)} errors, the last: {error}")
 
     loader: Loader | None = None
     while loader is None:
@@ -135,23 +136,21 @@ def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: st
                 started(loader)  # its time is not a wait for the store
                 break
             except BucketlineError as error:
-                own.errors.append(f"{type(error).__name__}: {error}")
-        while own.batches < len(expected):
+                errors.append(f"{type(error).__name__}: {error}")
+        while step < len(expected):
             begun = time.perf_counter()
             try:
                 for batch in loader.forever():
                     took(begun)
-                    check_batch(batch, own.batches, expected)
-                    own.batches += 1
-                    begun = time.perf_counter()
-                expect(own.batches == len(expected), f"missing: the pass ended after {own.batches} of {len(expected)} batches")
+                    check_batch(batch, step, expected)
+                    step, begun = step + 1, time.perf_counter()
+                expect(step == len(expected), f"missing: the pass ended after {step} of {len(expected)} batches")
             except BucketlineError as error:
                 failed(error, begun)
-    return own
+    return errors
 
 
 def check_batch(batch: Batch, step: int, expected: list[str]) -> None:
-    """Compare a batch with the local store's."""
     expect(batch.step == step, f"missing: step {batch.step} came, expected {step}")
     expect(digest_of(batch) == expected[step], f"differs: step {step} has other bytes than the local store's")
 
@@ -181,23 +180,18 @@ PASSES = 40  # at most, of one kind
 
 
 def drawn_config(draw: random.Random, cache: Path) -> LoaderConfig:
-    """Draw a configuration of one of few, since the local store is read once for each."""
-    return LoaderConfig(
-        batch_size=draw.choice([3, 8]),
-        seed=draw.randrange(3),
-        epochs=1,
-        remainder=Remainder.PARTIAL,
-        window=draw.choice([None, 4096]),
-        threads=draw.choice([1, 2]),
-        prefetch_bytes=draw.choice([1, 1 << 22]),
-        cache=str(cache),
-        deadline=DEADLINE_S,
-    )
+    """Draw one of few configurations: the local store is read once for each."""
+    more: dict[str, Any] = {
+        "threads": draw.choice([1, 2]),
+        "prefetch_bytes": draw.choice([1, 1 << 22]),
+        "window": draw.choice([None, 4096]),
+    }
+    return in_lines(batch_size=draw.choice([3, 8]), seed=draw.randrange(3), cache=str(cache), deadline=DEADLINE_S, **more)
 
 
 def failing_servers(asked: Asked) -> Iterator[Record]:
     """Make a server fail, in every way and many times: kind by kind, and of all kinds mixed, read by a service too."""
-    draw, count = random.Random(asked.seed), asked.of(2 * len(Fault), 500)
+    draw, count = asked.draw, asked.of(2 * len(Fault), 500)
     stores = [served(asked.folder, shape) for shape in (IMAGES, QUANTISED)]
 
     def record_of(name: str, faults: Sequence[Fault], service: str | None = None) -> Record:
@@ -212,8 +206,8 @@ def failing_servers(asked: Asked) -> Iterator[Record]:
                     with tempfile.TemporaryDirectory(dir=asked.folder) as cache:
                         store, config = draw.choice(stores), drawn_config(draw, Path(cache) / "lines")
                         what = f"{store.name}, {config.batch_size} rows a batch, seed {config.seed}"
-                        own = one_pass(f"{server.url}/{store.name}", store.digests(config), config, service=service)
-                    errors, passes = errors + len(own.errors), passes + 1
+                        failed = one_pass(f"{server.url}/{store.name}", store.digests(config), config, service=service)
+                    errors, passes = errors + len(failed), passes + 1
             except Wrong as wrong:
                 record.add(wrong.outcome, f"{what}: {wrong}")
         record.add(Outcome.COMPLETED, count=max(0, schedule.given - errors))
@@ -259,8 +253,6 @@ def use(store: Served, what: str, place: Sequence[object], own: Path) -> str | N
 
 
 def lied_to(folder: Path, store: Served, what: str, place: Sequence[object]) -> Outcome:
-    """Use a store whose server lies, in a process of its own."""
-
     def work() -> tuple[str | None, int, str | None]:
         os.environ.update(CREDENTIALS)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -283,7 +275,7 @@ def lied_to(folder: Path, store: Served, what: str, place: Sequence[object]) -> 
 
 def hostile_servers(asked: Asked) -> Iterator[Record]:
     """Tell every lie about every kind of object to `store info`, `store pull` and a loader; and lists without end."""
-    draw, store = random.Random(asked.seed), served(asked.folder, IMAGES)
+    draw, store = asked.draw, served(asked.folder, IMAGES)
     store.digests(READ)
     manifest, prefix = read_manifest(store.local), f"/{store.name}/generations/"
 
@@ -317,7 +309,7 @@ def hostile_servers(asked: Asked) -> Iterator[Record]:
 
 
 ROOM_BYTES = 1 << 30
-LONGEST_S = 120.0  # of one size
+ONE_SIZE_S = 120.0  # of one size
 SIZES_MIB = (0.5, 12, 100, 220, 400)
 ENOUGH_MIB = 220  # for the lines of a window and of what is fetched ahead
 PINNED_BYTES, SLOW_BYTES_PER_S = 64 << 20, 60e6  # until the disk is full, and so that not all lines are pinned by then
@@ -382,7 +374,7 @@ def full_caches(asked: Asked) -> Iterator[Record]:
 
     def trial(work: Callable[[], str]) -> Outcome:
         # in a process of its own: one that has the files open keeps their bytes
-        return Outcome.RECOVERED if apart(work, LONGEST_S).done() else Outcome.COMPLETED
+        return Outcome.RECOVERED if apart(work, ONE_SIZE_S).done() else Outcome.COMPLETED
 
     with ServerProcess(asked.folder / "served") as server:
         url = f"{server.url}/{store.name}"
@@ -400,7 +392,7 @@ PARTS = (".", "*", "*/*")  # the cache, a store's folder, a shard's
 def removed_caches(asked: Asked) -> Iterator[Record]:
     """Read while somebody removes the cache, or a part of it, again and again; then a whole pass after it."""
     record = Record("the cache of a store on a server removed while it is read", Kind.DISK)
-    draw, store, cache = random.Random(asked.seed), served(asked.folder, IMAGES), asked.folder / "cache"
+    draw, store, cache = asked.draw, served(asked.folder, IMAGES), asked.folder / "cache"
 
     def remove(own: random.Random, is_over: threading.Event) -> None:
         for _ in range(REMOVALS):
@@ -416,11 +408,11 @@ def removed_caches(asked: Asked) -> Iterator[Record]:
         thread = threading.Thread(target=remove, args=(random.Random(draw.random()), is_over))
         thread.start()
         try:
-            errors = one_pass(url, expected, config, service=service).errors
+            errors = one_pass(url, expected, config, service=service)
         finally:
             is_over.set()
             thread.join()
-        again = one_pass(url, expected, config).errors
+        again = one_pass(url, expected, config)
         expect(len(again) <= 1, f"after the last removal: {again[-1:]}")  # one error of what is gone
         check_cache(cache, store.local)
         return Outcome.RECOVERED if errors else Outcome.COMPLETED
@@ -433,3 +425,170 @@ def removed_caches(asked: Asked) -> Iterator[Record]:
             record.trial(service or "in-process", trial, config, service)
             shutil.rmtree(cache, ignore_errors=True)
     yield record
+
+
+CACHE_BYTES = 256 << 20  # less than the store: half of it is pinned, the rest passes through the other half
+COPIES_BYTES = 192 << 20  # as much as both copies need, and what passes through
+LATENCY_S = 0.004  # of the server, so that a process is often killed while it waits
+BATCH, EPOCHS = 8, 2
+PACE_S = 0.002  # a reader's own time for a batch
+LIFE_S = 0.6  # of a process that is killed, at most
+LONGEST_S = 180.0  # of a process that nobody kills: two with one small cache take from each other what they read
+SHAPE = StoreShape(num_shards=2, rows_per_shard=165, latent_shape=(4, 128, 128), tokens=(3, 20))  # each shard has 3 lines
+NAMES = ("one.store", "two.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One process that reads its share of every batch, and notes the digest of each in a file."""
+
+    store: Served
+    url: str
+    notes: Path
+    config: LoaderConfig
+    rank: int = 0
+    world_size: int = 1
+
+    def noted(self) -> list[str]:
+        """Return the digests so far; a line that a kill cut in two does not count."""
+        if not self.notes.exists():
+            return []
+        return [line for line in self.notes.read_text(encoding="ascii").split("\n")[:-1] if len(line) == 24]
+
+    def read(self) -> None:
+        """Be the process: continue where the notes end."""
+        own = self.noted()
+        self.notes.write_text("".join(f"{line}\n" for line in own), encoding="ascii")
+        newest = read_manifest(self.store.local).generation
+        ranks = Loader(self.url, self.config, rank=self.rank, world_size=self.world_size, generation=newest)
+        with ranks as loader, self.notes.open("a") as notes:
+            loader.load_state_dict({**loader.state_dict(), "step": len(own)})
+            for batch in loader.forever():
+                notes.write(f"{digest_of(batch)}\n")
+                notes.flush()
+                time.sleep(PACE_S)
+
+    def check(self) -> Outcome:
+        with Loader(Store.open(self.store.local), self.config, rank=self.rank, world_size=self.world_size) as loader:
+            wanted = [digest_of(batch) for batch in loader.forever()]
+        found = self.noted()
+        at = next((n for n, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
+        expect(found == wanted, f"differs: {len(found)} of {len(wanted)} batches; the first other one is {at}")
+        return check_cache(Path(str(self.config.cache)), self.store.local, self.url)
+
+
+def kill_readers(record: Record, readers: list[Reader], kills: int, draw: random.Random) -> None:
+    """Kill one of several readers again and again, start it again each time, then let all finish, and compare."""
+    running, killed = {number: Apart(reader.read) for number, reader in enumerate(readers)}, 0
+    while running:
+        number = draw.choice(list(running))
+        if killed < kills:
+            time.sleep(draw.random() * LIFE_S)
+            running[number].kill()
+        ended = running.pop(number).ended(LONGEST_S)
+        if ended.how is How.DIED and ended.signal == signal.SIGKILL:
+            killed += 1
+            record.add(Outcome.RECOVERED)
+            running[number] = Apart(readers[number].read)
+        elif ended.how is not How.DONE:
+            record.add(Outcome.DEFECT, f"reader {number}: {ended.how}: {ended.said}")
+    for number, reader in enumerate(readers):
+        record.trial(f"reader {number}", reader.check)
+
+
+def kill_service(url: str, store: Served, config: LoaderConfig, kills: int, draw: random.Random) -> int:
+    """Be a trainer whose private service is killed while it fetches, and that iterates again each time; return the kills."""
+    expected = store.digests(config)
+    before, step, killed, over = children(), 0, 0, threading.Event()
+
+    def kill() -> None:
+        nonlocal killed
+        while killed < kills and not over.wait(0.2 + draw.random()):
+            for child in children() - before:
+                with suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+                    killed += 1
+
+    killer = threading.Thread(target=kill)
+    with Loader(url, config, service="auto") as loader:
+        killer.start()
+        try:
+            while step < len(expected):
+                try:
+                    for batch in loader.forever():
+                        check_batch(batch, step, expected)
+                        step += 1
+                        time.sleep(PACE_S)
+                except BucketlineError as error:
+                    if "ended without a message" not in str(error) and "service" not in str(error):
+                        raise
+        finally:
+            over.set()
+            killer.join()
+    return killed
+
+
+def killed_readers(asked: Asked) -> Iterator[Record]:
+    draw, kills, store = asked.draw, asked.of(2, 30), served(asked.folder, LARGE)
+    with ServerProcess(asked.folder / "served") as server:
+        server.set_latency(LATENCY_S)
+        url = f"{server.url}/{store.name}"
+        for name in ("one of two ranks", "one of two machines with one cache folder", "the private service that fetches"):
+            record = Record(f"from a server, {name} killed", Kind.KILL)
+            with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+                cache: dict[str, Any] = {"cache": f"{folder}/cache", "cache_bytes": str(CACHE_BYTES), "deadline": 8.0}
+                configs = [in_lines(batch_size=BATCH, seed=asked.seed + n, epochs=EPOCHS, **cache) for n in range(2)]
+                if "service" in name:
+                    ended = Apart(partial(kill_service, url, store, configs[0], kills, draw)).ended(LONGEST_S + 9 * kills)
+                    record.add(Outcome.RECOVERED if ended.how is How.DONE else Outcome.DEFECT, ended.said, ended.gave or 1)
+                    record.trial("the cache", check_cache, Path(folder, "cache"), store.local)
+                else:
+                    shares = [(configs[0], n, 2) for n in range(2)] if "ranks" in name else [(own, 0, 1) for own in configs]
+                    readers = [Reader(store, url, Path(folder, f"{n}"), *share) for n, share in enumerate(shares)]
+                    kill_readers(record, readers, kills, draw)
+            yield record
+
+
+def diverged(folder: Path) -> list[Served]:
+    """Make two copies of a store, each with a last shard of its own that has the other one's name."""
+    make_store(folder / NAMES[0], SHAPE)
+    shutil.copytree(folder / NAMES[0], folder / NAMES[1])
+    for seed, name in enumerate(NAMES, 1):
+        draw = np.random.default_rng(seed)
+        with StoreWriter(
+            folder / name,
+            encoders={"vae": {"made": "at random"}},
+            columns=SHAPE.columns,
+            text=SHAPE.text,
+            empty_caption={"tokens": random_f16(draw, (3, SHAPE.token_width))},
+            max_captions=MAX_CAPTIONS,
+            shard_bytes=MAX_SHARD_BYTES,
+            shard_names="s{:04d}",
+        ) as writer:
+            for row in range(SHAPE.rows_per_shard + 40 * seed):  # of different lengths
+                columns = {"latent": random_f16(draw, SHAPE.latent_shape)}
+                caption = {f"{seed}/{row}": {"tokens": random_f16(draw, (5, 768))}}
+                writer.add(f"own/{row:06d}.png", SHAPE.spec.bucket, columns, caption)
+    manifests = [read_manifest(folder / name) for name in NAMES]
+    assert len({manifest.store_id for manifest in manifests}) == 1
+    assert len({tuple(shard.name for shard in manifest.shards) for manifest in manifests}) == 1
+    return [Served(folder / name, pushed(folder / name, folder / "served").name) for name in NAMES]
+
+
+def copied_stores(asked: Asked) -> Iterator[Record]:
+    """Read both copies by two processes each, with one cache and checksums on, at once; then with kills."""
+    draw, stores = asked.draw, diverged(asked.folder)
+    with ServerProcess(asked.folder / "served") as server:
+        server.set_latency(LATENCY_S)
+        for name, kills in (("at once", 0), ("one of four readers killed", asked.of(4, 60))):
+            record = Record(f"diverged copies in one cache, {name}", Kind.KILL if kills else Kind.OTHER)
+            for _ in range(1 if kills else asked.of(1, 4)):
+                with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+                    cache: dict[str, Any] = {"cache": f"{folder}/cache", "cache_bytes": str(COPIES_BYTES), "deadline": 8.0}
+                    configs = [in_lines(batch_size=BATCH, seed=n, verify=True, **cache) for n in range(4)]
+                    readers = [
+                        Reader(store, f"{server.url}/{store.name}", Path(folder, f"{n}"), configs[n])
+                        for n, store in enumerate(2 * stores)
+                    ]
+                    kill_readers(record, readers, kills, draw)
+            yield record

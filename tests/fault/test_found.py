@@ -1,19 +1,26 @@
-"""Defects that an adversarial reading of the first version found, each held by a test."""
+"""Defects that an adversarial reading of the first version found, each held by a test.
+
+Disks that fail half-way, and power that fails: an error of ours, and nothing that was committed is missing.
+"""
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+import random
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.errors import CorruptError, LockedError, ModelError
+from bucketline.errors import CorruptError, LockedError, ModelError, StoreError
 from bucketline.files.locks import FileLock
+from bucketline.files.regular_file import open_regular
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
@@ -22,11 +29,14 @@ from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode_image
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
+from bucketline.store.verify.verify import verify
+from bucketline.store.write import publish as publish_module
 from bucketline.store.write import shard_writer
-from bucketline.store.write.publish import adopt
+from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
-from tests.commands import BIN, call, spawn
+from tests.commands import call, spawn
+from tests.fault.shim import Change, Disk
 from tests.kit import (
     TEXT,
     add,
@@ -45,19 +55,6 @@ BUCKET = "train/64x64"
 
 def pack(source: Path, store: Path, model: Path) -> list[object]:
     return ["pack", source, store, "--model", model, *SMALL, "--json"]
-
-
-def test_a_second_run_is_not_refused_where_the_vaes_config_leaves_fields_to_defaults(source: Path, tmp_path: Path) -> None:
-    """diffusers then lists the defaulted fields in the order of a set, which differs from process to process."""
-    model = write_model(tmp_path / "model")
-    path = model / "vae" / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    kept = {name: value for name, value in config.items() if name not in ("act_fn", "force_upcast", "use_quant_conv")}
-    path.write_text(json.dumps(kept), encoding="utf-8")
-    arguments = [BIN / "ingest", *pack(source, tmp_path / "s", model)]
-    assert spawn(arguments, PYTHONHASHSEED="1").json["packed"] == 14
-    again = spawn(arguments, PYTHONHASHSEED="2").done()
-    assert again.json["unchanged"] == 14
 
 
 def test_packing_after_an_older_manifest_was_put_back_destroys_nothing(source: Path, tmp_path: Path, model: Path) -> None:
@@ -155,17 +152,6 @@ def test_a_store_lets_go_of_a_shard_only_when_it_is_sealed(tmp_path: Path, monke
     assert not list((tmp_path / "pending").glob("a.*"))
 
 
-def test_a_shard_whose_writer_lives_is_not_adopted_and_nothing_else_is_advised(tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
-    writer = open_writer(tmp_path, "a")
-    add(writer, make_sample("a.png", BUCKET))
-    writer.commit()
-    with pytest.raises(LockedError, match="is being written by another process") as error:
-        adopt(tmp_path, manifest)
-    assert "move that file elsewhere" not in str(error.value)
-    writer.close()
-
-
 def test_what_a_crash_leaves_before_the_first_commit_is_swept_away(source: Path, tmp_path: Path, model: Path) -> None:
     store = tmp_path / "s"
     (store / "pending").mkdir(parents=True)
@@ -235,10 +221,85 @@ def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: 
     empty_store(tmp_path)
     assert contents().text.spec() == TEXT
 
-    def refuse(*_: object, **__: object) -> None:
-        raise lmdb.Error("no space")
-
-    monkeypatch.setattr(lmdb, "open", refuse)
+    monkeypatch.setattr(lmdb, "open", Mock(side_effect=lmdb.Error("no space")))
     with pytest.raises(StoreError, match=r"cannot create .*a\.lmdb: no space"):
         open_writer(tmp_path, "a")
     assert not list((tmp_path / "pending").glob("a*"))
+
+
+def refuse(number: int) -> Mock:
+    """Return what the system does in the place of a function."""
+    return Mock(side_effect=OSError(number, os.strerror(number)))
+
+
+def test_a_disk_keeps_what_was_synced_and_no_name_whose_folder_was_not(tmp_path: Path) -> None:
+    def change(what: str, node: int = 1, offset: int = 0, one: str = "/d/a", two: str = "", data: bytes = b"") -> Change:
+        return Change(what, node, offset, one, two, data)
+
+    def left(name: str) -> dict[str, bytes]:
+        disk.after_loss(tmp_path / name, random.Random(1), is_strict=True)
+        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+    disk, folder = Disk(root="/d"), change("sync", node=0, one="/d")
+    written = change("create"), change("write", data=b"old"), change("sync"), folder, change("write", offset=3, data=b"lost")
+    b: dict[str, Any] = {"node": 2, "one": "/d/b"}
+    for one in (*written, change("create", **b), change("write", node=2, data=b"no name"), change("sync", **b)):
+        disk.take(one)
+    assert left("then") == {"a": b"old"}
+    disk.take(change("rename", one="/d/b", two="/d/a"))
+    disk.take(folder)
+    assert left("later") == {"a": b"no name"}
+
+
+def test_the_names_of_a_new_store_and_of_its_folders_are_on_the_disk_before_anything_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(publish_module, "sync_folder", synced.append)
+    prepare_store(tmp_path / "new" / "s")
+    assert set(synced) >= {tmp_path / "new" / "s", tmp_path / "new", tmp_path}
+
+
+def test_a_pending_shards_name_is_on_the_disk_before_its_first_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    empty_store(tmp_path)
+    monkeypatch.setattr(shard_writer, "sync_folder", synced.append)
+    open_writer(tmp_path, "a").close()
+    assert synced == [tmp_path / "pending"]
+
+
+def test_a_lock_is_given_back_on_a_disk_that_has_turned_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = FileLock(tmp_path / "lock")
+    with pytest.raises(LockedError):
+        FileLock(tmp_path / "lock")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", refuse(errno.EROFS))
+        lock.release()
+    FileLock(tmp_path / "lock").release()
+
+
+def test_what_the_system_refuses_while_a_store_is_changed_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = empty_store(tmp_path)
+    (tmp_path / "pending" / "left.sealing").write_bytes(b"")
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse(errno.EROFS))
+    with pytest.raises(StoreError, match=r"cannot be read or changed: Read-only file system; fix that"):
+        publish_module.adopt(tmp_path, manifest)
+
+
+def test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, older = make_store(tmp_path, samples_of({"train/8x8": 2})), tmp_path / "generations" / "0.json"
+    fail = refuse(errno.EIO)
+    monkeypatch.setattr("bucketline.store.folder.open_regular", lambda path: fail() if path == older else open_regular(path))
+    (fault,) = verify(store, lambda _: None, 1).corrupt
+    assert f"cannot read {older}: Input/output error; " in fault.error
+    assert "a run that was planned on that generation cannot resume" in fault.error
+
+
+def test_a_shards_id_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:
+    (shard,) = make_store(tmp_path / "s", samples_of({"train/8x8": 2})).shards
+    with pytest.raises(StoreError, match=r"g0.lmdb cannot be read at byte \d+: Bad file descriptor"):
+        shard._check_id(-1)
