@@ -21,12 +21,10 @@ T = TypeVar("T")
 class ForkSafeLock:
     """A lock that is free in a forked child, whichever thread of the parent held it.
 
-    Use it only for work that may be done twice: the child sees whatever the parent's thread had done so far. With `is_awaited`,
-    a fork waits until no other thread holds the lock: for short sections that a child could not repeat.
+    Use it only for work that may be done twice: the child sees whatever the parent's thread had done so far.
     """
 
-    def __init__(self, *, is_awaited: bool = False) -> None:
-        self.is_awaited = is_awaited
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder = -1
         with _forking:
@@ -40,42 +38,23 @@ class ForkSafeLock:
         self._holder = -1
         self._lock.release()
 
-    def is_own(self) -> bool:
-        """Return True if this thread holds the lock."""
-        return self._holder == threading.get_ident()
-
     def renew(self) -> None:
         """Free the lock in a child, unless the forking thread itself holds it (a signal handler forked)."""
-        if not self.is_own():
+        if self._holder != threading.get_ident():
             self._lock, self._holder = threading.Lock(), -1
 
 
 _LOCKS: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 _forking = threading.RLock()  # two threads may fork at the same time, and one may make a lock meanwhile
-_awaited: list[ForkSafeLock] = []  # held during the current fork
-
-
-def _before() -> None:
-    _forking.acquire()
-    for lock in list(_LOCKS):
-        if lock.is_awaited and not lock.is_own():
-            lock.__enter__()
-            _awaited.append(lock)
-
-
-def _after() -> None:
-    while _awaited:
-        _awaited.pop().__exit__()
-    _forking.release()
 
 
 def _after_in_child() -> None:
-    _after()
+    _forking.release()
     for lock in list(_LOCKS):
         lock.renew()
 
 
-os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child)
 
 
 class OwnerProcess:

@@ -139,12 +139,15 @@ class OptionValue:
 
     def _spelling(self) -> str | None:
         """Return how it is typed; None if no form has the fields that are set."""
-        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        kind = type(self)
         for form in self.FORMS:
-            named = _named(type(self), form)
-            is_same = all(getattr(self, name) == value for name, value in named.items())
-            if is_same and changed - {"name"} <= _fields_of(form) and (text := _spelt(self, form, changed)) is not None:
-                return text
+            named = _named(kind, form)
+            for parts in _variants(form):
+                given = {part: getattr(self, part.lower()) for part in parts if part[0].isupper()}
+                rest = [one for one in fields(self) if one.name.upper() not in given]
+                is_same = all(getattr(self, one.name) == named.get(one.name, one.default) for one in rest)
+                if is_same and None not in given.values():
+                    return "".join(_form(kind, part.lower()).write(given[part]) if part in given else part for part in parts)
         return None
 
     @classmethod
@@ -247,10 +250,6 @@ def _form(cls: type[OptionValue], name: str) -> FieldForm:
     return _FORMS[kinds[0]]
 
 
-def _fields_of(form: str) -> set[str]:
-    return {part.lower() for part in _PARTS.findall(form) if part[0].isupper()}
-
-
 def _named(cls: type[OptionValue], form: str) -> dict[str, Any]:
     """Return the field `name` of a form, if the class has one."""
     if "name" not in get_type_hints(cls):
@@ -259,19 +258,15 @@ def _named(cls: type[OptionValue], form: str) -> dict[str, Any]:
     return {"name": _form(cls, "name").read(before[0].rstrip(":"))} if before else {}
 
 
-def _spelt(value: OptionValue, form: str, changed: set[str]) -> str | None:
-    """Return a value in a form, without the brackets that hold no field that is `changed`; None if a field is missing."""
-    stack: list[tuple[list[str | None], bool]] = [([], True)]
-    for part in _PARTS.findall(form):
-        if part == "[":
-            stack.append(([], False))
-        elif part == "]":
-            inner, is_needed = stack.pop()
-            stack[-1] = ([*stack[-1][0], *(inner * is_needed)], stack[-1][1] or is_needed)
-        elif part[0].isupper():
-            field = getattr(value, part.lower())
-            text = None if field is None else _form(type(value), part.lower()).write(field)
-            stack[-1] = ([*stack[-1][0], text], stack[-1][1] or part.lower() in changed)
-        else:
-            stack[-1][0].append(part)
-    return None if None in stack[0][0] else "".join(filter(None, stack[0][0]))
+@functools.cache
+def _variants(form: str) -> list[list[str]]:
+    """Return the parts of a form with its brackets or without, the shortest first.
+
+    >>> ["".join(parts) for parts in _variants("a[:B[:C]][@D]")]
+    ['a', 'a@D', 'a:B', 'a:B@D', 'a:B:C', 'a:B:C@D']
+    """
+    if not (innermost := re.search(r"\[([^\[\]]*)\]", form)):
+        return [_PARTS.findall(form)]
+    before, after = form[: innermost.start()], form[innermost.end() :]
+    every = {"".join(parts): parts for inner in ("", innermost[1]) for parts in _variants(before + inner + after)}
+    return sorted(every.values(), key=len)

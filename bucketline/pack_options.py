@@ -62,7 +62,7 @@ def pack_options(made: Mapping[str, Json]) -> dict[str, Json]:
     """
     recorded = dict(_leaves(dict(made), ""))
     if "rules.grid" in recorded and recorded.get("rules.max_crop") is None:
-        recorded["rules.max_crop"] = 1  # any; stores that were made before there was a limit do not record it
+        recorded["rules.max_crop"] = 1  # any, which is recorded as null
     found = {
         name: recorded[field]
         for name, fields in FIELDS.items()

@@ -125,7 +125,8 @@ class Loader(EpochLoader):
 
         `follow`: each epoch reads the newest generation of the stores. Several ranks agree on it by torch.distributed.
 
-        `like`: a loader of the same stores and ranks, with a configuration of the same order, whose plan is this one's.
+        `like`: a loader of the same stores and ranks, with a configuration of the same order. Its open stores, at the
+        generations that it reads, and its plan are this one's.
 
         `generation`: of the store that is read, or of each of several; by default the newest. All ranks must read the same:
         where torch.distributed has been initialised with these ranks, they take rank 0's, so each makes its loaders in the same
@@ -158,12 +159,15 @@ class Loader(EpochLoader):
         self._has_stores = stores is not None
         self._backend: ServiceBackend | None = None
         self._buffers = Buffers(self.device)
-        shares = self._shares(stores, config, generation, is_like=like is not None)
-        self._open(shares, config, self._readable(shares, config) if like is None else (like._rows, like.plan))
+        if like is None:
+            shares = self._shares(stores, config, generation)
+            self._open(shares, config, self._readable(shares, config))
+        else:
+            self._open(like.shares, config, (like._rows, like.plan))
         self._begin_at_first_epoch()
 
     def _shares(
-        self, stores: Stores | None, config: LoaderConfig, generation: int | Sequence[int] | None, *, is_like: bool
+        self, stores: Stores | None, config: LoaderConfig, generation: int | Sequence[int] | None
     ) -> tuple[WeightedStore, ...]:
         """Return the stores, at the generations that all ranks read."""
 
@@ -176,8 +180,6 @@ class Loader(EpochLoader):
 
         if generation is not None:
             return pinned(opened(), generation)
-        if is_like:
-            return opened()
         return agreed(opened, self._rank, self._world_size, are_chosen=stores is not None and are_open(stores))
 
     def _readable(self, shares: Sequence[WeightedStore], config: LoaderConfig) -> tuple[OpenShards, Plan]:

@@ -18,11 +18,8 @@ def plan_section(store: Store, options: ReportOptions) -> Section:
     """Return the steps and batches of an epoch of the split train, as `loader plan` prints them, and what is wrong."""
     plan = make_plan(store, LoaderConfig(batch_size=options.batch_size))
     counts = plan_counts(plan, 1, "train")
-    head = ("bucket", "rows", "global batch", "batches", "carried to the next epoch", "repeats")
-    rows = [
-        [bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats")]
-        for bucket in counts["buckets"]
-    ]
+    head = ("bucket", "rows", "global batch", "batches", "carried to the next epoch")
+    rows = [[bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried")] for bucket in counts["buckets"]]
     small = plan.small_buckets(can_drop=False)  # who reads the report may have no --split
     return Section(
         anchor="plan",

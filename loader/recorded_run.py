@@ -46,10 +46,10 @@ class PlanLine(NamedTuple):
         """Return what a step of the run has more than the plan's own number."""
         return self.step - self.state.step
 
-    def is_like(self, other: PlanLine) -> bool:
-        """Return True if both make the same batches of the same steps, on the same ranks."""
+    def is_planned_as(self, other: PlanLine) -> bool:
+        """Return True if both have the same plan, on the same ranks."""
         one, two = (replace(line.state, step=0, micro_step=0, epoch=0) for line in (self, other))
-        return self.shift == other.shift and one == two
+        return one == two
 
 
 def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
@@ -62,7 +62,7 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
     new = PlanLine(state.step if step is None else step, state)
     lines = read_plans(path) if path.exists() else []
     kept = [one for one in lines if one.step < new.step]
-    if not kept or not kept[-1].is_like(new):
+    if not kept or not (kept[-1].is_planned_as(new) and kept[-1].shift == new.shift):
         kept.append(new)
     if kept != lines:
         text = "".join(json.dumps({"step": one.step, "loader": state_as_json(one.state)}) + "\n" for one in kept)
@@ -138,9 +138,13 @@ def _run_of_folder(folder: Path) -> RecordedRun:
 
 def _run_of_state(file: Path) -> RecordedRun:
     state, plans = parse_state(json.loads(file.read_bytes())), file.with_name(PLANS)
-    lines = read_plans(plans) if plans.exists() else []
-    lines = lines or [PlanLine(0, replace(state, step=0, micro_step=0))]
-    return RecordedRun(lines, lines[-1].shift + state.step)
+    own = PlanLine(0, replace(state, step=0, micro_step=0))
+    lines = (read_plans(plans) if plans.exists() else []) or [own]
+    # a state may be older than the last lines, whose plans may number steps otherwise
+    planned = [one for one in lines if one.is_planned_as(own) and one.state.step <= state.step]
+    if not planned:
+        raise StateError(f"no line of {plans} is of the plan that the state at step {state.step} has; name the run's own state")
+    return RecordedRun(lines, planned[-1].shift + state.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from bucketline.train.parallel import local, sharded_like
+from bucketline.train.parallel import local
 from bucketline.train.values import EmaPlace
 
 if TYPE_CHECKING:
@@ -68,8 +69,11 @@ class Average:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the average of a trained parameter, sharded as that is; any other tensor unchanged."""
-        average = self._by_id.get(id(tensor))
-        return tensor if average is None else sharded_like(average, tensor)
+        average = self._by_id.get(id(tensor), tensor)
+        if average is tensor or not isinstance(tensor, DTensor):
+            return average
+        own, mesh, placements = average.to(tensor.device), tensor.device_mesh, tensor.placements
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -17,31 +17,8 @@ if TYPE_CHECKING:
 _LOOKED_AT = 10_000  # maximum number of names read from a folder
 IMAGE_SUFFIXES = frozenset(
     [
-        ".apng",
-        ".avif",
-        ".bmp",
-        ".cur",
-        ".dib",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".ico",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jxl",
-        ".pgm",
-        ".png",
-        ".pnm",
-        ".ppm",
-        ".qoi",
-        ".tga",
-        ".tif",
-        ".tiff",
-        ".webp",
+        *(".apng", ".avif", ".bmp", ".cur", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg"),
+        *(".jpg", ".jxl", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"),
     ]
 )
 

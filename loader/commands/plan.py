@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
-_MAX_EPOCHS = 100_000  # the batches between two epochs are drawn one by one
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(PlannedOptions):
@@ -44,7 +42,7 @@ class PlanCommand(PlannedOptions):
 
     def __post_init__(self) -> None:
         PlannedOptions.__post_init__(self)
-        self._expect(f"1 to {_MAX_EPOCHS}", lambda epochs: 1 <= epochs <= _MAX_EPOCHS, "epochs")
+        self._expect_at_least(1, "epochs")
 
     def run(self) -> int:
         from bucketline.loader.mixture import join
@@ -90,10 +88,10 @@ def _print_report(report: dict[str, Any]) -> None:
             console.print(f"{one_line(str(store['path']))} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
     counts = f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered"
     console.print(f"{counts}; {counted(report['requests'], 'request')} to fetch the stores once")
-    headings = ("bucket", "rows", "global batch", "batches", "carried", "repeats")
+    headings = ("bucket", "rows", "global batch", "batches", "carried")
     table = Table(*headings)
     for bucket in report["buckets"]:
-        table.add_row(*(str(bucket[name]) for name in ("name", "rows", "global_batch", "batches", "carried", "repeats")))
+        table.add_row(*(str(bucket[name]) for name in ("name", "rows", "global_batch", "batches", "carried")))
     console.print(table)
     for batch in report.get("batches", []):
         console.print(f"step {batch['step']} (epoch {batch['epoch']}) {batch['bucket']}", highlight=False)

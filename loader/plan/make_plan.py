@@ -86,10 +86,10 @@ def plan_counts(plan: Plan, epochs: int, split: str) -> dict[str, Any]:
     """Return the steps and rows of some epochs, and each bucket's batches, as `loader plan --json` prints them."""
     if (steps := plan.steps_before(epochs)) == 0:
         raise PlanError(plan.without_step())
-    counts = [(bucket, *plan.count(bucket, epochs)) for bucket in plan.buckets]
+    counts = [(bucket, plan.batches_before(bucket, epochs)) for bucket in plan.buckets]
     return {
         "steps": steps,
-        "rows": sum(batches * bucket.global_batch for bucket, batches, *_ in counts),
+        "rows": sum(batches * bucket.global_batch for bucket, batches in counts),
         "plan": plan.digest,
         "buckets": [
             {
@@ -98,9 +98,8 @@ def plan_counts(plan: Plan, epochs: int, split: str) -> dict[str, Any]:
                 "rows": bucket.num_rows,
                 "global_batch": bucket.global_batch,
                 "batches": batches,
-                "carried": carried,
-                "repeats": repeats,
+                "carried": epochs * bucket.num_rows - batches * bucket.global_batch,
             }
-            for bucket, batches, carried, repeats in counts
+            for bucket, batches in counts
         ],
     }

@@ -275,22 +275,6 @@ class Plan:
         weight = (np.arange(bucket.global_batch) < real).astype(np.float32)
         return self._rows_of(spans), weight
 
-    def count(self, bucket: PlanBucket, epochs: int) -> tuple[int, int, int]:
-        """Count what E epochs read from a bucket: (j batches, carried rows E n - j G, batches that hold a row twice).
-
-        Enumerates only the batches that span two passes.
-        """
-        n, size = bucket.num_rows, bucket.global_batch
-        batches = self.batches_before(bucket, epochs)
-        if size > n and self.remainder is not Remainder.DROP:
-            repeats = batches
-        elif self.remainder is Remainder.CARRY:
-            spanning = {boundary * n // size for boundary in range(1, epochs) if boundary * n % size}
-            repeats = sum(len(np.unique(self.batch(bucket, j)[0])) < size for j in spanning if j < batches)
-        else:
-            repeats = 0  # a partial batch is padded with rows of its own pass that it does not hold yet
-        return batches, epochs * n - batches * size, repeats
-
     def small_buckets(self, *, can_drop: bool = True) -> str | None:
         """Return one line that names the buckets too small for their global batch, and the remedy; None if there is none.
 
@@ -366,14 +350,8 @@ class PassRows:
             within = numbers[own] - (int(self._ends[at]) - part.per_pass)
             before, begin = divmod(pass_number * part.per_pass, part.num_rows)  # Python's integers: passes may be many
             rounds, places = np.divmod(within + begin, part.num_rows)
-            for number in np.unique(rounds).tolist():
-                of_round = rounds == number
-                places[of_round] = self._mixed(places[of_round], part, at, before + number)
+            for number in np.unique(rounds).tolist() if self._is_mixed else ():
+                of_round, key = rounds == number, extend_key(extend_key(extend_key(self._key, _ROUND), at), before + number)
+                places[of_round] = permute(places[of_round], part.num_rows, key)
             rows[own] = part.first + places
         return rows
-
-    def _mixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
-        return permute(places, part.num_rows, self._key_of(at, number)) if self._is_mixed else places
-
-    def _key_of(self, at: int, number: int) -> int:
-        return extend_key(extend_key(extend_key(self._key, _ROUND), at), number)

@@ -192,17 +192,6 @@ def test_partial_delivers_every_row_with_weight_one_exactly_once_a_pass(drawn: D
             assert np.array_equal(together, filled)  # by the rows that the pass began with
 
 
-@given(drawn=plans())
-@settings(max_examples=250)
-def test_counts_equal_what_is_found_by_looking_at_every_batch(drawn: Drawn) -> None:
-    plan, epochs = drawn.plan, drawn.epochs
-    for bucket in plan.buckets:
-        count = plan.count(bucket, epochs)
-        batches = [plan.batch(bucket, number)[0] for number in range(plan.batches_before(bucket, epochs))]
-        carried = epochs * bucket.num_rows - len(batches) * bucket.global_batch
-        assert count == (len(batches), carried, sum(len(np.unique(rows)) < len(rows) for rows in batches))
-
-
 @given(drawn=plans(), step=st.integers(0, 1 << 50))
 @settings(max_examples=200)
 def test_any_step_of_an_endless_run_can_be_asked_for(drawn: Drawn, step: int) -> None:

@@ -115,14 +115,6 @@ def test_a_section_is_asked_for_by_its_name() -> None:
     assert "--help rays: there is no such section, expected " in refused.err
 
 
-def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
-    shown = " ".join(spawn([*PROGRAMS["python -m bucketline.train"], "--help", "all"]).out.split())
-    for said in ("bucketline train presets", "bucketline train report"):
-        assert f"`{said}`" in shown
-    assert "`torchrun --nproc_per_node N -m bucketline.train`" in shown
-    assert "Example: bucketline train --store" in shown
-
-
 @pytest.mark.parametrize("command", ["ingest", "store", "loader"])
 def test_every_command_says_its_version(command: str) -> None:
     assert call(command, "version").out == f"{bucketline.__version__}\n"

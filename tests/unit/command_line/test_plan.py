@@ -21,7 +21,7 @@ def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tu
     assert {"steps", "rows", "buckets"} <= set(brief)
     assert "batches" not in brief
     for bucket in brief["buckets"]:
-        assert set(bucket) == {"name", "split", "rows", "global_batch", "batches", "carried", "repeats"}
+        assert set(bucket) == {"name", "split", "rows", "global_batch", "batches", "carried"}
         assert bucket["carried"] == 3 * bucket["rows"] - bucket["batches"] * bucket["global_batch"]
     assert brief["rows"] == sum(bucket["batches"] * bucket["global_batch"] for bucket in brief["buckets"])
     assert brief["steps"] == sum(bucket["batches"] for bucket in brief["buckets"])
@@ -71,7 +71,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     [
         ((), "error: no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
         (("--batch", 0), "--batch is '0', expected rows, such as 8, or"),
-        (("--batch", 1, "--epochs", 10**14), "--epochs is 100000000000000, expected 1 to 100000"),
+        (("--batch", 1, "--epochs", 0), "--epochs is 0, expected 1 or more"),
         (("--batch", 1, "--window", "all"), "all"),
         (("--batch", 1, "--split", "train:keep"), "--split is 'train:keep', expected a split, such as val, or with carry or"),
         (("--batch", 1, "--world-size", 0), "--world-size is '0', expected 1 rank or more"),

@@ -17,21 +17,27 @@ from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.family_models import tiny_dc
 from tests.kit import flip_bit, make_store, samples_of, tree
-from tests.models import SMALL, colour_image, encoded, write_images, write_model
+from tests.models import colour_image, encoded, pack, write_images, write_model
 
 TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
 
 
-@pytest.fixture(scope="module", params=["F16", "BF16"])
-def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Store:
-    """A store that was packed by the tiny model, with an image whose file says that it is to be turned."""
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Store]:
+    """Stores by dtype that the tiny model packed, with an image whose file says that it is to be turned."""
     folder = tmp_path_factory.mktemp("peek")
     write_images(folder / "photos", 6)
     exif = Image.Exif()
     exif[0x0112] = 6
     (folder / "photos" / TURNED).write_bytes(encoded(Image.fromarray(colour_image(34, 22)), "JPEG", exif=exif))
-    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, "--dtype", request.param).done()
-    return Store.open(folder / "s")
+    for dtype in ("F16", "BF16"):
+        pack(folder / "photos", folder / dtype, model, "--dtype", dtype).done()
+    return {dtype: Store.open(folder / dtype) for dtype in ("F16", "BF16")}
+
+
+@pytest.fixture
+def packed(stores: dict[str, Store]) -> Store:
+    return stores["F16"]
 
 
 def peek(store: Store, sample_id: str, model: Path, png: Path, *more: object) -> Ran:
@@ -55,7 +61,9 @@ def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
     return pixels
 
 
-def test_the_image_is_what_the_vae_makes_of_the_stored_latent(packed: Store, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_the_image_is_what_the_vae_makes_of_a_latent(dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path) -> None:
+    packed = stores[dtype]
     for sample_id in ("a/000.png", "b/001.png", TURNED):
         ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json").done()
         record = packed.sample(sample_id)[1]
@@ -122,22 +130,25 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
     (tmp_path / "there.png").write_bytes(b"mine")
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out.png"
-    cases: list[tuple[tuple[object, ...], int, str]] = [
-        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "there.png"), 2, "there.png exists; name a file"),
-        ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "is inside the store"),
-        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "no" / "x.png"), 2, "no is not a folder; make it first"),
-        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg does not end in .png"),
-        ((packed.path, "../x", "--model", model, "-o", out), 1, "has no sample '../x'; ids are paths in the source"),
-        ((packed.path, "l" * 10_000, "--model", model, "-o", out), 1, "has no sample 'lll"),
-        ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),
-        ((packed.path, "a/000.png", "--model", tmp_path / "empty", "-o", out), 1, "lacks the part vae/"),
-        ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is not a device"),
-        ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is not a store"),
+    whole = packed.path
+    cases: list[tuple[object, str, object, object, int, str]] = [
+        (whole, "a/000.png", model, tmp_path / "there.png", 2, "there.png exists; name a file"),
+        (whole, "a/000.png", model, whole / "x.png", 2, "is inside the store"),
+        (whole, "a/000.png", model, tmp_path / "no" / "x.png", 2, "no is not a folder; make it first"),
+        (whole, "a/000.png", model, tmp_path / "x.jpg", 2, "x.jpg does not end in .png"),
+        (whole, "../x", model, out, 1, "has no sample '../x'; ids are paths in the source"),
+        (whole, "l" * 10_000, model, out, 1, "has no sample 'lll"),
+        (whole, "a/000.png", tmp_path / "nowhere", out, 1, "nowhere is not a folder"),
+        (whole, "a/000.png", tmp_path / "empty", out, 1, "lacks the part vae/"),
+        (tmp_path / "nowhere", "a/000.png", model, out, 1, "nowhere is not a store"),
     ]
+    call("ingest", "peek", whole, "a/000.png", "--model", model, "-o", out, "--device", "abacus").fails(
+        "is not a device", code=2
+    )
     before = tree(tmp_path), tree(packed.path)
-    for asked, code, words in cases:
-        ran = call("ingest", "peek", *asked)
-        assert (ran.code, ran.out) == (code, ""), asked
+    for store, sample_id, own, place, code, words in cases:
+        ran = call("ingest", "peek", store, sample_id, "--model", own, "-o", place)
+        assert (ran.code, ran.out) == (code, ""), words
         assert words in ran.err
         assert len(ran.err) < 1000
         assert (tree(tmp_path), tree(packed.path)) == before
@@ -148,8 +159,7 @@ def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, t
     write_images(tmp_path / "photos", 3)
     images = []
     for name, more in {"mode": (), "moments": ("--latents", "moments", "--flip")}.items():
-        asked = (tmp_path / "photos", tmp_path / name, "--model", model, *SMALL, *more)
-        assert call("ingest", "pack", *asked).code == 0
+        pack(tmp_path / "photos", tmp_path / name, model, *more).done()
         peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png").done()
         images.append((tmp_path / f"{name}.png").read_bytes())
     assert images[0] == images[1]
@@ -160,8 +170,7 @@ def test_the_latents_of_an_autoencoder_without_a_distribution_are_shown(tmp_path
     shutil.rmtree(model / "vae")
     tiny_dc().save_pretrained(model / "vae")
     write_images(tmp_path / "photos", 1)
-    asked = (tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL, "--dtype", "F32")
-    assert call("ingest", "pack", *asked).code == 0
+    pack(tmp_path / "photos", tmp_path / "s", model, "--dtype", "F32").done()
     store = Store.open(tmp_path / "s")
     peek(store, "a/000.png", model, tmp_path / "out.png").done()
     (bucket,) = store.buckets()

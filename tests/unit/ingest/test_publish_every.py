@@ -19,17 +19,13 @@ from bucketline.store.sync.push_pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import LocalTarget, StoreTarget
-from tests.commands import Ran, call, forked_ranks
+from tests.commands import forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import everything
-from tests.models import SMALL
+from tests.models import SMALL, pack
 from tests.object_storage import in_memory
 
 ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look between images
-
-
-def pack(source: Path, place: object, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, place, "--model", model, *SMALL, "--json", *more)
 
 
 @pytest.fixture
@@ -60,7 +56,7 @@ def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: C
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_readers_see_each_generation_while_packing_goes_on(
+def test_readers_see_each_generation_meanwhile(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "damaged.png").write_bytes(b"nothing")
@@ -88,17 +84,16 @@ def test_readers_see_each_generation_while_packing_goes_on(
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_path: Path, model: Path) -> None:
-    pack(source, tmp_path / "s", model)
+def test_what_is_replaced_dropped_and_pruned_is_as_without_it(packed: Path, tmp_path: Path, model: Path) -> None:
     shutil.copytree(tmp_path / "s", tmp_path / "plain")
-    images = sorted(source.rglob("*.png"))
+    images = sorted(packed.rglob("*.png"))
     images[0].unlink()
     images[1].write_bytes(b"nothing")
     for n, image in enumerate(images[2:6]):
         image.write_bytes(images[7 + n].read_bytes())
     more = ("--prune=1", "--batch-size", "2")
-    plain = pack(source, tmp_path / "plain", model, *more).json
-    done = pack(source, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
+    plain = pack(packed, tmp_path / "plain", model, *more).json
+    done = pack(packed, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
     for name in ("packed", "unchanged", "rejected", "dropped_ids", "pruned_ids"):
         assert done[name] == plain[name]
     assert (done["packed"], done["dropped"], done["pruned"]) == (4, 1, 1)
@@ -107,9 +102,7 @@ def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_a_store_in_object_storage_gets_generations_too(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_at_a_url_gets_generations(source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, seen, dropped = in_memory(), list[int](), list[str]()
 
     def look(_: StoreTarget, manifest: Manifest) -> None:

@@ -1,20 +1,26 @@
-"""The contact sheet of a scan: which images it shows, in which order, what is drawn into them, and what names cannot do."""
+"""Images of a source in pages: the sheet of a scan with its worst crops, and thumbnails in `store report`."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import Placement, bucket_placement
 from bucketline.ingest.sheet import crops as sheet_module
 from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, MAX_REJECTS, Cropped, reject_section, with_box, worst
+from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, source_images
 from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
-from tests.models import SMALL, colour_image, encoded, png
+from tests.models import SMALL, colour_image, encoded, png, write_files, write_images
 from tests.pages import parsed
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
@@ -62,10 +68,7 @@ HOSTILE = (
 
 def test_hostile_names_are_text_wherever_they_are_shown(tmp_path: Path) -> None:
     for folder, names in (("plain", [f"{n}.png" for n in range(len(HOSTILE))]), ("hostile", HOSTILE)):
-        (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).write_bytes(png(20, 60))
-            (tmp_path / folder / f"small {name}").write_bytes(png(4, 4))
+        write_files(tmp_path / folder, {name: png(20, 60) for name in names} | {f"small {name}": png(4, 4) for name in names})
         scan(tmp_path / folder, tmp_path / f"{folder}.html").done()
     plain, hostile = (parsed(tmp_path / f"{folder}.html") for folder in ("plain", "hostile"))
     assert hostile.tags == plain.tags
@@ -83,18 +86,14 @@ def test_rejects_are_listed_up_to_a_number() -> None:
 
 def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sheet_module, "MAX_PER_BUCKET", 3)
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for n in range(5):
-        (photos / f"wide {n}.png").write_bytes(png(20, 30 + 4 * n))
-    (photos / "tall <b>.png").write_bytes(png(45, 20))
-    (photos / "strip.png").write_bytes(png(100, 30_000))
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    (photos / "turned.jpg").write_bytes(encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=turned))
-    (photos / "cut.png").write_bytes(png(20, 60)[:200])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=exif)
+    others = {"tall <b>.png": png(45, 20), "strip.png": png(100, 30_000), "turned.jpg": turned, "cut.png": png(20, 60)[:200]}
+    photos = write_files(tmp_path / "photos", {**{f"wide {n}.png": png(20, 30 + 4 * n) for n in range(5)}, **others})
     ran = scan(photos, tmp_path / "sheet.html").done()
     assert "sheet.html: contact sheet" in ran.out
+    assert not list(tmp_path.glob("*.tmp"))
     page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
         *(f"Crops of {photos}", str(photos), "train/24x16", "train/16x24", "Too much cropped away", "Rejected")
@@ -113,9 +112,7 @@ def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, mo
 
 def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     for name, size in (("photos", (20, 50)), ("dogs", (50, 20))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.png").write_bytes(png(*size))
-        (tmp_path / name / "strip.png").write_bytes(png(10, 500))
+        write_files(tmp_path / name, {"a.png": png(*size), "strip.png": png(10, 500)})
     (tmp_path / "dogs" / "a.txt").write_text("a dog", encoding="ascii")
     data = tmp_path / "data.toml"
     data.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "dogs"\nrepeats = 3\n', encoding="ascii")
@@ -133,24 +130,8 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     assert "is inside the source" in inside.err
 
 
-def test_the_sheet_of_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:
-    import webdataset
-
-    with webdataset.TarWriter(str(tmp_path / "t.tar"), encoder=False) as writer:
-        for path in sorted(source.rglob("*.png")):
-            writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes()})
-    figures = []
-    for name, text in (("folder", source), ("tar", tmp_path / "t.tar")):
-        assert scan(text, tmp_path / f"{name}.html").code == 0
-        images = parsed(tmp_path / f"{name}.html", str(text)).images()
-        figures.append(sorted(image.tobytes() for image in images))
-    assert len(figures[0]) == 14
-    assert figures[0] == figures[1]
-
-
 def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.png").write_bytes(png(40, 120))
+    write_files(tmp_path / "photos", {"a.png": png(40, 120)})
     pages = []
     for crop in ("center", "random"):
         assert scan(tmp_path / "photos", tmp_path / f"{crop}.html", "--crop", crop).code == 0
@@ -171,9 +152,7 @@ def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words: str, source: Path, tmp_path: Path) -> None:
-    (tmp_path / "some.store").mkdir()
-    (tmp_path / "some.store" / "manifest.json").write_bytes(b"{}")
-    (tmp_path / "there.html").write_bytes(b"kept")
+    write_files(tmp_path, {"some.store/manifest.json": "{}", "there.html": "kept"})
     (tmp_path / "dangling.html").symlink_to(tmp_path / "target")
     before = sorted(tmp_path.rglob("*"))
     ran = scan(source, tmp_path / path)
@@ -181,3 +160,51 @@ def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words:
     assert words in ran.err
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there.html").read_bytes() == b"kept"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "photos"
+    write_images(folder, 6)
+    clear = encoded(Image.new("RGBA", (30, 30), (255, 0, 0, 0)), "PNG")
+    own = {"broken.png": png(30, 30)[:40], "empty.png": b"", "tiny.png": png(4, 4), "clear.png": clear}
+    return write_files(folder, {**own, "white.jpg": encoded(Image.new("RGB", (400, 200), "white"), "JPEG")})
+
+
+def pixels_of(found: Any) -> NDArray[np.uint8]:
+    shown, problem = found
+    assert problem == ""
+    with Image.open(io.BytesIO(base64.b64decode(shown))) as image:
+        assert image.format == "JPEG"
+        return np.asarray(image.convert("RGB"))
+
+
+def test_images_are_shown_with_their_crop_and_rejects_with_their_reason(photos: Path) -> None:
+    boxes: dict[str, Any] = {"white.jpg": (0, 0, 200, 200), "tiny.png": None, "clear.png": None}
+    boxes |= {"broken.png": None, "empty.png": None, "gone.png": None}
+    found: dict[str, Any] = source_images({"source": str(photos), "boxes": boxes})
+    assert list(found) == list(boxes)
+    white = pixels_of(found["white.jpg"]).astype(int)
+    assert max(white.shape) == THUMBNAIL_PX
+    assert white[40, 30].min() > 240  # kept
+    assert white[40, 140].max() < 200  # lost: grey
+    assert pixels_of(found["tiny.png"]).shape == (4, 4, 3)
+    assert pixels_of(found["clear.png"]).min() > 240  # a transparent pixel has no colour
+    assert found["gone.png"] == ("", "no longer in the source")
+    assert found["broken.png"] == found["empty.png"] == ("", "cannot be decoded")
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_a_report_shows_rejects_from_the_source_and_decoded_latents(photos: Path, model: Path, tmp_path: Path) -> None:
+    call("ingest", "pack", photos, tmp_path / "s", "--model", model, *SMALL).done()
+    page = tmp_path / "r.html"
+    call("store", "report", tmp_path / "s", "-o", page, "--source", photos, "--model", model, "--json").done()
+    rejects = [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()]
+    found = parsed(page)
+    section = page.read_text(encoding="utf-8").split('id="rejects"')[1].split("</section>")[0]
+    assert {one["id"] for one in rejects} >= {"broken.png", "empty.png", "tiny.png"}
+    assert section.count("<figure>") == len(rejects)
+    assert section.count("data:image/jpeg") == sum(one["id"] in ("tiny.png", "white.jpg") for one in rejects)
+    assert "empty.png" in section
+    assert "decoded by the VAE of" in found.text
+    assert "data:image/png" not in page.read_text(encoding="utf-8")

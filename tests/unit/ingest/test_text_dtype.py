@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,9 @@ from bucketline.store import Store
 from bucketline.store.format.text_codec import dequantise, quantise
 from bucketline.typed_json import encode
 from tests.commands import call
-from tests.models import SMALL, in_file, write_model
+from tests.models import SMALL, in_file, pack, write_model
 
 CPU = torch.device("cpu")
-
-
-def pack(source: Path, store: Path, model: Path, *more: object) -> dict[str, Any]:
-    ran = call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more).done()
-    found: dict[str, Any] = json.loads(ran.out)
-    return found
 
 
 def captions(store: Store) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -43,7 +36,7 @@ def captions(store: Store) -> Iterator[tuple[str, NDArray[Any]]]:
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
 def test_tokens_are_quantised_from_what_the_encoder_computed(source: Path, tmp_path: Path, model: Path, dtype: str) -> None:
-    done = pack(source, tmp_path / "s", model, "--text-dtype", dtype)
+    done = pack(source, tmp_path / "s", model, "--text-dtype", dtype).json
     store = Store.open(tmp_path / "s")
     said = store.encoders["text_encoder"]
     assert isinstance(said, dict)
@@ -59,15 +52,13 @@ def test_tokens_are_quantised_from_what_the_encoder_computed(source: Path, tmp_p
     assert error is not None
     assert 0 < error.relative_mean < 0.05
     assert done["text_error"] == encode(error)
-    again = pack(source, tmp_path / "s", model, "--text-dtype", dtype)
+    again = pack(source, tmp_path / "s", model, "--text-dtype", dtype).json
     assert (again["packed"], again["unchanged"]) == (0, done["packed"])
 
 
-def test_captions_of_two_phases_have_the_error_that_was_measured_when_they_were_encoded(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_captions_of_two_phases_have_the_error_of_when_they_were_encoded(source: Path, tmp_path: Path, model: Path) -> None:
     one, two = (
-        pack(in_file(tmp_path / "d.toml", source, phases=n), tmp_path / n, model, "--text-dtype", "I8")["text_error"]
+        pack(in_file(tmp_path / "d.toml", source, phases=n), tmp_path / n, model, "--text-dtype", "I8").json["text_error"]
         for n in ("one", "two")
     )
     assert one == two
@@ -75,15 +66,15 @@ def test_captions_of_two_phases_have_the_error_that_was_measured_when_they_were_
 
 
 def test_tokens_may_have_another_dtype_than_latents(source: Path, tmp_path: Path, model: Path) -> None:
-    pack(source, tmp_path / "s", model, "--text-dtype", "BF16")
+    pack(source, tmp_path / "s", model, "--text-dtype", "BF16").done()
     store = Store.open(tmp_path / "s")
     assert [(column.name, column.dtype) for column in store.text.tokens] == [("tokens", "BF16")]
     assert store.buckets()[0].spec.column("latent").dtype == "F16"
 
 
 def test_new_captions_of_a_quantised_store_are_quantised_too(source: Path, tmp_path: Path, model: Path) -> None:
-    pack(source, tmp_path / "s", model, "--text-dtype", "I8")
-    done = pack(source, tmp_path / "s", model, "--text-dtype", "I8", "--caption-template", "red", "--recaption")
+    pack(source, tmp_path / "s", model, "--text-dtype", "I8").done()
+    done = pack(source, tmp_path / "s", model, "--text-dtype", "I8", "--caption-template", "red", "--recaption").json
     assert done["latents_kept"] == done["packed"] > 0
     store = Store.open(tmp_path / "s")
     assert {text[:3] for text, _ in captions(store)} == {"red"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -238,29 +237,6 @@ def test_memory_that_runs_short_within_an_epoch_is_continued_at_the_same_batch(
         assert taken + micros(loader) == oracle(tiny, batch_size=1).epoch(0)
 
 
-def test_threads_end_if_their_start_is_interrupted(tiny: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(threading.Semaphore):
-        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:  # noqa: FBT001, FBT002 - its signature
-            super().acquire(blocking, timeout)
-            raise KeyboardInterrupt
-
-    begun: list[ThreadStream] = []
-    start = ThreadStream.start
-
-    def noted(stream: ThreadStream) -> None:
-        begun.append(stream)
-        start(stream)
-
-    monkeypatch.setattr(ThreadStream, "start", noted)
-    with Loader(tiny, LoaderConfig(batch_size=BATCH)) as loader:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading, "Semaphore", Interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                next(iter(loader))
-        assert [stream.is_alive() for stream in begun] == [False]
-        assert micros(loader) == oracle(tiny).epoch(0)
-
-
 def test_a_copy_takes_up_the_window_of_any_state_as_its_original_does(tiny: Store) -> None:
     whole, windowed = LoaderConfig(batch_size=BATCH), LoaderConfig(batch_size=BATCH, window=16)
     with Loader(tiny, whole) as one, Loader(tiny, windowed) as other:
@@ -316,9 +292,3 @@ def test_a_device_that_is_not_there_is_refused_when_the_loader_is_made(
     is_gpu = str(device) in ("cuda", "0")
     with pytest.raises(UsageError, match="this process sees 0 GPUs" if is_gpu else r"device is .*, expected cpu, cuda, cuda:N"):
         Loader(tiny, LoaderConfig(batch_size=BATCH), device=device)
-
-
-@pytest.mark.parametrize("service", [True, 1, b"socket"])
-def test_a_service_that_is_no_path_is_refused_by_name(tiny: Store, service: Any) -> None:
-    with pytest.raises(UsageError, match=r"service is .* of type .*, expected a `loader serve`: "):
-        Loader(tiny, LoaderConfig(batch_size=BATCH), service=service)

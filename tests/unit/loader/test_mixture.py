@@ -94,11 +94,6 @@ def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Stor
         open_shares([path, WeightedStore(store=made[0][0], repeats=3)])
     with pytest.raises(UsageError, match="no store is given"):
         open_shares([])
-    for repeats in (0, -1):
-        with pytest.raises(UsageError, match=f"has {repeats} repeats, expected a number above 0"):
-            WeightedStore(store=made[0][0], repeats=repeats)
-        with pytest.raises(UsageError, match=f"has {repeats} repeats, expected a number above 0"):
-            WeightedStore(path, repeats)
     with pytest.raises(StoreError):
         open_shares(f"{path}:")
 
@@ -144,11 +139,14 @@ def test_another_grid_and_another_share_held_out_are_no_reason_to_refuse(tmp_pat
 def test_a_word_for_a_store_ends_in_its_repeats_unless_a_path_of_that_name_is_there(tmp_path: Path) -> None:
     make_store(tmp_path / "a.store", samples_of(THIRD))
     spelt = f"{tmp_path}/a.store:3"
-    assert (StoreArgument.parse(spelt).path, StoreArgument.parse(spelt).repeats) == (tmp_path / "a.store", 3)
+    for text, times in ((spelt, 3), (f"{spelt}.0", 3), (f"{tmp_path}/a.store:0.5", 0.5)):
+        found = StoreArgument.parse(text)
+        assert (found.path, found.repeats, type(found.repeats)) == (tmp_path / "a.store", times, type(times))
     for text in ("a.store", "a:b", "a.store:", ":3", "c:/d", "a.store:-1", "a.store:1e1", "a.store:²"):
         assert (StoreArgument.parse(text).path, StoreArgument.parse(text).repeats) == (Path(text), 1)
-    with pytest.raises(UsageError, match="has 0 repeats"):
-        StoreArgument.parse("a.store:0")
+    for none in ("0", "0.0"):
+        with pytest.raises(UsageError, match=f"has {none} repeats, expected a number above 0"):
+            StoreArgument.parse(f"a.store:{none}")
     (share,) = open_shares(spelt)
     assert share.repeats == 3
     make_store(Path(spelt), samples_of(SECOND))

@@ -63,5 +63,7 @@ def test_an_open_a_like_one_and_a_newer_generation_make_a_plan_once_each(tmp_pat
         assert len(plans) == 1
         with store_writer(tmp_path / "s.store") as writer:
             add_samples(writer, samples_of({"train/64x64": 4}, "b/"))
+        with Loader(store.path, CONFIG, like=one) as other:
+            assert other.state_dict()["stores"] == one.state_dict()["stores"], "not the generation that is there by now"
         next(iter(one))
         assert len(plans) == 2

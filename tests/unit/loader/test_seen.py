@@ -73,7 +73,7 @@ def test_a_sample_is_told_with_its_steps_and_one_that_was_not_seen_as_such(store
     assert {"step", "rank", "caption", "text", "crop", "flipped", "generation"} <= set(sample["seen"][0])
 
 
-def test_all_and_never_list_every_sample_of_the_split_once(store: Store, tmp_path: Path) -> None:
+def test_all_lists_every_sample_of_the_split_once(store: Store, tmp_path: Path) -> None:
     state, steps = saved(tmp_path / "s.json", state_after(store, 12)), by_hand(store, 12)
     listed = [json.loads(line) for line in seen(state, store.path, "--all", "--json").out.splitlines()]
     every = sum(bucket.num_rows for bucket in store.buckets("train"))
@@ -81,8 +81,9 @@ def test_all_and_never_list_every_sample_of_the_split_once(store: Store, tmp_pat
     assert {one["id"]: (one["first"], one["last"]) for one in listed if one["count"]} == {
         name: (min(own), max(own)) for name, own in steps.items()
     }
-    never = seen(state, store.path, "--never").out.splitlines()
-    assert sorted(never) == sorted(one["id"] for one in listed if not one["count"])
+    lines = [line.split("\t") for line in seen(state, store.path, "--all").out.splitlines()]
+    assert [(name, *map(int, rest)) for name, *rest in lines] == [tuple(one.values()) for one in listed]
+    never = [name for name, *rest in lines if rest == ["0"]]
     assert len(never) == every - len(steps) > 0
     (tmp_path / "ids.txt").write_text("\n".join(never[:3]) + "\n")
     assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": seen never") == 3
@@ -123,22 +124,21 @@ def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str 
     path = tmp_path / "s.json"
     if content is not None:
         path.write_text(content)
-    ran = seen(path, store.path, "--never")
+    ran = seen(path, store.path, "--all")
     assert ran.code == 1
     assert message in ran.err
 
 
 def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
     state = saved(tmp_path / "s.json", state_after(store, 1))
-    asked: list[list[Any]] = [[], ["--all", "--never"], ["--id", "a", "--all"]]
-    for options in asked:
-        seen(state, store.path, *options).fails("expected one of --id (or --ids), --all and --never", code=2)
+    for options in ([], ["--id", "a", "--all"]):
+        seen(state, store.path, *options).fails("expected either --id (or --ids) or --all", code=2)
 
 
 def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> None:
     made = make_store(tmp_path / "a.store", samples_of({"train/64x64": 9}), samples_of({"train/64x64": 7}, "more/"))
     state = saved(tmp_path / "s.json", state_after(Store.open(made.path, 2), 6))
-    assert seen(state, "--never").code == 0
+    assert seen(state, "--all").code == 0
     (made.path / "generations" / "2.json").unlink()
     ran = seen(state, "--id", "train/64x64/0.png").fails("error: steps 0 to 5 cannot be told")
     assert "has no generation 2 any more" in ran.err
@@ -162,7 +162,7 @@ def test_stores_that_have_moved_are_named_and_others_refused(store: Store, tmp_p
     )
     assert one == two != ""
     other = make_store(tmp_path / "b.store", samples_of({"train/64x64": 5}))
-    ran = seen(state, other.path, "--never").fails(f"the run read {store.manifest.store_id}", code=2)
+    ran = seen(state, other.path, "--all").fails(f"the run read {store.manifest.store_id}", code=2)
     assert other.manifest.store_id in ran.err
 
 
@@ -220,3 +220,16 @@ def test_of_a_run_the_steps_of_each_line_are_told_by_its_plan_up_to_a_checkpoint
     seen(run, "--all").fails("error: steps 0 to 4 cannot be told: no line tells of them")
     (run / PLANS).unlink()
     seen(run, "--all").fails(f"{run / PLANS} cannot be read")
+
+
+def test_a_state_that_is_older_than_the_last_line_is_told_by_its_own(store: Store, tmp_path: Path) -> None:
+    other = LoaderConfig(batch_size=3, seed=9)
+    with Loader(store, CONFIG) as first, Loader(store, other) as second:
+        append_plan(tmp_path / PLANS, first, 10)
+        [*islice(first.forever(), 5)]
+        state = saved(tmp_path / "s.json", first.state_dict())
+        second.set_epoch(1)
+        append_plan(tmp_path / PLANS, second, 40)
+    assert seen(state, "--id", "nobody.png", "--json").json["steps"] == 15
+    (tmp_path / PLANS).write_text((tmp_path / PLANS).read_text().splitlines()[1] + "\n")
+    seen(state, "--all").fails("no line of", code=1)

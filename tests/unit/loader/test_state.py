@@ -69,28 +69,26 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
     assert "the loader's generation was 1 when its state was saved and is 2 now" in refused(store, state_of(older))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, 1.0, True])
-def test_a_state_of_another_version_is_refused(store: Store, version: object) -> None:
-    message = refused(store, {**state_of(store), "version": version})
-    expected = "expected version 1; give the dict that state_dict() returned, whole"
-    assert message == f"the saved loader state has version {version!r}, {expected}"
+LACKING = object()
+DAMAGED: list[tuple[str, object, str]] = [
+    *(("version", value, f"has version {value!r}, expected version 1; give") for value in (0, 2, "1", None, 1.0, True)),
+    *(("step", value, "is damaged: loader state.step is ") for value in (-1, 1.5, "3", None, True)),
+    *(("world_size", "1", "state.world_size is '1'"), ("plan", 5, "state.plan is 5"), ("more", 1, "unknown field 'more'")),
+    *(
+        (field, LACKING, f"lacks the field '{field}'")
+        for field in ("step", "micro_step", "accumulation", "global_batch", "plan", "stores", "settings")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("step", -1), ("step", 1.5), ("step", "3"), ("step", None), ("step", True), ("world_size", "1"), ("plan", 5), ("more", 1)],
-)
-def test_a_damaged_state_is_refused_by_field(store: Store, field: str, value: object) -> None:
-    message = refused(store, {**state_of(store), field: value})
-    assert "the saved loader state is damaged" in message
-    assert field in message
-
-
-@pytest.mark.parametrize("field", ["step", "micro_step", "accumulation", "global_batch", "plan", "stores", "settings"])
-def test_a_state_that_lacks_a_field_is_refused(store: Store, field: str) -> None:
-    state = state_of(store)
-    del state[field]
-    assert f"lacks the field '{field}'" in refused(store, state)
+@pytest.mark.parametrize(("field", "value", "words"), DAMAGED)
+def test_a_damaged_state_or_one_of_another_version_is_refused_by_field(
+    store: Store, field: str, value: object, words: str
+) -> None:
+    state = {**state_of(store), field: value}
+    if value is LACKING:
+        del state[field]
+    assert words in refused(store, state)
 
 
 def test_within_a_step_the_accumulation_cannot_change(store: Store) -> None:

@@ -70,9 +70,18 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),
         ({"batch": None}, "no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
         ({"batch": "2/2"}, "--batch is '2/2', expected rows, such as 8, or"),
+        ({"sharding": "hsdp"}, "--sharding is 'hsdp', expected ddp, fsdp, "),
+        ({"sharding": "fsdp:1"}, "--sharding is 'fsdp:1', expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
+        ({"keep_gathered": True}, "keep_gathered is True, and --sharding is ddp"),
+        ({"max_steps": None}, "no length is given: pass --max-steps, such as --max-steps 20000, or --epochs"),
+        ({"max_steps": 4, "epochs": 2.0}, "--max-steps is 4 and --epochs is 2, expected one of them"),
+        ({"max_steps": None, "epochs": 0.0}, "--epochs is 0.0, expected a number above 0"),
+        ({"max_steps": None, "epochs": 2.0, "follow": True}, "--epochs is 2 with --follow, .*; give --max-steps"),
+        ({"timestep_range": "0.8:0.2"}, r"--timestep-range is 0\.8:0\.2: low is 0\.8, expected less than high, 0\.2"),
+        ({"timestep_range": "0:2"}, r"--timestep-range is 0:2: high is 2\.0, expected 0 to 1"),
     ],
 )
-def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, float], message: str) -> None:
+def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         config(tmp_path, **changes)
 

@@ -325,19 +325,6 @@ def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
             shard_ranks_of(asked, ranks)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sharding": "hsdp"}, "--sharding is 'hsdp', expected ddp, fsdp, "),
-        ({"sharding": "fsdp:1"}, "--sharding is 'fsdp:1', expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
-        ({"keep_gathered": True}, "keep_gathered is True, and --sharding is ddp"),
-    ],
-)
-def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config(tmp_path, **changes)
-
-
 def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(tmp_path: Path) -> None:
     def body(ranks: TrainRanks) -> None:
         (backend,) = {host_group()._get_backend(device) for device in host_group()._device_types}

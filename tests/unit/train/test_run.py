@@ -309,6 +309,7 @@ def test_a_checkpoint_is_made_thirty_minutes_after_the_one_before(
     ("changes", "message"),
     [
         ({"learning_rate": 1e30, "log_every": 5, "max_steps": 20}, r"step \d .*bucket train/\d+x128.* nan"),
+        ({"learning_rate": 1e30, "log_every": 50, "max_steps": 20}, r"step \d .*bucket train/\d+x128.* nan"),
         ({"learning_rate": 1e39, "clip_norm": None, "max_steps": 3}, r"after step \d the weights' norm is"),
     ],
 )
@@ -320,6 +321,10 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
         train(asked, ALONE)
     assert "--resume" not in str(ended.value)
     assert (status(asked.output_dir)["state"], checkpoints(asked)) == ("failed", [])
+    has_steps = any("loss" in line for line in read_metrics(asked.output_dir))
+    assert ("start over in another --output-dir" in str(ended.value)) is has_steps is (asked.log_every < 50)
+    with pytest.raises(UsageError, match="already has a run") if has_steps else contextlib.nullcontext():
+        train(replace(asked, learning_rate=1e-3, max_steps=1), ALONE)
     first = config(folder, output_dir=folder / "first", max_steps=2)
     train(first, ALONE)
     with pytest.raises(TrainError, match=f"{message}.*: continue with --resume, with a lower --learning-rate"):

@@ -52,28 +52,25 @@ def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
     assert resolve(config(tmp_path), start(before), cast("Any", None), device).precision is meant
 
 
-def test_fp32_on_a_gpu_uses_tf32_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("device", "precision", "is_tf32"),
+    [(CPU, Precision.FP32, False), (CPU, Precision.BF16, False), (CUDA, Precision.FP32, True), (CUDA, Precision.BF16, False)],
+)
+def test_a_gpu_searches_for_its_fastest_convolutions_and_uses_tf32_for_fp32_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: torch.device,
+    precision: Precision,
+    is_tf32: object,
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    plain = config(tmp_path, precision=Precision.FP32)
     with caplog.at_level(logging.WARNING):
-        set_up_device(plain, CPU)
-        assert (asked, caplog.messages) == ([], [])
-        set_up_device(plain, CUDA)
-    assert (asked, len(caplog.messages)) == (["high"], 1)
-    assert "TF32" in caplog.text
-
-
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_cudnn_searches_for_its_fastest_convolutions_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    set_up_device(config(tmp_path, precision=Precision.BF16), device)
+        set_up_device(config(tmp_path, precision=precision), device)
     assert torch.backends.cudnn.benchmark is (device == CUDA)
+    assert (asked, "TF32" in caplog.text) == (["high"] if is_tf32 else [], is_tf32)
 
 
 def test_a_resume_keeps_the_precision_of_its_run_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,20 +47,6 @@ def test_a_run_in_epochs_is_that_of_its_steps_and_a_resume_needs_no_length_of_it
         train(replace(longer, epochs=1), ALONE)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"epochs": None}, "no length is given: pass --max-steps, such as --max-steps 20000, or --epochs"),
-        ({"max_steps": 4}, "--max-steps is 4 and --epochs is 2, expected one of them"),
-        ({"epochs": 0}, "--epochs is 0, expected a number above 0"),
-        ({"follow": True}, "--epochs is 2 with --follow, by which epochs grow while the run trains; give --max-steps"),
-    ],
-)
-def test_a_length_that_cannot_be_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        replace(in_epochs(folder, 2), **changes)
-
-
 def test_epochs_of_several_plans_are_refused(folder: Path) -> None:
     asked = in_epochs(folder, 0.2)
     train(asked, ALONE)

@@ -235,12 +235,11 @@ def make_training(
 
 
 def built(asked: TrainConfig) -> Run:
-    """Return a run that is ready for its first step, without a folder."""
+    """Return a run that is ready for its first step."""
     from bucketline.train.run import Run
 
-    run = Run(asked, ALONE)
-    run.build()
-    return run
+    asked.output_dir.mkdir(parents=True, exist_ok=True)
+    return Run(asked, ALONE)
 
 
 def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:

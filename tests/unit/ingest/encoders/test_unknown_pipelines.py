@@ -16,7 +16,7 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.registry import text_family_of
 from bucketline.store import Store
 from tests.commands import call
-from tests.models import write_images, write_model
+from tests.models import write_files, write_images
 
 NOVEL = {
     "_class_name": "NovelImagePipeline",
@@ -76,45 +76,38 @@ def test_a_model_that_names_no_pipeline_says_what_its_captions_became(model: Pat
     assert "captions are the last hidden state of a BertModel" in ran.out
 
 
-def test_the_nearest_pipeline_is_named(model: Path, tmp_path: Path) -> None:
-    near = named(model, tmp_path / "model", _class_name="StableDifusionXLPipeline")
-    with pytest.raises(ModelError, match="the nearest is StableDiffusionXLPipeline"):
-        text_family_of(open_model(str(near)))
+LLAMA, QWEN = ["LlamaForCausalLM"], ["Qwen2_5_VLForConditionalGeneration"]
+OF_LLAMA = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "LlamaModel"]}
+TWO = {"text_encoder_2": ["transformers", "BertModel"]}
+REFUSED: list[tuple[dict[str, Any] | None, dict[str, dict[str, Any]], str]] = [  # an index, parts' configurations, and words
+    ({"_class_name": "StableDifusionXLPipeline"}, {}, "the nearest is StableDiffusionXLPipeline"),
+    ({"_class_name": "HunyuanDiTPipeline", **TWO}, {}, "its pipeline is HunyuanDiTPipeline.*has several text encoders"),
+    (OF_LLAMA, {"text_encoder": {"architectures": ["LlamaModel"]}}, "its text encoder a LlamaModel"),
+    (None, {"transformer": {"_class_name": "StableAudioDiTModel"}}, "its transformer is a StableAudioDiTModel"),
+    (None, {"unet": {"_class_name": "Kandinsky3UNet"}}, "its unet is a Kandinsky3UNet"),
+    (None, {"text_encoder": {"architectures": QWEN}}, "a Qwen2_5_VLForConditionalGeneration"),
+    (None, {"text_encoder_2": {"architectures": LLAMA}}, "several text encoders"),
+    (None, {"text_encoder_4": {"architectures": LLAMA}}, "several text encoders"),
+]
 
 
-@pytest.mark.parametrize(
-    ("part", "config", "words"),
-    [
-        ("transformer", {"_class_name": "StableAudioDiTModel"}, "its transformer is a StableAudioDiTModel"),
-        ("unet", {"_class_name": "Kandinsky3UNet"}, "its unet is a Kandinsky3UNet"),
-        ("text_encoder", {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "a Qwen2_5_VLForConditionalGeneration"),
-        ("text_encoder_2", {"architectures": ["LlamaForCausalLM"]}, "several text encoders"),
-        ("text_encoder_4", {"architectures": ["LlamaForCausalLM"]}, "several text encoders"),
-    ],
-)
-def test_a_folder_without_an_index_is_refused_by_the_part_that_is_not_known(
-    part: str, config: dict[str, Any], words: str, model: Path, tmp_path: Path
+@pytest.mark.parametrize(("index", "parts", "words"), REFUSED)
+def test_a_pipeline_or_part_that_is_not_known_is_refused_by_name(
+    index: dict[str, Any] | None, parts: dict[str, dict[str, Any]], words: str, model: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    (tmp_path / "model" / part).mkdir(exist_ok=True)
-    (tmp_path / "model" / part / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    folder = named(model, tmp_path / "model", **index or {})
+    if index is None:
+        (folder / "model_index.json").unlink()
+    write_files(folder, {f"{part}/config.json": json.dumps(config) for part, config in parts.items()})
     with pytest.raises(ModelError, match=words):
-        text_family_of(open_model(str(tmp_path / "model")))
-
-
-def test_a_known_pipeline_with_a_language_model_is_refused(model: Path, tmp_path: Path) -> None:
-    index = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "LlamaModel"]}
-    folder = named(model, tmp_path / "model", **index)
-    (folder / "text_encoder" / "config.json").write_text('{"architectures": ["LlamaModel"]}', encoding="utf-8")
-    with pytest.raises(ModelError, match="its text encoder a LlamaModel"):
         text_family_of(open_model(str(folder)))
 
 
 def test_plain_is_refused_of_several_text_encoders(model: Path, tmp_path: Path) -> None:
-    folder = named(model, tmp_path / "model", text_encoder_2=["transformers", "BertModel"])
+    folder = named(model, tmp_path / "model", **TWO)
     with pytest.raises(ModelError, match="has several text encoders"):
         text_family_of(open_model(str(folder)), is_plain=True)
-    assert text_family_of(open_model(str(write_model(tmp_path / "one"))), is_plain=True) is None
+    assert text_family_of(open_model(str(model)), is_plain=True) is None
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -1,4 +1,4 @@
-"""Bucket, resize and crop follow only from an image's size and the grid, in integers."""
+"""Grids hold what their names say; bucket, size and crop follow only from an image's size and the grid."""
 
 from __future__ import annotations
 
@@ -9,12 +9,95 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
-from bucketline.ingest.images.bucket_grid import MAX_SIDE_PX, Grid, Size, parse_grid
+from bucketline.ingest.held_out import SplitBy, held_out
+from bucketline.ingest.images.bucket_grid import MAX_SIDE_PX, MAX_TOKENS, Grid, Size, parse_grid
 from bucketline.ingest.images.crop import Crop, Framing, crop_draw, crop_limit
 from bucketline.ingest.images.geometry import DRAW_BITS, NoBucketError, bucket_placement
 from bucketline.ingest.images.rejects import RejectedError
 
-DRAWS = [17299756907605959221, 16864635185785317599, 467097385632747825]
+STEPS = (8, 16, 32, 64)
+SD15 = """256x832 256x896 256x960 256x1024 320x704 320x768 384x640 448x576 512x512
+          576x448 640x384 704x320 768x320 832x256 896x256 960x256 1024x256"""
+
+
+def grid(text: str, step_px: int = 64, token_px: int | None = None) -> Grid:
+    return parse_grid(text, step_px=step_px, align_px=8, token_px=token_px)
+
+
+def test_sd15_is_the_usual_list() -> None:
+    assert [str(size) for size in grid("sd15").sizes] == SD15.split()
+    assert grid("sd15").name == "sd15"
+
+
+def test_sdxl_is_the_published_list() -> None:
+    sizes = grid("sdxl").sizes
+    assert len(sizes) == 40
+    assert grid("sdxl").name == "sdxl"
+    for size in sizes:
+        assert size.height_px % 64 == size.width_px % 64 == 0
+        assert 0.9 <= size.height_px * size.width_px / 1024**2 <= 1.01
+        assert Fraction(1, 4) <= Fraction(size.height_px, size.width_px) <= 4
+    alone = [size for size in sizes if Size(size.width_px, size.height_px) not in sizes]
+    assert alone == [Size(704, 1344)]  # the paper's own list has it one way only
+    assert {Size(1024, 1024), Size(832, 1216), Size(1216, 832), Size(512, 2048), Size(2048, 512)} <= set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "bucket"), [(1200, 1800, "832x1216"), (1800, 1200, "1216x832"), (3000, 500, "2048x512")]
+)
+def test_photographs_come_into_the_sdxl_sizes_that_people_expect(height: int, width: int, bucket: str) -> None:
+    assert str(bucket_placement(height, width, grid("sdxl")).bucket) == bucket
+
+
+@given(num_tokens=st.integers(1, 5000), token_px=st.sampled_from(STEPS))
+def test_a_token_grid_has_every_layout_of_exactly_so_many_tokens_and_no_other(num_tokens: int, token_px: int) -> None:
+    expected = {
+        Size(height * token_px, num_tokens // height * token_px)
+        for height in range(1, num_tokens + 1)
+        if num_tokens % height == 0 and Fraction(1, 4) <= Fraction(height * height, num_tokens) <= 4
+    }
+    if not expected:
+        with pytest.raises(UsageError, match=r"form no rectangle from 1:4 to 4:1; tokens:\d"):
+            grid(f"tokens:{num_tokens}", token_px=token_px)
+        return
+    found = grid(f"tokens:{num_tokens}", token_px=token_px)
+    assert set(found.sizes) == expected
+    assert found.name == f"tokens:{num_tokens}:{token_px}"
+
+
+def test_what_a_token_grid_proposes_instead_is_one() -> None:
+    with pytest.raises(UsageError, match=r"4093 tokens form no rectangle .* tokens:(\d+) forms (\d+)") as error:
+        grid("tokens:4093", token_px=16)
+    proposed, count = str(error.value).rsplit("tokens:", 1)[1].split(" forms ")
+    assert len(grid(f"tokens:{proposed}", token_px=16).sizes) == int(count) > 3
+
+
+def test_a_token_grid_needs_to_know_what_a_token_covers() -> None:
+    with pytest.raises(UsageError, match=r"no transformer that defines a token's size; add it: tokens:1024:16"):
+        grid("tokens:1024")
+    assert [str(size) for size in grid("tokens:1024:16").sizes] == ["256x1024", "512x512", "1024x256"]
+    with pytest.raises(UsageError, match="a token of 12 px must cover a multiple of 8 px"):
+        grid("tokens:1024:12")
+
+
+@given(
+    step=st.sampled_from(STEPS),
+    multiple=st.integers(4, 24),
+    sizes=st.lists(st.tuples(st.integers(1, 6000), st.integers(1, 6000)), min_size=1, max_size=30),
+)
+def test_at_every_step_a_key_has_one_shape_and_a_shape_one_key(step: int, multiple: int, sizes: list[tuple[int, int]]) -> None:
+    """The failure was 1088x704 and 1152x704 coming out of two stages as 136 and as 144: 704 / 8 = 88, 1088 / 8 = 136."""
+    for text in (f"area:{multiple * step}:{step}", f"tokens:{multiple * multiple}:{step}"):
+        shapes: dict[str, tuple[int, int]] = {}
+        for height, width in sizes:
+            placement = bucket_placement(height, width, grid(text))
+            assert placement.bucket.height_px % step == placement.bucket.width_px % step == 0
+            latent = placement.crop[2] // 8, placement.crop[3] // 8
+            assert shapes.setdefault(str(placement.bucket), latent) == latent
+            assert placement == bucket_placement(height, width, grid(text))
+        assert len(set(shapes.values())) == len(shapes)
+
+
 SIDES = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 1 << 28))
 GRIDS = st.builds(
     lambda sizes: Grid(name="drawn", sizes=tuple(sorted(set(sizes)))),
@@ -28,9 +111,7 @@ GRIDS = st.builds(
 
 @given(height=SIDES, width=SIDES, grid=GRIDS)
 @settings(max_examples=400)
-def test_an_image_covers_the_bucket_that_keeps_most_of_it_and_the_crop_is_centred_inside(
-    height: int, width: int, grid: Grid
-) -> None:
+def test_an_image_covers_the_bucket_that_keeps_most_of_it_with_a_centred_crop(height: int, width: int, grid: Grid) -> None:
     def kept(size: Size) -> Fraction:
         across, down = size.width_px * height, size.height_px * width
         return Fraction(min(across, down), max(across, down))
@@ -72,9 +153,7 @@ def test_an_image_of_a_buckets_own_size_is_neither_resized_nor_cropped(size: int
 
 @given(height=SIDES, width=SIDES, grid=GRIDS, draw=st.integers(0, (1 << DRAW_BITS) - 1))
 @settings(max_examples=300)
-def test_a_drawn_crop_lies_inside_and_differs_from_the_middle_one_only_in_where_it_begins(
-    height: int, width: int, grid: Grid, draw: int
-) -> None:
+def test_a_drawn_crop_lies_inside_and_differs_only_in_where_it_begins(height: int, width: int, grid: Grid, draw: int) -> None:
     drawn, middle = bucket_placement(height, width, grid, draw=draw), bucket_placement(height, width, grid)
     assert (drawn.bucket, drawn.resized, drawn.source) == (middle.bucket, middle.resized, middle.source)
     assert 0 <= drawn.top <= drawn.resized[0] - drawn.bucket.height_px
@@ -102,7 +181,9 @@ def test_draws_reach_both_ends_and_every_place_between_equally_often() -> None:
 
 def test_the_draw_of_an_id_never_changes() -> None:
     """Literal values: a store made yesterday must be added to tomorrow."""
-    assert [crop_draw(sample_id) for sample_id in ("a.png", "a.jpg", "cats/ö.png")] == DRAWS
+    assert [crop_draw(sample_id) for sample_id in ("a.png", "a.jpg", "cats/ö.png")] == [
+        *(17299756907605959221, 16864635185785317599, 467097385632747825)
+    ]
     framing = Framing(grid=parse_grid("square:64", step_px=64, align_px=8), crop=Crop.RANDOM)
     assert framing.place("a.png", 64, 1000) == framing.place("a.png", 64, 1000)
     assert framing.place("a.png", 64, 1000).left != framing.place("a.jpg", 64, 1000).left
@@ -112,9 +193,7 @@ def test_the_draw_of_an_id_never_changes() -> None:
     height=st.integers(1, 900), width=st.integers(1, 900), grid=GRIDS, limit=st.fractions(Fraction(1, 4), 4, max_denominator=50)
 )
 @settings(max_examples=300)
-def test_no_image_is_enlarged_beyond_the_limit_and_the_best_bucket_within_it_is_taken(
-    height: int, width: int, grid: Grid, limit: Fraction
-) -> None:
+def test_the_best_bucket_within_the_limit_of_enlarging_is_taken(height: int, width: int, grid: Grid, limit: Fraction) -> None:
     def enlarging(size: Size) -> Fraction:
         return max(Fraction(size.height_px, height), Fraction(size.width_px, width))
 
@@ -138,15 +217,6 @@ def test_a_small_image_takes_the_small_bucket_of_two_where_enlarging_is_limited(
         bucket_placement(511, 600, grid, max_upscale=Fraction(1))
 
 
-def test_the_sizes_of_the_failure_that_gave_this_file_its_reason() -> None:
-    """1088 x 704 and 1152 x 704 came out of one stage as 136 and of another as 144 latent pixels."""
-    grid = parse_grid("area:896:64", step_px=64, align_px=8)
-    for width in range(1080, 1160):
-        bucket = bucket_placement(704, width, grid).bucket
-        assert bucket in grid.sizes
-        assert bucket.height_px % 64 == bucket.width_px % 64 == 0
-
-
 @pytest.mark.parametrize(("height", "width"), [(0, 5), (5, 0), (-1, 5)])
 def test_an_image_without_a_size_has_no_place(height: int, width: int) -> None:
     with pytest.raises(ValueError, match="has no place"):
@@ -157,11 +227,8 @@ def test_grids_are_what_they_are_called() -> None:
     for text, sizes in (("square:64", ["64x64"]), ("64x48,48x64", ["48x64", "64x48"]), ("64x48,64x48", ["64x48"])):
         assert [str(size) for size in parse_grid(text, step_px=32, align_px=8).sizes] == sizes
     area = {str(size) for size in parse_grid("area:128:64", step_px=32, align_px=8).sizes}
-    assert (
-        {"128x128", "64x256", "256x64"}
-        <= area
-        <= {"64x64", "64x128", "64x192", "64x256", "128x64", "128x128", "192x64", "256x64"}
-    )
+    assert {"128x128", "64x256", "256x64"} <= area
+    assert area <= {"64x64", "64x128", "64x192", "64x256", "128x64", "128x128", "192x64", "256x64"}
     assert parse_grid("area:512", step_px=64, align_px=8).name == "area:512:64"
 
 
@@ -184,7 +251,8 @@ def test_an_area_grid_keeps_its_promises_and_is_the_same_upright_and_lying(side:
     "text",
     [
         *("", "square", "square:", "square:0", "square:12", "square:-8", "64x", "64x64,", "64*64", "area:0", "area:64:0"),
-        *("0x64", "64x64;rm", f"square:{MAX_SIDE_PX + 8}", "area:8192:8", "64x60"),
+        *("0x64", "64x64;rm", f"square:{MAX_SIDE_PX + 8}", "area:8192:8", "64x60", "sd", "SDXL", "sdxl:8"),
+        *("tokens:0:16", "tokens:16:0", f"tokens:{MAX_TOKENS + 1}:16", "tokens:", "tokens"),
     ],
 )
 def test_what_is_no_grid_is_refused_with_what_is(text: str) -> None:
@@ -223,3 +291,29 @@ def test_a_crop_limit_of_one_or_none_is_no_limit(share: float | None) -> None:
 def test_a_crop_limit_is_a_share(share: float) -> None:
     with pytest.raises(UsageError, match="--max-crop is"):
         crop_limit(share)
+
+
+IDS = [f"photo{n % 97}/{n}.png" for n in range(20_000)]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.9])
+def test_about_the_fraction_asked_for_is_held_out(fraction: float) -> None:
+    share = sum(held_out(i, fraction, SplitBy.ID) for i in IDS) / len(IDS)
+    assert abs(share - fraction) < 0.015
+
+
+def test_nothing_is_held_out_of_nothing_and_a_larger_fraction_holds_out_what_a_smaller_one_does() -> None:
+    assert not any(held_out(i, 0.0, by) for i in IDS for by in SplitBy)
+    small, large = ({i for i in IDS if held_out(i, fraction, SplitBy.ID)} for fraction in (0.1, 0.2))
+    assert small < large
+
+
+@given(folder=st.text("abc/é", max_size=8), names=st.lists(st.text("xyz", min_size=1, max_size=5), min_size=2, max_size=5))
+def test_by_folder_all_images_of_a_folder_share_one_split(folder: str, names: list[str]) -> None:
+    ids = [f"{folder}/{name}.png".lstrip("/") for name in names]
+    assert len({held_out(i, 0.5, SplitBy.FOLDER) for i in ids}) == 1
+
+
+def test_the_split_of_a_given_id_never_changes() -> None:
+    """A literal: what was held out last year is held out today."""
+    assert [n for n in range(12) if held_out(f"{n}.png", 0.3, SplitBy.ID)] == [3, 9, 11]

@@ -96,9 +96,7 @@ def test_sizes_that_are_not_square_are_taken_for_every_other_model(tmp_path: Pat
     assert grid(tmp_path, "128x512").name == "128x512"
 
 
-def test_pack_refuses_a_grid_that_a_dit_would_turn_into_squares_before_anything_is_written(
-    tmp_path: Path, source: Path, model: Path
-) -> None:
+def test_pack_refuses_a_grid_that_a_dit_turns_into_squares_before_it_writes(tmp_path: Path, source: Path, model: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for part in model.iterdir():

@@ -34,11 +34,11 @@ def values(number: int, dtype: str = "<f2") -> NDArray[Any]:
     return latent
 
 
-def written(folder: Path, latents: list[bytes], kind: str = "bytes", **more: bytes) -> Path:
-    kinds = {"latents_256": kind, "key": "str"}
-    mds_shard(
-        folder, [{"latents_256": one, "key": f"{folder.name}-{n}".encode(), **more} for n, one in enumerate(latents)], kinds
-    )
+def written(folder: Path, latents: list[NDArray[Any]] | int = 3, kind: str = "bytes") -> Path:
+    """Write a shard of these latents, or of so many."""
+    given = [values(n) for n in range(latents)] if isinstance(latents, int) else latents
+    rows = [{"latents_256": one.tobytes(), "key": f"{folder.name}-{n}".encode()} for n, one in enumerate(given)]
+    mds_shard(folder, rows, {"latents_256": kind, "key": "str"})
     return folder
 
 
@@ -56,22 +56,15 @@ def assert_imported(source: Path, expected: list[NDArray[Any]]) -> None:
         assert np.array_equal(found[f"{source.name}-{n}"], (latent.astype("f4").astype("f8") / 0.18215).astype("f4"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("bytes", "<f2"),
-        ("bytes", "<f4"),
-        ("ndarray:float16:4,32,32", "<f2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("bytes", "<f2"), ("bytes", "<f4"), ("ndarray:float16:4,32,32", "<f2")])
 def test_latents_are_read_by_the_dtype_that_was_written(kind: str, dtype: str, tmp_path: Path) -> None:
     expected = [values(n, dtype) for n in range(3)]
-    assert_imported(written(tmp_path / "cache", [one.tobytes() for one in expected], kind), expected)
+    assert_imported(written(tmp_path / "cache", expected, kind), expected)
 
 
 @pytest.mark.parametrize("kind", ["ndarray:uint16:4,32,32", "ndarray:uint16", "ndarray", "pkl"])
 def test_what_may_be_the_bits_of_bf16_is_refused_by_its_column(kind: str, tmp_path: Path) -> None:
-    bits = [(values(n, "<f4").view("<u4") >> 16).astype("<u2").tobytes() for n in range(3)]
+    bits = [(values(n, "<f4").view("<u4") >> 16).astype("<u2") for n in range(3)]
     run_import("mds", written(tmp_path / "cache", bits, kind), tmp_path / "s.store", None, *ASKED).fails(
         f"its column latents_256 is {kind}"
     )
@@ -82,7 +75,7 @@ def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
     """As `streaming.base.util.merge_index` writes it, next to the indexes of the folders."""
     source, shards = tmp_path / "cache", []
     for part in "ab":
-        folder = written(source / part, [values(n).tobytes() for n in range(2)])
+        folder = written(source / part, 2)
         (shard,) = json.loads((folder / "index.json").read_text(encoding="utf-8"))["shards"]
         shard["raw_data"]["basename"] = f"{part}/{shard['raw_data']['basename']}"
         shards.append(shard)
@@ -112,17 +105,16 @@ def compressed(data: bytes) -> bytes:
 
 
 def test_compressed_shards_are_unpacked(tmp_path: Path) -> None:
-    expected = [values(n) for n in range(3)]
-    source = written(tmp_path / "cache", [one.tobytes() for one in expected])
+    source = written(tmp_path / "cache")
     packed(source, "zstd:7", compressed((source / "shard.00000.mds").read_bytes()))
-    assert_imported(source, expected)
+    assert_imported(source, [values(n) for n in range(3)])
 
 
 def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(n).tobytes() for n in range(3)])
+    source = written(tmp_path / "cache")
     whole = compressed((source / "shard.00000.mds").read_bytes())
     for number, data in enumerate((whole[: len(whole) // 2], compressed(bytes(1 << 20)), b"", bytes(40))):
-        own = written(tmp_path / str(number), [values(n).tobytes() for n in range(3)])
+        own = written(tmp_path / str(number))
         packed(own, "zstd:7", data)
         run_import("mds", own, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds.zstd is not the shard of 3 samples")
     packed(source, "gz", gzip.compress(whole))
@@ -134,7 +126,7 @@ ODD: tuple[Any, ...] = (None, -1, 10**30, 1.5, "", "x", "\0", "../../x", "/etc/p
 
 @pytest.mark.parametrize("field", ["samples", "column_names", "column_encodings", "column_sizes", "raw_data", "zip_data"])
 def test_an_index_of_odd_values_is_an_error_or_a_reject(field: str, tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(0).tobytes()])
+    source = written(tmp_path / "cache", 1)
     index = json.loads((source / "index.json").read_text(encoding="utf-8"))
     inner: tuple[Any, ...] = tuple({"basename": odd, "bytes": 10} for odd in ODD) + tuple([odd, odd] for odd in ODD)
     sizes = tuple({"basename": "shard.00000.mds", "bytes": odd} for odd in ODD)
@@ -152,7 +144,7 @@ def test_an_index_of_odd_values_is_an_error_or_a_reject(field: str, tmp_path: Pa
 
 
 def test_a_samples_lengths_that_do_not_add_up_are_a_reject(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache", [values(n).tobytes() for n in range(2)])
+    source = written(tmp_path / "cache", 2)
     path = source / "shard.00000.mds"
     data = bytearray(path.read_bytes())
     _, first = struct.unpack("<II", data[:8])

@@ -6,10 +6,11 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,12 @@ from tests.commands import BIN, call, spawn
 from tests.models import SMALL, png, write_images
 
 
-def nothing() -> None:
-    pass
+def results(items: Iterable[Any], work: Callable[[Any], Any], size: int = 1, /, **limits: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each item with its result, as they are taken."""
+    room = WorkLimits(**{"num_threads": 2, "items": 8, "num_bytes": 100} | limits)
+    with OrderedPool(items, work, lambda _: size, room) as ahead:
+        for item, future in ahead.results(lambda: None):
+            yield item, future.result()
 
 
 def test_results_come_in_the_order_of_the_items_whoever_is_first_done() -> None:
@@ -35,14 +40,11 @@ def test_results_come_in_the_order_of_the_items_whoever_is_first_done() -> None:
             later.set()
         return n * n
 
-    with OrderedPool(range(20), work, lambda _: 1, WorkLimits(num_threads=2, items=8, num_bytes=100)) as ahead:
-        assert [(n, future.result()) for n, future in ahead.results(nothing)] == [(n, n * n) for n in range(20)]
+    assert list(results(range(20), work)) == [(n, n * n) for n in range(20)]
 
 
-@pytest.mark.parametrize(
-    "room", [WorkLimits(num_threads=3, items=4, num_bytes=1000), WorkLimits(num_threads=3, items=99, num_bytes=40)]
-)
-def test_no_more_is_under_way_than_there_is_room_for(room: WorkLimits) -> None:
+@pytest.mark.parametrize("room", [{"items": 4, "num_bytes": 1000}, {"items": 99, "num_bytes": 40}])
+def test_no_more_is_under_way_than_there_is_room_for(room: dict[str, int]) -> None:
     drawn, most = 0, 0
 
     def items() -> Iterator[int]:
@@ -51,10 +53,8 @@ def test_no_more_is_under_way_than_there_is_room_for(room: WorkLimits) -> None:
             drawn += 1
             yield n
 
-    with OrderedPool(items(), lambda n: n, lambda _: 10, room) as ahead:
-        for taken, (_, future) in enumerate(ahead.results(nothing), start=1):
-            future.result()
-            most = max(most, drawn - taken)
+    for taken, _ in enumerate(results(items(), lambda n: n, 10, num_threads=3, **room), start=1):
+        most = max(most, drawn - taken)
     assert drawn == 50
     assert most <= 4 + 1  # one more is drawn, and waits
 
@@ -68,22 +68,15 @@ def test_in_bursts_nothing_runs_while_a_result_is_being_used(num_items: int) -> 
         running.discard(n)
         return n
 
-    def items() -> Iterator[int]:
-        yield from range(num_items)
-
     done = []
-    room = WorkLimits(num_threads=3, items=8, num_bytes=100, in_bursts=lambda: True)
-    with OrderedPool(items(), work, lambda _: 1, room) as ahead:
-        for item, future in ahead.results(nothing):
-            assert not running
-            done.append((item, future.result()))
+    for found in results(iter(range(num_items)), work, num_threads=3, in_bursts=lambda: True):
+        assert not running
+        done.append(found)
     assert done == [(n, n) for n in range(num_items)]
 
 
 def test_an_item_larger_than_all_the_room_goes_alone() -> None:
-    room = WorkLimits(num_threads=2, items=8, num_bytes=5)
-    with OrderedPool([1, 2, 3], str, lambda _: 100, room) as ahead:
-        assert [future.result() for _, future in ahead.results(nothing)] == ["1", "2", "3"]
+    assert list(results([1, 2, 3], str, 100, num_bytes=5)) == [(1, "1"), (2, "2"), (3, "3")]
 
 
 def test_a_source_that_fails_is_heard_of_after_the_items_before_it() -> None:
@@ -91,11 +84,10 @@ def test_a_source_that_fails_is_heard_of_after_the_items_before_it() -> None:
         yield from (1, 2)
         raise OSError("the cable was pulled")
 
-    seen: list[str] = []
-    room = WorkLimits(num_threads=2, items=8, num_bytes=100)
-    with OrderedPool(items(), str, lambda _: 1, room) as ahead, pytest.raises(OSError, match="cable"):
-        seen.extend(future.result() for _, future in ahead.results(nothing))
-    assert seen == ["1", "2"]
+    seen: list[tuple[int, str]] = []
+    with pytest.raises(OSError, match="cable"):
+        seen.extend(results(items(), str))
+    assert seen == [(1, "1"), (2, "2")]
 
 
 def test_an_interruption_is_noticed_while_nothing_comes_and_no_thread_is_left() -> None:

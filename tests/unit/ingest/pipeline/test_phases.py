@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import weakref
@@ -21,6 +22,7 @@ from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks
 from tests.family_models import write_pipeline
+from tests.fault.apart import How, apart
 from tests.kit import Held, by_id
 from tests.models import SMALL, in_file, write_images
 
@@ -47,24 +49,21 @@ def contents(path: Path) -> dict[str, Held]:
 def killed(
     source: Path, store: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str, call_no: int
 ) -> None:
-    """Pack in a child that is gone, as by `kill -9`, at one call of a method."""
-    own, num_calls = getattr(kind, method), 0
+    """Pack in a process that is killed at one call of a method."""
+    own, calls = getattr(kind, method), itertools.count(1)
 
     def counted(*given: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == call_no:
-            os._exit(9)
+        if next(calls) == call_no:
+            os.kill(os.getpid(), signal.SIGKILL)
         return own(*given)
 
-    if (child := os.fork()) == 0:
+    def work() -> int:
         torch.set_num_threads(1)  # the parent's are not there
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(120)  # a child that hangs must not outlive the test
-        monkeypatch.setattr(kind, method, counted)
-        call("ingest", *arguments(in_file(source.with_suffix(".toml"), source, phases="two"), store, model))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        return call("ingest", *arguments(in_file(source.with_suffix(".toml"), source, phases="two"), store, model)).code
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, method, counted)
+        assert apart(work, 120).how is How.DIED
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_both_orders_store_the_same_bytes(kind: str, source: Path, model: Path, 
     assert not (tmp_path / "two" / KEPT).exists()
 
 
-def test_the_text_encoder_is_gone_before_the_vae_is_loaded(
+def test_the_text_encoder_is_gone_before_the_vae(
     source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: dict[str, list[weakref.ref[torch.nn.Module]]] = {"vae": [], "text": []}
@@ -118,29 +117,20 @@ def test_the_text_encoder_is_gone_before_the_vae_is_loaded(
     assert order == ["vae", "text", "vae"]  # the first time for the store's description
 
 
-def test_captions_that_a_killed_first_phase_committed_are_not_encoded_again(
-    source: Path, model: Path, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [(FreshCaptions, "of", 4), (VaeEncoder, "encode", 3)])
+def test_captions_that_a_phase_committed_before_it_was_killed_are_not_encoded_again(
+    at: tuple[type, str, int], source: Path, model: Path, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(source, tmp_path / "whole", model)
     num_texts = len(set(encoded))
-    killed(source, tmp_path / "s", model, monkeypatch, FreshCaptions, "of", 4)
-    assert (tmp_path / "s" / KEPT).is_dir()
-    stray = verify(Store.open(tmp_path / "s"), lambda _: None, 1).strays[0]
-    assert "belongs to a run that is under way, or that was interrupted" in stray.what
+    killed(source, tmp_path / "s", model, monkeypatch, *at)
+    if at[0] is FreshCaptions:
+        assert (tmp_path / "s" / KEPT).is_dir()
+        stray = verify(Store.open(tmp_path / "s"), lambda _: None, 1).strays[0]
+        assert "belongs to a run that is under way, or that was interrupted" in stray.what
     encoded.clear()
     assert pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model).json["packed"] == NUM_IMAGES
-    assert 0 < len(encoded) < num_texts
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-
-
-def test_a_killed_second_phase_encodes_no_caption_again(
-    source: Path, model: Path, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack(source, tmp_path / "whole", model)
-    killed(source, tmp_path / "s", model, monkeypatch, VaeEncoder, "encode", 3)
-    encoded.clear()
-    pack(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model)
-    assert encoded == []
+    assert 0 < len(encoded) < num_texts if at[0] is FreshCaptions else encoded == []
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
     assert not (tmp_path / "s" / KEPT).exists()
 

@@ -1,25 +1,102 @@
-"""Caption rules of a store: compared, and changed by `--recaption`, which encodes text only and never an image."""
+"""Captions that changed, at their images or by the rules: text is encoded, latents stay those that were stored."""
 
 from __future__ import annotations
 
+import os
+from operator import attrgetter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bucketline.ingest.encoders.latents import LatentColumns
+from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
+from bucketline.store.format.hashing import caption_digest
 from tests.commands import call
 from tests.family_models import write_dit
-from tests.kit import tree
-from tests.models import SMALL
-from tests.unit.ingest.pipeline.test_kept_latents import forbid_encoding, pack, rows_of
+from tests.kit import by_id, flip_bit, tree
+from tests.models import SMALL, pack, png
+
+
+def rows_of(store: Path) -> dict[str, tuple[tuple[object, ...], dict[str, bytes]]]:
+    """Return every sample's record and row, without what its captions, its time and its place in the store decide."""
+    fields = attrgetter("bucket", "split", "content", "original_size", "resized", "crop")
+    return {name: (fields(held.record), held.columns) for name, held in by_id(Store.open(store)).items()}
+
+
+def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(LatentColumns, "encode", lambda *_: pytest.fail("an image was encoded"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--latents", "moments", "--flip"),
+        ("--latents", "sample", "--flip", "--crop", "random", "--val-fraction", "0.3"),
+        ("--dtype", "BF16", "--crop", "random"),
+        ("--check", "content"),
+    ],
+)
+def test_latents_are_kept_where_only_captions_changed(
+    options: tuple[str, ...], source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pack(source, tmp_path / "s", model, *options).json
+    before = rows_of(tmp_path / "s")
+    for path in sorted(source.rglob("*.png")):
+        path.with_suffix(".txt").write_text(f"the house\na {path.stem} dog\n", encoding="ascii")
+    with monkeypatch.context() as patched:
+        forbid_encoding(patched)
+        report = pack(source, tmp_path / "s", model, *options).json
+    assert (report["packed"], report["latents_kept"], report["unchanged"], report["rejected"]) == (14, 14, 0, 0)
+    assert (report["crop_loss"], report["enlarged"]) == (first["crop_loss"], first["enlarged"])
+    assert rows_of(tmp_path / "s") == before
+    store = Store.open(tmp_path / "s")
+    shard, record = store.sample("a/000.png")
+    assert record.captions == ("the house", "a 000 dog")
+    assert store.caption(store.shards.index(shard), record.caption_rows[0]).digest == caption_digest("the house")
+    assert call("store", "verify", tmp_path / "s").code == 0
+    assert pack(source, tmp_path / "s", model, *options).json["unchanged"] == 14
+
+
+def test_a_touched_file_keeps_its_latents_and_a_changed_one_does_not(packed: Path, tmp_path: Path, model: Path) -> None:
+    before = rows_of(tmp_path / "s")
+    os.utime(packed / "a" / "000.png", ns=(1, 1))
+    (packed / "a" / "002.png").write_bytes(png(20, 30, 99))
+    (packed / "a" / "002.txt").write_text("red\n", encoding="ascii")
+    (packed / "b" / "001.txt").write_text("blue\n", encoding="ascii")
+    report = pack(packed, tmp_path / "s", model).json  # in one batch with one that is encoded
+    assert (report["packed"], report["latents_kept"], report["unchanged"]) == (3, 2, 11)
+    after = rows_of(tmp_path / "s")
+    assert [sample_id for sample_id in before if before[sample_id] != after[sample_id]] == ["a/002.png"]
+    assert pack(packed, tmp_path / "s", model).json["unchanged"] == 14
+
+
+def test_a_damaged_row_is_not_copied_but_encoded(packed: Path, tmp_path: Path, model: Path) -> None:
+    before = rows_of(tmp_path / "s")
+    store = Store.open(tmp_path / "s")
+    shard, record = store.sample("b/001.png")
+    bucket = store.bucket(record.bucket)
+    located = bucket.locate(np.array([bucket.sample_ids(np.arange(bucket.num_rows)).index("b/001.png")]))
+    flip_bit(shard.paths.lmdb, 8 * int(located.offsets(bucket.spec, "latent")[0]))
+    (packed / "b" / "001.txt").write_text("blue\n", encoding="ascii")
+    report = pack(packed, tmp_path / "s", model).json
+    assert (report["packed"], report["latents_kept"]) == (1, 0)
+    (fields, row), (fields_before, row_before) = rows_of(tmp_path / "s")["b/001.png"], before["b/001.png"]
+    assert fields == fields_before
+    np.testing.assert_allclose(
+        np.frombuffer(row["latent"], "<f2").astype(float), np.frombuffer(row_before["latent"], "<f2").astype(float), atol=4e-3
+    )
+
 
 RULES = ("--caption-template", "dog", "--caption-template", "{caption} of the house")
 PACKED = ("packed", "latents_kept", "unchanged", "rejected")
 
 
 def captions_of(store: Path) -> dict[str, tuple[str, ...]]:
-    opened = Store.open(store)
-    return {sample_id: opened.sample(sample_id)[1].captions for sample_id in rows_of(store)}
+    return {sample_id: held.record.captions for sample_id, held in by_id(Store.open(store)).items()}
 
 
 def rules_of(store: Path) -> object:
@@ -45,8 +122,7 @@ def test_rules_are_recorded_and_an_unchanged_image_stays_unchanged(source: Path,
     assert (report["unchanged"], report["packed"], report["generation"], report["recaptioned"]) == (14, 0, 1, None)
 
 
-def test_without_rules_the_manifest_says_nothing_of_them(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_without_rules_the_manifest_says_nothing_of_them(packed: Path, tmp_path: Path, model: Path) -> None:
     assert "captions" not in Store.open(tmp_path / "s").manifest.rules
 
 
@@ -83,7 +159,7 @@ def test_other_rules_are_refused_with_the_option_that_allows_them(
     assert tree(tmp_path / "s") == before
 
 
-@pytest.mark.parametrize("options", [(), ("--latents", "sample", "--flip", "--crop", "random"), ("--check", "content")])
+@pytest.mark.parametrize("options", [(), ("--latents", "sample", "--flip", "--crop", "random")])
 def test_recaption_encodes_no_image_and_gives_the_store_that_these_rules_would_have_made(
     options: tuple[str, ...], source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,13 +189,12 @@ def test_rules_that_change_no_caption_are_recorded_all_the_same(source: Path, tm
     assert pack(source, tmp_path / "s", model, "--shuffle-tags", 3).code == 0
 
 
-def test_what_a_recaption_cannot_reach_is_counted(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    (source / "a" / "000.png").unlink()
-    (source / "b" / "001.txt").unlink()
-    (source / "b" / "001.txt").symlink_to("nowhere.txt")
+def test_what_a_recaption_cannot_reach_is_counted(packed: Path, tmp_path: Path, model: Path) -> None:
+    (packed / "a" / "000.png").unlink()
+    (packed / "b" / "001.txt").unlink()
+    (packed / "b" / "001.txt").symlink_to("nowhere.txt")
     before = captions_of(tmp_path / "s")
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
+    ran = call("ingest", "pack", packed, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
     change = "rules.captions.templates = [], now ['{caption} of the house']"
     assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
     assert "with the captions of the rules before: 2 samples" in ran.out
@@ -127,7 +202,7 @@ def test_what_a_recaption_cannot_reach_is_counted(source: Path, tmp_path: Path, 
     assert {sample_id for sample_id in before if before[sample_id] == after[sample_id]} == {"a/000.png", "b/001.png"}
 
 
-def test_a_recaption_needs_room_for_every_row(
+def test_a_recaption_needs_room_for_all_rows(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil

@@ -16,13 +16,15 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.decode import decode_image
+from bucketline.ingest.pipeline.slice_packer import ShardFill
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from tests.commands import Ran, call
-from tests.models import SMALL, in_file, png
-
-
-def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
+from bucketline.store.write import shard_writer
+from tests.commands import call
+from tests.models import SMALL, in_file, pack, png, write_files
 
 
 def rejects(store: Path) -> dict[str, str]:
@@ -36,10 +38,6 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
         (source / "ab"[n % 2] / f"{n:03d}+broken.png").write_bytes(b"no image")
     assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
     store = Store.open(tmp_path / "s")
-    from bucketline.ingest.images.bucket_grid import parse_grid
-    from bucketline.ingest.images.crop import Framing
-    from bucketline.ingest.images.decode import decode_image
-
     vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
     framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
     for bucket in store.buckets():
@@ -49,8 +47,7 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
             np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
 
 
-def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_stored_tokens_are_those_that_the_encoder_gives(packed: Path, tmp_path: Path, model: Path) -> None:
     store = Store.open(tmp_path / "s")
     text = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
     for sample_id in ("a/002.png", "b/005.png", "a/000.png"):
@@ -59,35 +56,6 @@ def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: 
             expected = text.encode([caption])[0].tokens.numpy()
             np.testing.assert_allclose(store.read_caption(0, row)["tokens"], expected, atol=2e-3)
             assert len(expected) == 2 + len(caption.split())
-
-
-def test_what_is_wrong_with_an_image_is_listed_with_its_reason(source: Path, tmp_path: Path, model: Path) -> None:
-    from PIL import Image
-
-    from tests.models import colour_image, encoded
-
-    frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
-    (source / "empty.png").write_bytes(b"")
-    (source / "text.jpg").write_bytes(b"no image")
-    (source / "cut.png").write_bytes(png(30, 30)[:200])
-    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    (source / "tiny.png").write_bytes(png(7, 30))
-    (source / "bad caption.png").write_bytes(png(20, 30))
-    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
-    (source / "folder.png").mkdir()
-    (source / "dangling.png").symlink_to(source / "nowhere")
-    report = pack(source, tmp_path / "s", model).json
-    assert (report["found"], report["packed"], report["rejected"]) == (21, 14, 7)
-    assert rejects(tmp_path / "s") == {
-        "bad caption.png": "unreadable caption",
-        "cut.png": "damaged image",
-        "dangling.png": "unreadable file",
-        "empty.png": "empty file",
-        "moving.gif": "animated or several images",
-        "text.jpg": "not an image",
-        "tiny.png": "too small",
-    }
-    assert sum(report["rejected_by_reason"].values()) == 7
 
 
 def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
@@ -112,25 +80,22 @@ def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
         assert np.isfinite(bucket.read(np.arange(bucket.num_rows), "latent")).all()
 
 
-def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).json["packed"] == 14
-    good = (source / "a" / "000.png").read_bytes()
-    (source / "a" / "000.png").write_bytes(b"broken")
-    report = pack(source, tmp_path / "s", model).json
+def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(packed: Path, tmp_path: Path, model: Path) -> None:
+    good = (packed / "a" / "000.png").read_bytes()
+    (packed / "a" / "000.png").write_bytes(b"broken")
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (0, 13, 1)
     assert Store.open(tmp_path / "s").manifest.samples == 13
-    assert pack(source, tmp_path / "s", model).json["rejected"] == 1
-    (source / "a" / "000.png").write_bytes(good)
-    report = pack(source, tmp_path / "s", model).json
+    assert pack(packed, tmp_path / "s", model).json["rejected"] == 1
+    (packed / "a" / "000.png").write_bytes(good)
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (1, 13, 0)
     store = Store.open(tmp_path / "s")
     assert store.sample("a/000.png")
     assert (store.manifest.samples, rejects(tmp_path / "s")) == (14, {})
 
 
-def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted(source: Path, tmp_path: Path, model: Path) -> None:
     (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(5)), encoding="ascii")
     (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
     report = pack(in_file(tmp_path / "d.toml", source, max_captions=3), tmp_path / "s", model).json
@@ -168,8 +133,6 @@ def test_captions_that_are_cut_are_listed_until_they_are_packed_again(source: Pa
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: Path, model: Path, dtype: str) -> None:
-    from bucketline.loader import Loader, LoaderConfig
-
     assert pack(source, tmp_path / "s", model, "--dtype", dtype).code == 0
     wanted = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[dtype]
     with Loader(tmp_path / "s", LoaderConfig(batch_size=3, epochs=1)) as loader:
@@ -178,11 +141,9 @@ def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: 
             assert bool(torch.isfinite(batch.latents.float()).all())
 
 
-def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
+def test_a_run_makes_many_shards_of_their_size(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.ingest.pipeline.slice_packer import ShardFill
-
     monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)
     assert pack(source, tmp_path / "s", model, "--batch-size", 2).json["packed"] == 14
     store = Store.open(tmp_path / "s")
@@ -196,8 +157,6 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record holds its captions' whole texts; of the rest, 14 images of 16x24 px, a shard would hardly notice."""
-    from bucketline.store.write import shard_writer
-
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
         image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
@@ -208,11 +167,11 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     assert call("store", "verify", tmp_path / "s").code == 0
 
 
+SIZES = ((32, 48), (32, 64), (32, 96), (60, 40))
+
+
 def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for name, height, width in (("a", 32, 48), ("b", 32, 64), ("c", 32, 96), ("d", 60, 40)):
-        (photos / f"{name}.png").write_bytes(png(height, width))
+    photos = write_files(tmp_path / "photos", {f"{n}.png": png(*size) for n, size in enumerate(SIZES)})
     ran = pack(photos, tmp_path / "s", model)
     assert ran.json["crop_loss"] == {
         "train/16x24": {"images": 3, "mean": 0.25, "max": 0.5},
@@ -224,10 +183,7 @@ def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> 
 
 
 def test_a_random_crop_is_recorded_where_it_was_made_and_is_the_same_at_every_run(tmp_path: Path, model: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for n in range(6):
-        (photos / f"{n}.png").write_bytes(png(32, 200, n))
+    photos = write_files(tmp_path / "photos", {f"{n}.png": png(32, 200, n) for n in range(6)})
     crops: list[list[tuple[int, ...]]] = []
     for name in ("s", "t"):
         assert pack(photos, tmp_path / name, model, "--crop", "random", "--max-crop", "1").code == 0

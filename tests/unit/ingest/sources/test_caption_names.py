@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.source import Listing
+from bucketline.ingest.sources.options import SourceOptions
 from tests.commands import call
 from tests.models import SMALL, png
+from tests.unit.ingest.sources.kit import captions, listing_of, write_members
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
@@ -29,14 +28,6 @@ def make(folder: Path, files: Mapping[str, str]) -> Path:
         data = png(20, 30, len(name)) if not text and not name.endswith(("txt", "TXT")) else text.encode()
         (folder / name).write_bytes(data)
     return folder
-
-
-def captions(listing: Listing) -> dict[str, tuple[str, ...] | str]:
-    return {item.id: item.caption_error or item.captions for item in listing.items}
-
-
-def listing_of(place: Path) -> Listing:
-    return open_source(str(place)).listing()
 
 
 @pytest.mark.parametrize(("image", "text"), [("IMG.JPG", "IMG.TXT"), ("a.png", "a.Txt"), ("a.PNG", "a.CAPTION")])
@@ -50,12 +41,8 @@ def test_a_caption_file_is_found_whatever_the_case_of_its_extension(image: str, 
 @pytest.mark.parametrize("by", ["file", "table", "tar"])
 def test_names_that_differ_in_their_unicode_normal_form_alone_are_one(one: str, other: str, by: str, tmp_path: Path) -> None:
     if by == "tar":
-        with tarfile.open(tmp_path / "s.tar", "w") as archive:
-            for name, data in ((f"{one}.png", png(20, 30)), (f"{other}.txt", b"a cat")):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-        place, sample_id = tmp_path / "s.tar", f"s/{one}.png"
+        place = write_members(tmp_path / "s.tar", [(f"{one}.png", png(20, 30)), (f"{other}.txt", b"a cat")])
+        sample_id = f"s/{one}.png"
     else:
         row = json.dumps({"file_name": f"{other}.PNG", "text": "a cat"})
         files = {f"{other}.txt": "a cat"} if by == "file" else {"metadata.jsonl": row}
@@ -66,32 +53,27 @@ def test_names_that_differ_in_their_unicode_normal_form_alone_are_one(one: str, 
 
 
 def test_an_images_own_name_wins_over_one_that_differs_in_its_normal_form(tmp_path: Path) -> None:
-    files = {f"{name}.{kind}": text for name, text in ((COMPOSED, "one"), (DECOMPOSED, "other")) for kind in ("txt",)}
-    listing = listing_of(make(tmp_path, {f"{COMPOSED}.png": "", f"{DECOMPOSED}.png": "", **files}))
-    assert captions(listing) == {f"{COMPOSED}.png": ("one",), f"{DECOMPOSED}.png": ("other",)}
+    make(tmp_path, {f"{name}.png": "" for name in (COMPOSED, DECOMPOSED)})
+    make(tmp_path, {f"{COMPOSED}.txt": "one", f"{DECOMPOSED}.txt": "other"})
+    assert captions(tmp_path) == {f"{COMPOSED}.png": ("one",), f"{DECOMPOSED}.png": ("other",)}
 
 
-def test_two_caption_files_that_may_both_be_meant_are_named_and_neither_is_taken(tmp_path: Path) -> None:
-    make(tmp_path, {"a.png": "", "a.txt": "one", "a.TXT": "two", "b.png": "", "b.txt": "fine"})
-    words = "a.TXT and a.txt are both caption files of this image; keep one"
-    assert captions(listing_of(tmp_path)) == {"a.png": words, "b.png": ("fine",)}
+BOTH = "a.TXT and a.txt are both caption files of this image; keep one"
 
 
-def test_two_rows_that_may_both_be_meant_are_named_and_neither_is_taken(tmp_path: Path) -> None:
-    rows = "".join(json.dumps({"file_name": name, "text": "x"}) + "\n" for name in ("a.jpg", "a.Jpg"))
-    make(tmp_path, {"a.JPG": "", "metadata.jsonl": rows})
-    words = "metadata.jsonl, line 1 and metadata.jsonl, line 2 both name this image; keep one row"
-    assert captions(listing_of(tmp_path)) == {"a.JPG": words}
-
-
-def test_two_members_of_a_tar_that_may_both_be_meant_are_named(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "s.tar", "w") as archive:
-        for name, data in (("a.png", png(20, 30)), ("a.txt", b"one"), ("a.TXT", b"two")):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    words = "a.TXT and a.txt are both caption files of this image; keep one"
-    assert captions(listing_of(tmp_path / "s.tar")) == {"s/a.png": words}
+@pytest.mark.parametrize("kind", ["files", "rows", "members"])
+def test_of_two_captions_that_may_both_be_meant_both_are_named_and_neither_is_taken(kind: str, tmp_path: Path) -> None:
+    if kind == "files":
+        make(tmp_path, {"a.png": "", "a.txt": "one", "a.TXT": "two", "b.png": "", "b.txt": "fine"})
+        assert captions(tmp_path) == {"a.png": BOTH, "b.png": ("fine",)}
+    elif kind == "rows":
+        rows = "".join(json.dumps({"file_name": name, "text": "x"}) + "\n" for name in ("a.jpg", "a.Jpg"))
+        make(tmp_path, {"a.JPG": "", "metadata.jsonl": rows})
+        words = "metadata.jsonl, line 1 and metadata.jsonl, line 2 both name this image; keep one row"
+        assert captions(tmp_path) == {"a.JPG": words}
+    else:
+        write_members(tmp_path / "s.tar", [("a.png", png(20, 30)), ("a.txt", b"one"), ("a.TXT", b"two")])
+        assert captions(tmp_path / "s.tar") == {"s/a.png": BOTH}
 
 
 def test_every_usual_kind_of_caption_file_is_read_and_it_is_said_which(tmp_path: Path) -> None:
@@ -163,28 +145,19 @@ def test_another_column_can_be_named(kind: str, tmp_path: Path) -> None:
     elif kind == "json":
         make(place, {"a.json": text, "a.txt": "other"})
     elif kind == "tar":
-        with tarfile.open(place := tmp_path / "s.tar", "w") as archive:
-            for name, data in (("a.png", png(20, 30)), ("a.txt", b"other"), ("a.json", text.encode())):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
+        members = [("a.png", png(20, 30)), ("a.txt", b"other"), ("a.json", text.encode())]
+        place = write_members(tmp_path / "s.tar", members)
     else:
         write_table(place / f"metadata.{kind}", "description", {"a.png": "one"})
-    source = open_source(str(place), options(captions_from=("description",)))
+    source = open_source(str(place), SourceOptions(captions_from=("description",)))
     assert [item.captions for item in source.listing().items] == [("one",)]
     scan(place, "--captions-from", "nowhere").fails("nowhere", "--captions-from")
-
-
-def options(**given: Any) -> Any:
-    from bucketline.ingest.sources.options import SourceOptions
-
-    return SourceOptions(**given)
 
 
 def test_another_extension_can_be_named_with_its_dot(tmp_path: Path) -> None:
     make(tmp_path, {"a.png": "", "a.txt": "other", "a.tags": "one", "lost.tags": "x", "also.txt": "x"})
     for extension in (".tags", ".TAGS"):
-        listing = open_source(str(tmp_path), options(captions_from=(extension,))).listing()
+        listing = open_source(str(tmp_path), SourceOptions(captions_from=(extension,))).listing()
         assert captions(listing) == {"a.png": ("one",)}
         assert listing.orphans == ["lost.tags"]
     ran = scan(tmp_path, "--captions-from", ".nowhere")

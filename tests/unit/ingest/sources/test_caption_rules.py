@@ -15,7 +15,7 @@ from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.pack_options import pack_options
 from bucketline.typed_json import encode
 from tests.commands import call
-from tests.models import SMALL, png
+from tests.models import SMALL, png, write_files
 from tests.pages import parsed
 
 TAGS = tuple(f"tag {n}" for n in range(9))
@@ -135,10 +135,8 @@ def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alon
 
 
 def test_a_scan_shows_what_would_be_stored(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    for n, text in enumerate(("", "a cat, red")):
-        (tmp_path / "photos" / f"{n}.png").write_bytes(png(20, 30, n))
-        (tmp_path / "photos" / f"{n}.txt").write_text(text, encoding="ascii")
+    files: dict[str, str | bytes] = {"0.png": png(20, 30), "0.txt": "", "1.png": png(20, 30, 1), "1.txt": "a cat, red"}
+    write_files(tmp_path / "photos", files)
     asked = ("ingest", "scan", tmp_path / "photos", *SMALL, "-o", tmp_path / "sheet.html")
     rules = ("--shuffle-tags", 2, "--caption-template", "the house of {caption}", "--caption-template", "dog")
     report = call(*asked, *rules, "--json").json

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,11 @@ from bucketline.ingest.sources.options import SourceOptions
 from bucketline.store import Store
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.objects import ObjectFolder
-from tests.commands import Ran, call
+from tests.commands import call
 from tests.kit import everything
-from tests.models import SMALL, png, write_images
+from tests.models import SMALL, pack, png, write_images
 from tests.object_storage import SECRET, S3Bucket
+from tests.unit.ingest.sources.kit import write_members
 
 SAME = (
     *("found", "packed", "unchanged", "rejected", "without_caption", "captions_from", "notes", "captions_without_image"),
@@ -73,10 +73,6 @@ def objects(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     return bucket.folder("photos")
-
-
-def pack(source: object, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
 def rows(store: Path) -> dict[str, list[Any]]:
@@ -148,13 +144,9 @@ def test_tars_are_the_same_as_on_a_disk(
 
     monkeypatch.setattr(tar_source, "STREAM_PART_BYTES", 1 << 12)  # several parts
     tars = tmp_path / "tars"
-    tars.mkdir()
     for n, folder in enumerate("ab"):
-        with tarfile.open(tars / f"{n:03d}.tar", "w") as tar:
-            for path in sorted((photos / folder).iterdir()):
-                data, member = path.read_bytes(), tarfile.TarInfo(path.name)
-                member.size, member.mtime = len(data), 1_600_000_000
-                tar.addfile(member, io.BytesIO(data))
+        members = [(path.name, path.read_bytes()) for path in sorted((photos / folder).iterdir())]
+        write_members(tars / f"{n:03d}.tar", members)
     sent(tars, objects)
     pattern = "{000..001}.tar"
     account = is_same(f"{objects.url}/{pattern}", f"{tars}/{pattern}", tmp_path, model)

@@ -18,8 +18,8 @@ import pytest
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.source import Source
-from tests.models import png
+from tests.models import png, write_files
+from tests.unit.ingest.sources.kit import captions, listing_of
 
 Rows = list[tuple[str, Any]]
 
@@ -49,22 +49,16 @@ ROWS: Rows = [("b.png", "one, with a comma"), ("c/a.png", ["two", "three"]), ("d
 CAPTIONS = {"b.png": ("one, with a comma",), "c/a.png": ("two", "three"), "d.png": (), "e.png": ("ä",)}
 
 
-def captions(source: Source) -> dict[str, tuple[str, ...]]:
-    return {item.id: item.captions for item in source.listing().items}
-
-
 def images(folder: Path, names: Sequence[str]) -> None:
-    for n, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(png(20, 30, n))
+    write_files(folder, {name: png(20, 30, n) for n, name in enumerate(names)})
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_kind_of_table_gives_a_folder_the_same_captions(kind: str, tmp_path: Path) -> None:
     images(tmp_path, list(CAPTIONS))
     WRITERS[kind](tmp_path / f"metadata.{kind}", [*ROWS, ("gone.png", "x")])
-    assert captions(open_source(str(tmp_path))) == CAPTIONS
-    assert open_source(str(tmp_path)).listing().orphans == [f"gone.png (in metadata.{kind})"]
+    assert captions(tmp_path) == CAPTIONS
+    assert listing_of(tmp_path).orphans == [f"gone.png (in metadata.{kind})"]
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -73,7 +67,7 @@ def test_a_table_is_a_source_of_what_it_names_and_of_nothing_else(kind: str, tmp
     (tmp_path / "b.txt").write_text("not the table's", encoding="ascii")
     WRITERS[kind](tmp_path / f"some.{kind}", ROWS)
     source = open_source(str(tmp_path / f"some.{kind}"))
-    assert captions(source) == CAPTIONS
+    assert captions(source.listing()) == CAPTIONS
     for item in source.in_turn(source.listing().items):
         found = source.read(item)
         assert found.data == (tmp_path / item.id).read_bytes()
@@ -89,15 +83,15 @@ def test_an_image_that_two_rows_name_is_an_error_that_names_both_rows(kind: str,
         with pytest.raises(
             SourceError, match=r"'a.png': one at metadata.*(line|row) \d, one at metadata.*(line|row) \d; ids must"
         ):
-            open_source(str(source)).listing()
+            listing_of(source)
 
 
 def test_two_tables_of_one_folder_that_name_the_same_image_are_named_both(tmp_path: Path) -> None:
     images(tmp_path, ["a.png"])
-    write_csv(tmp_path / "metadata.csv", [("a.png", "x")])
-    write_jsonl(tmp_path / "metadata.jsonl", [("a.png", "x")])
+    for kind in ("csv", "jsonl"):
+        WRITERS[kind](tmp_path / f"metadata.{kind}", [("a.png", "x")])
     with pytest.raises(SourceError, match=r"one at metadata.csv, line 2, one at metadata.jsonl, line 1"):
-        open_source(str(tmp_path)).listing()
+        listing_of(tmp_path)
 
 
 WRITTEN: dict[str, Callable[[Path, str], str]] = {
@@ -117,22 +111,19 @@ def test_names_as_windows_writes_them_and_absolute_ones_inside_the_folder_are_re
     rows: Rows = [(WRITTEN[how](folder, name), name) for name in ("sub/a.png", "sub/deep/b.png")]
     WRITERS[kind](folder / f"metadata.{kind}", rows)
     for source in (folder, folder / f"metadata.{kind}"):
-        listing = open_source(str(source)).listing()
-        assert {item.id: item.captions for item in listing.items} == {
-            "sub/a.png": ("sub/a.png",),
-            "sub/deep/b.png": ("sub/deep/b.png",),
-        }
+        listing = listing_of(source)
+        assert captions(listing) == {name: (name,) for name in ("sub/a.png", "sub/deep/b.png")}
         assert listing.orphans == []
     (folder / f"metadata.{kind}").replace(folder / "sub" / f"metadata.{kind}")
     if how.startswith("absolute"):  # also in a table of a subfolder
-        assert captions(open_source(str(folder)))["sub/a.png"] == ("sub/a.png",)
+        assert captions(folder)["sub/a.png"] == ("sub/a.png",)
 
 
 def test_an_image_whose_name_has_a_backslash_keeps_it(tmp_path: Path) -> None:
     images(tmp_path, ["a\\b.png"])
     write_jsonl(tmp_path / "metadata.jsonl", [("a\\b.png", "x")])
     for source in (tmp_path, tmp_path / "metadata.jsonl"):
-        assert captions(open_source(str(source))) == {"a\\b.png": ("x",)}
+        assert captions(source) == {"a\\b.png": ("x",)}
 
 
 @pytest.mark.parametrize("name", ["photos/a.png", "/elsewhere/a.png", "C:\\photos\\a.png", "a.jpg"])
@@ -141,7 +132,7 @@ def test_a_table_of_which_no_row_names_an_image_is_refused_with_a_name_of_each(n
     write_jsonl(tmp_path / "metadata.jsonl", [("a.png", "x")])
     write_jsonl(tmp_path / "b" / "metadata.jsonl", [(name, "x"), ("other.png", "x")])
     with pytest.raises(SourceError) as caught:
-        open_source(str(tmp_path)).listing()
+        listing_of(tmp_path)
     assert str(caught.value).startswith(
         f"b/metadata.jsonl: none of its 2 rows names an image: its first file_name is {name!r}, an image is 'b/c.png'; write "
     )
@@ -159,7 +150,7 @@ def test_a_row_that_leads_out_of_the_tables_folder_is_refused_by_name(name: str,
     (inside / "folder").symlink_to(tmp_path)
     WRITERS[kind](inside / f"t.{kind}", [("a.png", "x"), (name, "x")])
     with pytest.raises(SourceError, match=rf"t.{kind}, (line|row) \d: .*leads out of the table's folder") as caught:
-        open_source(str(inside / f"t.{kind}")).listing()
+        listing_of(inside / f"t.{kind}")
     assert repr(name) in str(caught.value)
 
 
@@ -199,26 +190,25 @@ def test_a_file_that_a_table_names_and_that_is_not_there_is_found_and_cannot_be_
 def test_a_table_that_is_not_what_it_should_be_is_named_with_its_line(name: str, text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(SourceError, match=words):
-        open_source(str(tmp_path / name)).listing()
+        listing_of(tmp_path / name)
 
 
 def test_a_parquet_table_of_other_types_is_refused_with_its_row(tmp_path: Path) -> None:
-    table: Any = pa.table({"file_name": ["a.png", "b.png"], "text": [1, 2]})
-    pq.write_table(table, tmp_path / "t.parquet")
+    pq.write_table(pa.table({"file_name": ["a.png", "b.png"], "text": [1, 2]}), tmp_path / "t.parquet")
     with pytest.raises(SourceError, match=r"t.parquet, row 0: file_name must be a string, and text a string or a list"):
-        open_source(str(tmp_path / "t.parquet")).listing()
+        listing_of(tmp_path / "t.parquet")
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "t.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"t.parquet: reading it needs pyarrow; .*bucketline\[tables\]"):
-        open_source(str(tmp_path / "t.parquet")).listing()
+        listing_of(tmp_path / "t.parquet")
 
 
 def test_a_text_that_no_store_can_hold_is_noted_at_its_image(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "t.jsonl", [("a.png", "\ud83d"), ("b.png", "x" * (1 << 21)), ("c.png", "fine")])
-    errors = [item.caption_error for item in open_source(str(tmp_path / "t.jsonl")).listing().items]
+    errors = [item.caption_error for item in listing_of(tmp_path / "t.jsonl").items]
     assert errors == [
         "its text in t.jsonl has a lone surrogate, half of a character",
         f"its text in t.jsonl has {1 << 21} bytes",

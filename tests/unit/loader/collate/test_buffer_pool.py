@@ -34,15 +34,6 @@ def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before
     assert pool.take().data_ptr() == address
 
 
-def test_a_numpy_array_made_of_a_batch_holds_its_buffer_too() -> None:
-    pool = BufferPool(64, 1, pinned=False)
-    array = pool.lend(pool.take())[:8].numpy()
-    gc.collect()
-    assert pool._free.qsize() == 0
-    del array
-    assert pool._free.qsize() == 1
-
-
 def test_taking_never_waits_and_what_is_too_much_is_let_go() -> None:
     pool = BufferPool(64, 2, pinned=False)
     held = [pool.lend(pool.take()) for _ in range(20)]

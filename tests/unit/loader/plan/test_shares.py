@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.mixture import StoreArgument
 from bucketline.loader.plan.permutation import mix
 from bucketline.loader.plan.plan import PassRows, rows_per_pass
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, uniform, uniform_on_host
+from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.store import StoreRows
 from tests.kit import make_store, samples_of
@@ -101,17 +101,9 @@ def test_shares_are_read_in_any_order_on_any_number_of_machines(
 
 @pytest.mark.parametrize("repeats", [0, -0.5, float("nan"), float("inf"), "2", True, None])
 def test_what_is_not_a_number_above_0_is_refused(paths: tuple[Path, Path], repeats: Any) -> None:
-    with pytest.raises(UsageError, match=r"a\.store has .* repeats, expected a number above 0: 3 to read .* 0\.5 to read half"):
-        WeightedStore(paths[0], repeats)
-
-
-def test_commands_take_shares(paths: tuple[Path, Path]) -> None:
-    assert StoreArgument.parse(f"{paths[0]}:0.5").repeats == 0.5
-    assert StoreArgument.parse("s3://bucket/a.store:0.25").repeats == 0.25
-    whole = StoreArgument.parse(f"{paths[0]}:2.0").repeats
-    assert (whole, type(whole)) == (2, int)
-    with pytest.raises(UsageError, match=r"has 0\.0 repeats, expected a number above 0"):
-        StoreArgument.parse(f"{paths[0]}:0.0")
+    for store in (paths[0], Store.open(paths[0])):
+        with pytest.raises(UsageError, match=r"a\.store has .* repeats, expected a number above 0: 3 to read .* 0\.5 to read"):
+            WeightedStore(store, repeats)
 
 
 # Draws depend only on their key, are the same on host and device, and have the distribution that they say.

@@ -192,6 +192,21 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(
         far_loader(found.port, config, token, deadline_s=5, certificate=certificate)
 
 
+def test_a_connection_that_the_system_does_not_set_up_is_not_blamed_on_tls(
+    certificates: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: socket.socket) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(sockets, "end_when_peer_is_lost", refuse)
+    asked = {"deadline_s": 0.3, "certificate": certificates["127.0.0.1"][0]}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        pytest.raises(DeliveryError, match="the last failure: Invalid argument"),
+    ):
+        far_loader(listening.getsockname()[1], LoaderConfig(batch_size=2), None, **asked)
+
+
 def test_a_handshake_that_never_ends_holds_up_no_end_of_a_server(
     store: Store, certificates: dict[str, tuple[Path, Path]]
 ) -> None:

@@ -1,30 +1,35 @@
-"""Colours come out as the numbers say: profiles, depths, inks and transparency, each against its own arithmetic."""
+"""Colours come out as the numbers say: profiles, code points, depths, inks, transparency; HDR is rejected."""
 
 from __future__ import annotations
 
 import io
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image, ImageCms
+from PIL import Image
 
 from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.colour_profile import colour_profile
 from bucketline.ingest.images.crop import Framing, parse_background
-from bucketline.ingest.images.decode import Reason, RejectedError, decode_image
+from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
 from bucketline.ingest.images.srgb import to_srgb
 from tests import profiles
 from tests.models import colour_image, encoded
 from tests.photographs import crop_of
+from tests.profiles import avif, cicp, with_chunk
 
 SIDE = 64
 SQUARE = Framing(grid=parse_grid("square:64", step_px=8, align_px=8), min_size_px=1)
 COLOURS = np.array(
     [(255, 255, 255), (0, 0, 0), (128, 128, 128), (200, 60, 60), (60, 200, 60), (60, 60, 200), (230, 190, 40), (20, 90, 120)]
 )
+MUTED = COLOURS.copy()  # within sRGB where they are of a wider gamut
+MUTED[3:] = (190, 70, 70), (104, 197, 82), (60, 70, 190), (210, 190, 60), (210, 190, 60)
 
 
 def pixels(data: bytes, **rules: Any) -> NDArray[np.int64]:
@@ -32,9 +37,9 @@ def pixels(data: bytes, **rules: Any) -> NDArray[np.int64]:
     return decode_image(data, framing, "a.png").pixels.astype(int)
 
 
-def patches() -> NDArray[np.uint8]:
+def patches(colours: NDArray[np.int64] = COLOURS) -> NDArray[np.uint8]:
     """Make eight stripes of plain colours, `[64, 64, 3]`."""
-    return COLOURS.astype("u1").repeat(8, axis=0)[:, None].repeat(SIDE, axis=1)
+    return colours.astype("u1").repeat(8, axis=0)[:, None].repeat(SIDE, axis=1)
 
 
 def stripes(found: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -48,7 +53,7 @@ def test_an_image_that_is_srgb_already_is_not_copied() -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
 @pytest.mark.parametrize(("colourants", "gamma"), [(profiles.ADOBE_RGB, 563 / 256), (profiles.SRGB[:, ::-1], 1.5)])
-def test_colours_of_a_wide_gamut_profile_come_out_as_its_arithmetic_says(
+def test_a_wide_gamut_profile_comes_out_as_its_arithmetic_says(
     kind: str, colourants: NDArray[np.float64], gamma: float
 ) -> None:
     lossless: dict[str, dict[str, Any]] = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}
@@ -263,10 +268,139 @@ def test_values_whose_white_nobody_names_are_rejected() -> None:
         assert error.value.reason is Reason.MODE
 
 
-def test_the_profiles_made_here_are_ones_that_a_colour_engine_takes() -> None:
-    for data in (
-        profiles.matrix_profile(profiles.ADOBE_RGB, 2.2),
-        profiles.grey_profile(1.8),
-        profiles.ink_profile(np.zeros((2,) * 4 + (3,))),
-    ):
-        assert ImageCms.ImageCmsProfile(io.BytesIO(data)).profile.version == 2.4
+# Code points (CICP) of PNG, AVIF, HEIC and ICC profiles: wide gamuts are converted, HDR is rejected.
+
+BT_709, UNSPECIFIED, BT_2020, DISPLAY_P3 = 1, 2, 9, 12
+GAMMA_22, GAMMA_28, LINEAR, LOG, SRGB, PQ, SMPTE_428, HLG = 4, 5, 8, 9, 13, 16, 17, 18
+_PLAIN_JXL = "800010074004b188b15009488316edcb807700068604aa0bec6506a9ee50fad915003"
+JXL = {PQ: f"ff0a4f40401e3d020{_PLAIN_JXL}", HLG: f"ff0a4f40409e81080{_PLAIN_JXL}"}
+"""A plain colour of 64x64 px, after a header by hand: the plugin writes sRGB's only, and reads a profile from any."""
+
+
+def decoded(data: bytes) -> NDArray[np.int64]:
+    return stripes(pixels(data))
+
+
+def png(primaries: int, transfer: int) -> bytes:
+    return with_chunk(encoded(Image.fromarray(patches(MUTED)), "PNG"), cicp(primaries, transfer))
+
+
+def deep_png(primaries: int, transfer: int) -> bytes:
+    return profiles.deep_png(patches(MUTED).astype("<u2") * 257, cicp(primaries, transfer))
+
+
+def heic(primaries: int, transfer: int) -> bytes:
+    codes = {"color_primaries": primaries, "transfer_characteristics": transfer}
+    return encoded(Image.fromarray(patches(MUTED)), "HEIF", quality=100, chroma=444, **codes)
+
+
+def tagged(kind: str, primaries: int, transfer: int) -> bytes:
+    return encoded(Image.fromarray(patches(MUTED)), kind, icc_profile=profiles.tagged_profile(primaries, transfer))
+
+
+def linear(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    light: NDArray[np.float64] = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
+    return light
+
+
+@pytest.mark.parametrize(
+    ("make", "distance"),
+    [(png, 1), (deep_png, 1), (lambda *codes: avif(Image.fromarray(patches(MUTED)), *codes), 5), (heic, 5)],
+)
+@pytest.mark.parametrize(("primaries", "colourants"), [(DISPLAY_P3, profiles.DISPLAY_P3), (BT_2020, profiles.BT_2020)])
+def test_a_wide_gamut_by_code_points_comes_out_as_its_arithmetic_says(
+    make: Callable[[int, int], bytes], distance: int, primaries: int, colourants: NDArray[np.float64]
+) -> None:
+    expected = profiles.srgb_of(linear(MUTED / 255) @ colourants.T)
+    assert np.abs(expected - MUTED).max() > 20
+    assert np.abs(decoded(make(primaries, SRGB)) - expected).max() <= distance
+
+
+@pytest.mark.parametrize("transfer", [GAMMA_22, GAMMA_28, LINEAR, LOG, SMPTE_428])
+def test_another_transfer_comes_out_as_its_arithmetic_says(transfer: int) -> None:
+    levels = MUTED / 255
+    light = {
+        LOG: np.where(levels > 0, 10 ** (2 * (levels - 1)), 0),
+        SMPTE_428: np.minimum(levels**2.6 * 52.37 / 48, 1),
+    }.get(transfer, levels ** {GAMMA_22: 2.2, GAMMA_28: 2.8}.get(transfer, 1.0))
+    expected = profiles.srgb_of(light @ profiles.SRGB.T)
+    assert np.abs(decoded(png(BT_709, transfer)) - expected).max() <= 1.5
+
+
+@pytest.mark.parametrize("transfer", [1, UNSPECIFIED, 6, 7, SRGB, 14, 15])
+@pytest.mark.parametrize("primaries", [BT_709, UNSPECIFIED])
+def test_pixels_of_video_or_of_an_unspecified_space_are_those_of_srgb(primaries: int, transfer: int) -> None:
+    assert np.array_equal(decoded(png(primaries, transfer)), MUTED)
+
+
+def test_code_points_count_the_same_under_transparency_in_a_palette_and_in_grey() -> None:
+    image, p3 = Image.fromarray(patches(MUTED)), cicp(DISPLAY_P3, SRGB)
+    plain = decoded(png(DISPLAY_P3, SRGB))
+    alpha = image.copy()
+    alpha.putalpha(255)
+    assert np.array_equal(decoded(with_chunk(encoded(alpha, "PNG"), p3)), plain)
+    assert np.array_equal(decoded(with_chunk(encoded(image.quantize(8), "PNG"), p3)), plain)
+    grey = encoded(image.convert("L"), "PNG")
+    assert np.array_equal(decoded(with_chunk(grey, p3)), decoded(grey))  # grey of any gamut is grey
+    deep = profiles.deep_png(np.full((64, 64), 100 * 257, "<u2"), cicp(BT_709, LINEAR))
+    assert np.abs(decoded(deep) - profiles.srgb_of(np.full(3, 100 / 255) @ profiles.SRGB.T)).max() <= 1
+
+
+def test_narrow_range_is_widened() -> None:
+    narrow = Image.fromarray(patches((16 + MUTED * 219 / 255).round().astype(np.int64)))
+    data = with_chunk(encoded(narrow, "PNG"), cicp(BT_709, SRGB, full_range=0))
+    assert np.abs(decoded(data) - MUTED).max() <= 1
+
+
+def test_a_pngs_code_points_outrank_its_profile_unless_they_are_unspecified() -> None:
+    with_profile = encoded(Image.fromarray(patches(MUTED)), "PNG", icc_profile=profiles.matrix_profile(profiles.ADOBE_RGB, 2.2))
+    assert np.array_equal(decoded(with_chunk(with_profile, cicp(BT_709, SRGB))), MUTED)
+    assert np.array_equal(decoded(with_chunk(with_profile, cicp(DISPLAY_P3, SRGB))), decoded(png(DISPLAY_P3, SRGB)))
+    assert np.array_equal(decoded(with_chunk(with_profile, cicp(UNSPECIFIED, UNSPECIFIED))), decoded(with_profile))
+
+
+def test_an_avifs_profile_outranks_its_code_points() -> None:
+    file, profile = io.BytesIO(avif(Image.fromarray(patches(MUTED)), DISPLAY_P3, PQ)), profiles.grey_profile(2.2)
+    with Image.open(file) as image:
+        image.info["icc_profile"] = profile  # Pillow writes one of both
+        assert colour_profile(image, file) == profile
+
+
+def test_code_points_of_another_image_in_an_avif_are_not_the_primarys() -> None:
+    data = bytearray(avif(Image.fromarray(patches(MUTED)), BT_709, PQ))
+    at = data.index(b"ipma") + 8  # after version and flags: entries, item, properties
+    count = data[at + 6]
+    kinds = data[data.index(b"ipco") :]
+    assert kinds.index(b"colr") > kinds.index(b"av1C") > kinds.index(b"pixi") > kinds.index(b"ispe")
+    colr = next(n for n in range(at + 7, at + 7 + count) if data[n] & 0x7F == 4)
+    data[colr] = 0  # no property
+    assert np.abs(decoded(bytes(data)) - MUTED).max() <= 5
+
+
+def test_limited_range_and_subsampled_colours_are_the_decoders_business() -> None:
+    data = avif(Image.fromarray(patches(MUTED)), BT_709, SRGB, range="limited")
+    assert np.abs(decoded(data) - MUTED).max() <= 5
+
+
+@pytest.mark.parametrize("transfer", [PQ, HLG])
+@pytest.mark.parametrize(
+    ("origin", "make"),
+    [
+        ("cICP chunk", png),
+        ("cICP chunk", deep_png),
+        ("nclx box", lambda *codes: avif(Image.fromarray(patches(MUTED)), *codes)),
+        ("nclx box", heic),
+        ("colour profile", lambda *codes: tagged("PNG", *codes)),
+        ("colour profile", lambda *codes: tagged("JPEG", *codes)),
+        ("colour profile", lambda _, transfer: bytes.fromhex(JXL[transfer])),
+    ],
+)
+def test_hdr_is_rejected_by_header_and_pixels_alike(origin: str, make: Callable[[int, int], bytes], transfer: int) -> None:
+    data = make(BT_2020, transfer)
+    with pytest.raises(RejectedError) as of_pixels:
+        decode_image(data, SQUARE, "a.png")
+    with pytest.raises(RejectedError) as of_header:
+        placed_by_header(io.BytesIO(data), SQUARE, "a.png")
+    assert of_pixels.value.reason is Reason.MODE
+    name = {PQ: "PQ", HLG: "HLG"}[transfer]
+    assert of_pixels.value.detail == of_header.value.detail == f"HDR pixels ({name} by its {origin}): save it as SDR"

@@ -1,4 +1,4 @@
-"""Parquet files with embedded images, and folders that have tars or such files and no image files."""
+"""Parquet files with embedded images, folders of them, and files whose metadata are damaged or claim gigabytes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,53 @@ import pytest
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.parquet_chunks import MAX_CHUNK_BYTES, why_too_large
 from bucketline.ingest.sources.parquet_images import ParquetSource
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
 from tests.commands import call, spawn
 from tests.kit import by_id
-from tests.models import SMALL, in_file, png, write_images, write_model
+from tests.models import SMALL, in_file, png, write_images
 from tests.unit.ingest.test_rules import write_tars
 
+# reads a file once for each byte of its footer that is another one, each STEP-th value; ends with how many were refused
 _DAMAGED = """
-import struct, sys
+import sys
 from pathlib import Path
+
 from bucketline.errors import SourceError
+from bucketline.ingest.sources.parquet_chunks import why_too_large
 from bucketline.ingest.sources.parquet_images import ParquetSource, has_images
 
-path, refused = Path(sys.argv[1]), 0
-whole = path.read_bytes()
-(length,) = struct.unpack("<I", whole[-8:-4])
-for at in range(len(whole) - 8 - length, len(whole) - 8):
-    for value in (0, 2, 25, 255):
+path, what, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+whole, refused = path.read_bytes(), 0
+length = int.from_bytes(whole[-8:-4], "little")
+
+
+def look():
+    if what == "table":
+        import pyarrow.parquet as pq
+
+        why_too_large(pq.ParquetFile(path), path, {"file_name", "text"})
+    elif has_images(path):
+        source = ParquetSource(root=path.parent, files=(path,))
+        list(source.in_turn(source.listing().items))
+    else:
+        raise SourceError("has no images")
+
+
+footer = range(len(whole) - 8 - length, len(whole) - 8)
+for n, (at, value) in enumerate((at, value) for at in footer for value in (0, 2, 25, 255)):
+    if n % step == 0:
         path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
-        if not has_images(path):
-            refused += 1
-            continue
         try:
-            source = ParquetSource(root=path.parent, files=(path,))
-            list(source.in_turn(source.listing().items))
-        except SourceError:
+            look()
+        except SourceError if what == "images" else Exception:
             refused += 1
 print("refused", refused)
 """
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def write(path: Path, images: list[bytes | None], *, names: list[str | None] | None = None, **columns: list[Any]) -> Path:
@@ -157,8 +167,55 @@ def test_a_folder_of_tars_is_a_source_of_tars(tmp_path: Path, model: Path) -> No
         open_source(str(tmp_path / "tars"))
 
 
-def test_a_damaged_footer_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
-    path = write(tmp_path / "some.parquet", [b"an image", b"another"], names=["a", "b"], text=["x", "y"], score=[0.5, 1.0])
-    ran = spawn([sys.executable, "-c", _DAMAGED, path])
-    assert ran.code == 0, ran.err
-    assert int(ran.out.split()[-1]) > 100
+_SCAN = """
+import sys
+from bucketline.ingest.cli import main
+from tests.process_memory import in_memory
+
+code = main(["scan", sys.argv[1]])
+print("peak", in_memory("VmHWM"))
+sys.exit(code)
+"""
+
+
+def table(folder: Path, text: pa.Array) -> Path:
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png(80, 90))
+    path = folder / "metadata.parquet"
+    pq.write_table(pa.table({"file_name": ["a.png"] * len(text), "text": text}), path, compression="zstd")
+    return path
+
+
+@pytest.mark.slow
+def test_one_value_of_half_a_gigabyte_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = table(tmp_path / "images", pa.array(["a" * (2 * MAX_CHUNK_BYTES)]))
+    assert path.stat().st_size < 100_000
+    usual = spawn([sys.executable, "-c", _SCAN, tmp_path / "none"])
+    ran = spawn([sys.executable, "-c", _SCAN, tmp_path / "images"]).fails("metadata.parquet: its column text has 53687")
+    peak, other = (int(one.out.split()[-1]) for one in (ran, usual))
+    assert peak < other + MAX_CHUNK_BYTES
+
+
+def test_many_captions_of_a_usual_length_are_read(tmp_path: Path) -> None:
+    path = table(tmp_path / "images", pa.array(["a cat"]))
+    assert why_too_large(pq.ParquetFile(path), path, {"text"}) is None
+    assert call("ingest", "scan", tmp_path / "images").code == 0
+
+
+@pytest.mark.slow
+def test_a_list_of_captions_is_counted_too(tmp_path: Path) -> None:
+    path = table(tmp_path / "images", pa.array([["b" * (MAX_CHUNK_BYTES + 1)]]))
+    why = why_too_large(pq.ParquetFile(path), path, {"text"})
+    assert why is not None
+    assert "its column text has" in why
+
+
+@pytest.mark.parametrize("what", ["images", "table"])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_damaged_footer_is_an_error_and_does_not_end_the_process(what: str, step: int, tmp_path: Path) -> None:
+    if what == "images":
+        path = write(tmp_path / "some.parquet", [b"an image", b"another"], names=["a", "b"], text=["x", "y"], score=[0.5, 1.0])
+    else:
+        path = table(tmp_path / "images", pa.array([["a cat"]]))
+    ran = spawn([sys.executable, "-c", _DAMAGED, path, what, step]).done()
+    assert int(ran.out.split()[-1]) > 100 / step
