@@ -14,9 +14,9 @@ from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
-from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.packing.prepare import opened_source, rules_of
+from bucketline.ingest.listing_diff import SampleChanges, sample_changes
+from bucketline.ingest.other_options import recorded_rules, refuse_other_options
+from bucketline.ingest.packing.prepare import opened_source
 from bucketline.ingest.packing.target import newest_store
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
+class DryRun(SampleChanges):
     """Result of a dry run, as `ingest pack --dry-run --json` prints it."""
 
     found: int
@@ -49,17 +49,6 @@ class DryRun:
     rejected: int  # as far as the headers tell
     rejected_by_reason: dict[str, int]
     buckets: dict[str, int]  # of new, changed and moved images
-    dropped: int  # samples whose images are now rejected
-    dropped_ids: list[str]  # at most ten
-    kept_unreadable: int
-    kept_unreadable_ids: list[str]  # at most ten
-    pruned: int
-    pruned_ids: list[str]  # at most ten
-    not_pruned: str | None
-    not_pruned_beyond_limit: int
-    not_in_source: int  # samples that are kept though their images are no longer in the source
-    not_in_source_ids: list[str]  # at most ten
-    too_many_rejects: bool
     pending_shards: int  # of an interrupted run, which a pack would adopt first; their images count as new here
     not_compared: str
     notes: list[str]
@@ -93,7 +82,7 @@ def dry_run(config: PackConfig) -> DryRun:
         else:
             changes[found[0]] += 1
             buckets.update([found[1]] if found[1] is not None else [])
-    dropping, gone = drops(config, store, outline, account), not_in_source(store, outline)
+    _, of_samples = sample_changes(config, store, outline, account)
     return DryRun(
         found=outline.num_items,
         new=changes[Change.NEW],
@@ -104,37 +93,23 @@ def dry_run(config: PackConfig) -> DryRun:
         rejected=len(account.rejects),
         rejected_by_reason=by_reason(account),
         buckets=dict(sorted(buckets.items())),
-        dropped=len(dropping.rejected),
-        dropped_ids=dropping.rejected[:NAMED_IDS],
-        kept_unreadable=len(account.kept),
-        kept_unreadable_ids=account.kept[:NAMED_IDS],
-        pruned=len(dropping.pruned.digests),
-        pruned_ids=dropping.pruned.ids,
-        not_pruned=dropping.pruned.why_not,
-        not_pruned_beyond_limit=dropping.pruned.num_refused,
-        not_in_source=len(gone) - len(dropping.pruned.digests),
-        not_in_source_ids=[] if dropping.pruned.digests else gone.ids(NAMED_IDS),
-        too_many_rejects=dropping.too_many_rejects,
+        **of_samples,
         pending_shards=len(list((config.store / "pending").glob("*.lmdb"))),
         not_compared=NOT_COMPARED,
-        notes=outline.notes,
+        notes=outline.listing.notes,
         seconds=round(time.monotonic() - started, 3),
     )
 
 
 def _store(config: PackConfig, model: ModelFolder, grid: Grid, newest: Store | None) -> Store:
     """Return the store's newest generation, or an empty one that is not written; compare the options with it."""
-    existing = None if newest is None else newest.manifest
-    facts = None if existing is None else facts_without_weights(config, model, existing)
-    contents = Schema(
-        encoders={} if facts is None else {"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
-        rules=rules_of(config, grid, existing),
-        max_captions=config.max_captions,
-        text=text_entry(text_spec(config.text_dtype or config.dtype, 1, {})) if existing is None else existing.text,
-    )
-    if newest is None or existing is None:
-        if isinstance(config.place, Path):
-            stored_manifest(config.store, contents)  # refuses a path that is something else
-        return Store(config.store, new_manifest(contents))
-    refuse_other_options(config, existing, contents)
-    return newest
+    rules = recorded_rules(config, grid.name)
+    if newest is not None:
+        facts = facts_without_weights(config, model, newest.manifest)
+        refuse_other_options(config, newest.manifest, {"vae": dict(facts.vae), "text_encoder": dict(facts.text)}, rules)
+        return newest
+    text = text_entry(text_spec(config.text_dtype or config.dtype, 1, {}))
+    contents = Schema(encoders={}, rules=rules, max_captions=config.max_captions, text=text)
+    if isinstance(config.place, Path):
+        stored_manifest(config.store, contents)  # refuses a path that is something else
+    return Store(config.store, new_manifest(contents))

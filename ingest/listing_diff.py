@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import counted
 from bucketline.ingest.pipeline.packed_index import StoredIds
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.item_parts import Outline
-    from bucketline.ingest.rules import Limit
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Store
 
@@ -57,50 +56,65 @@ def not_in_source(store: Store, outline: Outline) -> Gone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drops:
-    """The samples that a run drops."""
+class SampleChanges:
+    """What becomes of a store's samples whose images are rejected, unreadable or gone: a part of the result of a run."""
 
-    rejected: list[str]  # ids of samples whose images are now rejected
-    pruned: Pruning
+    pruned: int  # samples dropped because their images are no longer in the source
+    pruned_ids: list[str]  # of these and the following, at most NAMED_IDS
+    not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
+    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --prune allows
+    not_in_source: int  # samples that are kept though their images are no longer in the source
+    not_in_source_ids: list[str]
+    dropped: int  # samples dropped because their images are now rejected
+    dropped_ids: list[str]
+    kept_unreadable: int  # samples whose images or captions could not be read; they are kept
+    kept_unreadable_ids: list[str]
+    kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
     too_many_rejects: bool  # more than --max-rejects: nothing is dropped
 
 
-def drops(config: PackConfig, store: Store, outline: Outline, account: RunSummary) -> Drops:
-    """Choose the samples of a store's generation that a run drops."""
-    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
-    pruned = Pruning(digests=[], ids=[])
-    if config.prune is not None:
-        limit = prune_limit(config.prune)
-        pruned = pruning(store, config.source, outline, account, limit, too_many=too_many)
-    return Drops(rejected=[] if too_many else account.dropped, pruned=pruned, too_many_rejects=too_many)
+def sample_changes(
+    config: PackConfig, store: Store, outline: Outline, account: RunSummary
+) -> tuple[list[bytes], dict[str, Any]]:
+    """Return the digests of the samples of a store's generation that a run drops, and the fields of `SampleChanges`.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pruning:
-    """The samples that `--prune` drops."""
-
-    digests: list[bytes]
-    ids: list[str]  # at most NAMED
-    why_not: str | None = None  # why some or all of what is gone is kept
-    num_refused: int = 0  # samples that are kept because they are more than --prune allows
-
-
-def pruning(store: Store, source: str, outline: Outline, account: RunSummary, limit: Limit, *, too_many: bool) -> Pruning:
-    """Choose the samples to prune; none if they are more than `limit`.
-
-    None either if any image was unreadable, since others may only be out of reach. Samples below an existing empty folder are
-    kept: it may be the mount point of an unmounted disk.
+    None is pruned if these are more than the limit. None either if any image was unreadable, since others may only be out of
+    reach. Samples below an existing empty folder are kept: it may be the mount point of an unmounted disk.
     """
-    if too_many:
-        return Pruning(digests=[], ids=[], why_not="more images were rejected than --max-rejects allows")
-    if account.unreadable:
-        return Pruning(digests=[], ids=[], why_not=_why_unread(account))
-    found = _gone(store, source, outline)
-    number, of = len(found.digests), store.manifest.samples
-    if limit.allows(number, of=of):
-        return found
-    why = f"{number} of {counted(of, 'sample')} would be dropped, --prune allows {limit}"
-    return Pruning(digests=[], ids=[], why_not=why, num_refused=number)
+    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
+    rejected = [] if too_many else account.dropped
+    gone = not_in_source(store, outline)
+    pruned, pruned_ids, why, num_refused = list[bytes](), list[str](), None, 0
+    if config.prune is not None and too_many:
+        why = "more images were rejected than --max-rejects allows"
+    elif config.prune is not None and account.unreadable:
+        why = _why_unread(account)
+    elif config.prune is not None:
+        limit = prune_limit(config.prune)
+        pruned, pruned_ids, why = _prunable(config.source, outline, gone)
+        if not limit.allows(len(pruned), of=store.manifest.samples):
+            of, num_refused = counted(store.manifest.samples, "sample"), len(pruned)
+            why = f"{num_refused} of {of} would be dropped, --prune allows {limit}"
+            pruned, pruned_ids = [], []
+    if not pruned:
+        kept_ids = gone.ids(NAMED_IDS)
+    else:
+        are_pruned = {*pruned}
+        kept_ids = [] if len(pruned) == len(gone) else [one for one in gone.ids() if sample_digest(one) not in are_pruned]
+    return [*map(sample_digest, rejected), *pruned], {
+        "pruned": len(pruned),
+        "pruned_ids": pruned_ids,
+        "not_pruned": why,
+        "not_pruned_beyond_limit": num_refused,
+        "not_in_source": len(gone) - len(pruned),
+        "not_in_source_ids": kept_ids[:NAMED_IDS],
+        "dropped": len(rejected),
+        "dropped_ids": rejected[:NAMED_IDS],
+        "kept_unreadable": len(account.kept),
+        "kept_unreadable_ids": account.kept[:NAMED_IDS],
+        "kept_beyond_limit": len(account.dropped) - len(rejected),
+        "too_many_rejects": too_many,
+    }
 
 
 def _why_unread(account: RunSummary) -> str:
@@ -113,16 +127,15 @@ def _why_unread(account: RunSummary) -> str:
     return f"{found}: {first} ({detail}); {steps}, and prune again"
 
 
-def _gone(store: Store, source: str, outline: Outline) -> Pruning:
-    """Choose all samples that the source no longer has, except those below an empty folder."""
-    gone = not_in_source(store, outline)
-    inside = tuple(f"{folder}/" for folder in outline.empty_folders)
+def _prunable(source: str, outline: Outline, gone: Gone) -> tuple[list[bytes], list[str], str | None]:
+    """Return the digests and first ids of the samples to prune: all but those below an empty folder; and why not these."""
+    inside = tuple(f"{folder}/" for folder in outline.listing.empty_folders)
     ids = gone.ids() if inside else []
     kept = next((sample_id for sample_id in ids if sample_id.startswith(inside)), None)
     if kept is None:
-        return Pruning(digests=gone.digests(), ids=gone.ids(NAMED_IDS))
-    folder = next(folder for folder in outline.empty_folders if kept.startswith(f"{folder}/"))
+        return gone.digests(), gone.ids(NAMED_IDS), None
+    folder = next(folder for folder in outline.listing.empty_folders if kept.startswith(f"{folder}/"))
     path = f"{source.rstrip('/')}/{folder}"
     why = f"{path} is empty, like the mount point of an unmounted disk; remove the folder if its images are gone"
     pruned = [sample_id for sample_id in ids if not sample_id.startswith(inside)]
-    return Pruning(digests=[*map(sample_digest, pruned)], ids=pruned[:NAMED_IDS], why_not=why)
+    return [*map(sample_digest, pruned)], pruned[:NAMED_IDS], why

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.files.regular_file import read_regular, why_unread
-from bucketline.pack_options import pack_options
 from bucketline.store.format.block import IMAGE_AXES
+from bucketline.store.format.columns import PLAIN_FAMILY
 from bucketline.store.prompt_file import MAX_PROMPTS, Prompt, encode_prompts
 from bucketline.typed_json import first_difference
 
@@ -64,13 +64,14 @@ def _settings(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
     """Return the settings with which a store's captions were encoded."""
     from bucketline.ingest.encoders.text_columns import TextSettings
 
-    options = pack_options({"encoders": manifest.encoders})
-    length = options.get("--max-tokens")
+    imported = manifest.rules.get("import")
+    rules = imported if isinstance(imported, dict) else manifest.rules
+    length = rules.get("max_tokens")
     return TextSettings(
         stored_dtype=str(text.get("stored_dtype")),
-        encode_dtype=str(options.get("--encode-dtype") or "F32"),
+        encode_dtype=str(rules.get("encode_dtype") or "F32"),
         max_tokens=length if isinstance(length, int) else None,
-        is_plain=options.get("--text") is not None,
+        is_plain=text.get("family") == PLAIN_FAMILY,
     )
 
 

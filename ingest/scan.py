@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.files.redact import redacted
+from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.ingest.images.crop import Framing, crop_limit, crop_losses_as_json, upscale_limit
+from bucketline.ingest.images.crop import crop_losses_as_json
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -25,6 +26,7 @@ from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import ScanConfig
+    from bucketline.ingest.images.crop import Framing
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
@@ -113,14 +115,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     started = time.monotonic()
     grid = _grid(config)
     source = open_source(config.source, config)
-    # the background affects neither the bucket nor whether an image is packed
-    framing = Framing(
-        grid=grid,
-        crop=config.crop,
-        max_upscale=upscale_limit(config.max_upscale),
-        max_crop=crop_limit(config.max_crop),
-        min_size_px=config.min_size_px,
-    )
+    framing = framing_of(config, grid)
     listing = config.listing_of(source)
     seen: list[_Seen] = []
     too_cropped: list[tuple[str, Placement]] = []

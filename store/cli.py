@@ -32,7 +32,6 @@ COMMANDS = commands(
 
 
 def main(args: Sequence[str] | None = None, prog: str = "store") -> int:
-    """Parse the arguments and run a `store` subcommand."""
     return run_one_of(prog, __doc__ or "", COMMANDS, args)
 
 

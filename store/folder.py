@@ -161,7 +161,6 @@ class LocalFolder:
     is_read_only = False
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self.path = path
 
     def __repr__(self) -> str:

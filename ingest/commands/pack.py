@@ -24,19 +24,16 @@ from bucketline.files.redact import redacted
 from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
+from bucketline.ingest.other_options import STORED_OPTIONS
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
-from bucketline.pack_options import FIELDS, shown_option
 from bucketline.store.commands.place import shown
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from bucketline.ingest.dry_run import DryRun
+    from bucketline.ingest.listing_diff import SampleChanges
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.sources.dataset_file import DatasetEntry
-
-
-RULES = frozenset(option.removeprefix("--").replace("-", "_") for option in FIELDS) - {"max_crop"}
-"""The fields of the options that a store records, but `max_crop`, whose default is the store's anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import with_dataset_file
 
         options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
-        return replace(options, left_out=(RULES | {"model"}) - given)
+        return replace(options, left_out=frozenset((*STORED_OPTIONS, "model")) - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""
@@ -113,7 +110,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         """Print the rules that are taken from the store, of one of several sources with its name."""
         from bucketline.ingest.packing.stored_rules import changed_rules
 
-        rules = ", ".join(shown_option(option, value) for option, value in changed_rules(asked, own).items())
+        rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:
             print(f"{name}as the store was packed: {printable(rules)}")
 
@@ -237,7 +234,8 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
-    _print_dropped_and_kept(summary, config)
+    _print_sample_changes(summary, config)
+    _print_ids(("kept, with the captions of the rules before", summary.captions_as_before, []))
     if summary.text_error is not None:
         print(f"  error of the quantised text: {summary.text_error}")
     print(
@@ -262,14 +260,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if report.too_many_rejects:
         print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
-    if report.not_pruned:
-        print(f"  not pruned: {printable(report.not_pruned)}")
-    _print_ids(
-        ("would be dropped, because rejected now", report.dropped, report.dropped_ids),
-        ("would be dropped, because no longer in the source", report.pruned, report.pruned_ids),
-        ("cannot be read now, but kept in the store", report.kept_unreadable, report.kept_unreadable_ids),
-    )
-    _print_gone(report.not_in_source, report.not_in_source_ids, is_pruning=config.prune is not None)
+    _print_sample_changes(report, config)
     if report.pending_shards:
         shards = counted(report.pending_shards, "shard")
         print(f"  an interrupted run left {shards}, which a pack adopts first; their images are counted as new")
@@ -295,18 +286,18 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
         )
 
 
-def _print_dropped_and_kept(summary: PackResult, config: PackConfig) -> None:
-    """Print what happened to rows whose images were rejected, unreadable or missing."""
+def _print_sample_changes(summary: SampleChanges, config: PackConfig) -> None:
+    """Print what happens, or would happen, to rows whose images are rejected, unreadable or missing."""
+    would = "would be " if config.dry_run else ""
     if summary.not_pruned:
         print(f"  not pruned: {printable(summary.not_pruned)}")
     _print_ids(
-        ("dropped, because rejected now", summary.dropped, summary.dropped_ids),
-        ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
+        (f"{would}dropped, because rejected now", summary.dropped, summary.dropped_ids),
+        (f"{would}dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
         ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
         ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
     )
     _print_gone(summary.not_in_source, summary.not_in_source_ids, is_pruning=config.prune is not None)
-    _print_ids(("kept, with the captions of the rules before", summary.captions_as_before, []))
 
 
 def _print_gone(count: int, first: list[str], *, is_pruning: bool) -> None:

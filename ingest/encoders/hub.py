@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from bucketline.errors import ModelError
@@ -13,16 +12,11 @@ _TIMEOUT_S = 10.0
 _CONFIG = "/config.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubSnapshot:
-    """A model in the hub's cache."""
+def snapshot(name: str) -> tuple[Path, tuple[str, ...] | None]:
+    """Return the folder of a hub model's commit in the cache, named after it, with its configurations downloaded.
 
-    path: Path  # folder of one commit; named after it
-    files: tuple[str, ...] | None  # paths of all files on the hub; None if it could not be reached
-
-
-def snapshot(name: str) -> HubSnapshot:
-    """Return a model of a hub with its configurations downloaded, or as it is in the cache if the hub cannot be reached."""
+    Also return the paths of all files on the hub; None if it could not be reached, and the folder is as it was.
+    """
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -44,7 +38,7 @@ def snapshot(name: str) -> HubSnapshot:
         try:
             # no pattern: no file has to be there, since parts that were never used were never downloaded either
             path = snapshot_download(name, local_files_only=True, allow_patterns=[])
-            return HubSnapshot(path=Path(path), files=None)
+            return Path(path), None
         except LocalEntryNotFoundError:
             raise ModelError(
                 f"{name} is not a local folder, and the hub could not be reached ({error_line(error)}); "
@@ -62,7 +56,7 @@ def snapshot(name: str) -> HubSnapshot:
             f"{name}: its configuration cannot be downloaded from the hub: {error_line(error)}; "
             "log in with `hf auth login`, or try again"
         ) from error
-    return HubSnapshot(path=paths[-1], files=files)
+    return paths[-1], files
 
 
 def downloaded(name: str, files: list[str], revision: str) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.vae import VaeEncoder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentRow:
-    """The latent columns of an image, or why they cannot be stored."""
-
-    columns: Mapping[str, NDArray[Any]]  # by name, [C, h, w] as stored
-    problem: str | None
-
-
 class LatentColumns:
     """Encodes images into the latent columns of a bucket."""
 
@@ -43,12 +34,15 @@ class LatentColumns:
         shape = (self._vae.stored_channels, height_px // self._vae.downscale, width_px // self._vae.downscale)
         return tuple(Column(name=name, dtype=self._vae.stored_dtype, shape=shape) for name in self._names)
 
-    def encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[LatentRow]:
-        """Encode images of one size, given as id and pixels `[H, W, 3]`, and return their rows in order."""
+    def encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
+        """Encode images of one size, given as id and pixels `[H, W, 3]`.
+
+        Return in order each image's columns by name, `[C, h, w]` as stored, or why they cannot be stored.
+        """
         height, width = images[0][1].shape[:2]
         return self._halving(images, f"{height}x{width} px")
 
-    def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[LatentRow]:
+    def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
         pixels = np.stack([own for _, own in images])
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name in self._names:
@@ -59,10 +53,9 @@ class LatentColumns:
             for n in range(len(images))
         ]
 
-    def _row(self, found: Mapping[str, tuple[torch.Tensor, bool]]) -> LatentRow:
-        bad = next((name for name, (_, is_finite) in found.items() if not is_finite), None)
-        problem = None
-        if bad is not None:
-            what = "NaN" if bool(torch.isnan(found[bad][0]).any()) else "infinite, or beyond the dtype's range"
-            problem = f"{bad} as {self._vae.stored_dtype}: {what}"
-        return LatentRow(columns={name: as_stored(latent) for name, (latent, _) in found.items()}, problem=problem)
+    def _row(self, found: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, NDArray[Any]] | str:
+        for name, (latent, is_finite) in found.items():
+            if not is_finite:
+                what = "NaN" if bool(torch.isnan(latent).any()) else "infinite, or beyond the dtype's range"
+                return f"{name} as {self._vae.stored_dtype}: {what}"
+        return {name: as_stored(latent) for name, (latent, _) in found.items()}

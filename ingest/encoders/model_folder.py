@@ -180,7 +180,9 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
 
     `config`: for a single file, the folder of its configurations, or the name of a model on a hub that has the same.
     """
-    model = _found(name, config)
+    if (model := local_model(name, config)) is None:
+        path, files = snapshot(name)
+        model = ModelFolder(name=name, path=path, hub_files=files, is_unreached=files is None)
     model.refuse_other_classes()
     model.refuse_other_model()
     return model
@@ -201,10 +203,3 @@ def local_model(name: str, config: str | None = None) -> ModelFolder | None:
             "(vae/, text_encoder/, tokenizer/), a .safetensors file, or a hub name such as owner/model"
         )
     return None
-
-
-def _found(name: str, config: str | None) -> ModelFolder:
-    if (model := local_model(name, config)) is not None:
-        return model
-    found = snapshot(name)
-    return ModelFolder(name=name, path=found.path, hub_files=found.files, is_unreached=found.files is None)

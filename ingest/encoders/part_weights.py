@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -14,27 +13,16 @@ if TYPE_CHECKING:
 WEIGHT_BYTES = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "int8": 1.1, "nf4": 0.6}  # quantised: with scales and what stays in BF16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartWeights:
-    """The weights of a part."""
+def part_weights(model: ModelFolder, name: str, bases: tuple[str, ...]) -> tuple[int, set[str]]:
+    """Return how many weights a part has, 0 if its files are not safetensors, and their dtypes by safetensors name.
 
-    number: int
-    dtypes: frozenset[str]  # by safetensors name
-
-    def num_bytes(self, dtype: str) -> int:
-        """Return the memory that they take in an encode dtype, roughly if that is quantised."""
-        return int(self.number * WEIGHT_BYTES[dtype])
-
-
-def part_weights(model: ModelFolder, name: str, bases: tuple[str, ...]) -> PartWeights | None:
-    """Return a part's weights, None if its files are not safetensors; those of a hub are downloaded."""
+    The files of a hub are downloaded. Of a model in a single file no dtype is returned.
+    """
     if model.file is not None and model.file.has(name):
-        number = sum(prod(shape) for shape in model.file.shapes_of(name).values())
-        return PartWeights(number=number, dtypes=frozenset())
-    number, dtypes = 0, set()
-    files = model.weight_files(name, bases)
-    for path in files:
+        return sum(prod(shape) for shape in model.file.shapes_of(name).values()), set()
+    number, dtypes = 0, set[str]()
+    for path in model.weight_files(name, bases):
         for dtype, shape in file_tensors(path, f"{model.name}: {name}/{path.name}").values():
             number += prod(shape)
             dtypes.add(dtype)
-    return PartWeights(number=number, dtypes=frozenset(dtypes)) if files else None
+    return number, dtypes

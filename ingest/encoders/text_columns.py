@@ -48,15 +48,6 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaptionLength:
-    """The length of a caption, measured without encoding it."""
-
-    num_tokens: int  # stored tokens
-    is_too_long: bool  # predicts `Embedding.is_truncated`
-    cuts: tuple[Cut, ...] = ()  # as in `Embedding`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """Settings of a caption encoder."""
 

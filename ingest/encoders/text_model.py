@@ -33,47 +33,23 @@ UNNAMED = "?"  # an architecture that the configuration does not name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerPart:
-    """A tokenizer, and the configuration of its encoder."""
-
-    tokenizer: Any  # its `model_max_length` is `limit`, if not None
-    config: Any
-    limit: int | None  # most tokens that tokenizer and encoder accept; None if neither sets a limit
-
-    @property
-    def architecture(self) -> str:
-        """The class that the weights were saved from; UNNAMED if the configuration does not name it."""
-        return architecture_of(vars(self.config))
-
-    @property
-    def is_clip(self) -> bool:
-        """True for a CLIP text encoder, to which models attend at every position."""
-        return self.architecture.startswith("CLIPText") or self.config.model_type == "clip_text_model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextPart:
     """A tokenizer and its loaded encoder."""
 
-    tokenizer: Any
+    tokenizer: Any  # its `model_max_length` is `limit`, if not None
     encoder: Any
-    limit: int | None  # as in `TokenizerPart`
+    limit: int | None  # most tokens that tokenizer and encoder accept; None if neither sets a limit
     provenance: dict[str, Json]
 
 
-def named_architecture(architectures: object) -> str:
-    """Return the first entry of a configuration's `architectures`; UNNAMED if there is none.
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the class that a configuration's weights were saved from, in transformers or diffusers; UNNAMED if it has none.
 
-    >>> named_architecture(["BertModel"]), named_architecture({"BertModel": 1})
+    >>> architecture_of({"architectures": ["BertModel"]}), architecture_of({"architectures": {"BertModel": 1}})
     ('BertModel', '?')
     """
-    first = architectures[0] if isinstance(architectures, list) and architectures else None
-    return first if isinstance(first, str) else UNNAMED
-
-
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """Return the class that a configuration's weights were saved from, in transformers or diffusers; UNNAMED if it has none."""
-    return named_architecture(config.get("architectures") or [config.get("_class_name")])
+    found = config.get("architectures") or [config.get("_class_name")]
+    return found[0] if isinstance(found, list) and isinstance(found[0], str) else UNNAMED
 
 
 def token_counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:  # noqa: ANN401 - any transformers tokenizer
@@ -92,8 +68,8 @@ def cut_of(encoder: str, tokenizer: Any, caption: str, num_tokens: int, limit: i
     return Cut(encoder=encoder, tokens=num_tokens, limit=limit, cut=tail.strip()[:MAX_CUT_CHARS])
 
 
-def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: str) -> TokenizerPart:
-    """Load a tokenizer and its encoder's config.json."""
+def _tokenizer(model: ModelFolder, encoder_name: str, tokenizer_name: str) -> tuple[Any, str, int | None]:
+    """Return a tokenizer, the architecture of its encoder, and the most tokens that both accept, None for any."""
     import transformers
 
     tokenizer_part, encoder_part = model.part(tokenizer_name), model.part(encoder_name)
@@ -115,7 +91,7 @@ def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: s
     limit = min((int(n) for n in limits if n is not None and n < 1 << 30), default=None)
     if limit is not None:
         tokenizer.model_max_length = limit
-    return TokenizerPart(tokenizer=tokenizer, config=config, limit=limit)
+    return tokenizer, architecture_of(vars(config)), limit
 
 
 def load_text_part(
@@ -131,11 +107,11 @@ def load_text_part(
     import diffusers
     import transformers
 
-    part = load_tokenizer_part(model, encoder_name, tokenizer_name)
+    tokenizer, architecture, limit = _tokenizer(model, encoder_name, tokenizer_name)
     transformers.logging.disable_progress_bar()
     encoder, spared = model.from_file(encoder_name), frozenset[str]()
     if encoder is None:
-        kind = _model_class(part.architecture)
+        kind = _model_class(architecture)
         is_diffusers = issubclass(kind, diffusers.ModelMixin)
         bases = DIFFUSERS if is_diffusers else TRANSFORMERS
         weights, own = model.weights(encoder_name, bases), _loading_dtype(model, encoder_name, dtype, bases)
@@ -147,7 +123,7 @@ def load_text_part(
         "class": type(encoder).__name__,
         "config_hash": config_hash(model.config(encoder_name) or {}),
         "weights_hash": weights_hash(encoder, but=spared),
-        "tokenizer_hash": tokenizer_hash(part.tokenizer),
+        "tokenizer_hash": tokenizer_hash(tokenizer),
         "dtype": dtype,
     }
     encoder.eval().requires_grad_(requires_grad=False)
@@ -155,7 +131,7 @@ def load_text_part(
         quantise_layers(encoder, WeightFormat(dtype), device, _EncoderLinear)
     _cast(encoder, UNQUANTISED if dtype in QUANTISED_WEIGHTS else dtype)
     encoder = encoder.to(device)
-    return TextPart(tokenizer=part.tokenizer, encoder=encoder, limit=part.limit, provenance=provenance)
+    return TextPart(tokenizer=tokenizer, encoder=encoder, limit=limit, provenance=provenance)
 
 
 def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any model of transformers or diffusers
@@ -179,8 +155,8 @@ def _loading_dtype(model: ModelFolder, name: str, dtype: str, bases: tuple[str, 
 
     Such weights are mapped from the files, not copied. The others are F32 in any case, or become it when they are hashed.
     """
-    found = None if dtype == "F32" else part_weights(model, name, bases)
-    alone = next(iter(found.dtypes)) if found is not None and len(found.dtypes) == 1 else "F32"
+    _, dtypes = (0, set[str]()) if dtype == "F32" else part_weights(model, name, bases)
+    alone = next(iter(dtypes)) if len(dtypes) == 1 else "F32"
     return TORCH_DTYPES[alone if alone in ("F16", "BF16") else "F32"]
 
 

@@ -39,37 +39,16 @@ class Grid:
     sizes: tuple[Size, ...]
 
 
+def _sizes(text: str) -> tuple[Size, ...]:
+    return tuple(Size(*map(int, size.split("x"))) for size in text.split(","))
+
+
 # From the SDXL paper, appendix I, height first. It lists 704x1344 but not 1344x704; all other sizes come in both orientations.
-SDXL_SIZES = tuple(
-    Size(height, width)
-    for height, widths in {
-        512: (1856, 1920, 1984, 2048),
-        576: (1664, 1728, 1792),
-        640: (1536, 1600),
-        704: (1344, 1408, 1472),
-        768: (1280, 1344),
-        832: (1152, 1216),
-        896: (1088, 1152),
-        960: (1024, 1088),
-        1024: (960, 1024),
-        1088: (896, 960),
-        1152: (832, 896),
-        1216: (832,),
-        1280: (768,),
-        1344: (768,),
-        1408: (704,),
-        1472: (704,),
-        1536: (640,),
-        1600: (640,),
-        1664: (576,),
-        1728: (576,),
-        1792: (576,),
-        1856: (512,),
-        1920: (512,),
-        1984: (512,),
-        2048: (512,),
-    }.items()
-    for width in widths
+SDXL_SIZES = _sizes(
+    "512x1856,512x1920,512x1984,512x2048,576x1664,576x1728,576x1792,640x1536,640x1600,704x1344,704x1408,704x1472,768x1280,"
+    "768x1344,832x1152,832x1216,896x1088,896x1152,960x1024,960x1088,1024x960,1024x1024,1088x896,1088x960,1152x832,1152x896,"
+    "1216x832,1280x768,1344x768,1408x704,1472x704,1536x640,1600x640,1664x576,1728x576,1792x576,1856x512,1920x512,1984x512,"
+    "2048x512"
 )
 
 
@@ -117,7 +96,7 @@ def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None =
         sizes = _token_sizes(text, int(match[1]), side)
         name = f"tokens:{match[1]}:{side}"
     else:
-        sizes = [Size(*map(int, size.split("x"))) for size in text.split(",")]
+        sizes = _sizes(text)
         name = text
     ordered = tuple(sorted(set(sizes)))
     _check(text, ordered, align_px)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.typed_json import Json
 
 
 RESAMPLING = "lanczos"
@@ -69,19 +68,6 @@ class Framing:
             )
         return placement
 
-    def as_rules(self) -> dict[str, Json]:
-        """Return the rules as they appear in the store's fingerprint."""
-        return {
-            "grid": self.grid.name,
-            "resampling": RESAMPLING,
-            "crop": self.crop.value,
-            "max_upscale": None if self.max_upscale is None else float(self.max_upscale),
-            "max_crop": None if self.max_crop is None else float(self.max_crop),
-            "background": self.background,
-            "min_size_px": self.min_size_px,
-            "jpeg_draft": self.jpeg_draft,
-        }
-
 
 def upscale_limit(number: float | None) -> Fraction | None:
     """Return `max_upscale` as an exact decimal fraction; None if there is no limit.
@@ -103,12 +89,6 @@ def crop_limit(share: float | None) -> Fraction | None:
     if share is not None and not 0.0 < share <= 1.0:
         raise UsageError(f"--max-crop is {share:g}, expected a share of the area above 0 and at most 1, such as 0.5")
     return None if share is None or share == 1.0 else Fraction(str(share))
-
-
-def stored_max_crop(rules: Mapping[str, Json]) -> float | None:
-    """Return the limit that a store was made with; None if it has none."""
-    stored = rules.get("max_crop")
-    return float(stored) if isinstance(stored, (int, float)) else None
 
 
 def _percent(share: Fraction) -> str:

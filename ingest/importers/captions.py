@@ -16,8 +16,7 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.rows import SOURCE
 from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.pack_options import PLAIN_FAMILY
-from bucketline.store.format.columns import TOKENS
+from bucketline.store.format.columns import PLAIN_FAMILY, TOKENS
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:

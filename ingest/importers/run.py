@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from bucketline.store.commands.place import bar_of_bytes, shown
 from bucketline.store.sync.working import sender_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import CacheEntry
@@ -60,8 +60,9 @@ def import_cache(config: ImportConfig) -> ImportResult:
             if not config.dry_run and (plan.store is None or plan.changed):
                 published = _write(config, plan, model, target, summary, check)
             else:
-                for row in _rows(config, plan, summary, check):
-                    _count(row, summary)
+                with closing(_rows(config, plan, summary, check)) as rows:
+                    for row in rows:
+                        _count(row, summary)
                 check_identity(len(plan.changed), summary)
     return _result(config, plan, target, joined_summaries([summary]), published, time.monotonic() - started)
 
@@ -114,8 +115,9 @@ def _write(
                 send_sealed()
 
         try:
-            for row in _rows(config, plan, summary, check):
-                add(row)
+            with closing(_rows(config, plan, summary, check)) as rows:
+                for row in rows:
+                    add(row)
             add(None)
             writer.seal()
             send_sealed()
@@ -133,7 +135,7 @@ def _write(
         return manifest
 
 
-def _rows(config: ImportConfig, plan: ImportPlan, summary: RunSummary, check: Callable[[], None]) -> Iterator[ImportedRow]:
+def _rows(config: ImportConfig, plan: ImportPlan, summary: RunSummary, check: Callable[[], None]) -> Generator[ImportedRow]:
     """Yield the rows of what is new in order, read ahead by threads; count the others. `check` may raise between them."""
 
     def row(entry: CacheEntry) -> ImportedRow | RejectedError:

@@ -81,7 +81,10 @@ class NamedVae:
         """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled."""
         channels = self.channels * (_PATCH_PX**2 if scaling is Scaling.PACKED else 1)
         if latent.shape[0] != channels:
-            raise RejectedError(Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {channels}")
+            packed = f", packed {channels}" if channels != self.channels else ""
+            raise RejectedError(
+                Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {self.channels}{packed}"
+            )
         values: NDArray[Any] = latent.float().numpy()
         if scaling is not Scaling.NONE:
             with np.errstate(all="ignore"):  # what is not finite is rejected, not warned about

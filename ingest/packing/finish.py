@@ -11,7 +11,7 @@ import numpy as np
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.ingest.images.crop import crop_losses_as_json
-from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
+from bucketline.ingest.listing_diff import NAMED_IDS, SampleChanges, sample_changes
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
 from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED
@@ -26,7 +26,7 @@ from bucketline.ingest.summary import (
     rejects_as_lines,
     without_caption_as_lines,
 )
-from bucketline.pack_options import PLAIN_FAMILY
+from bucketline.store.format.columns import PLAIN_FAMILY
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import as_keys
 
@@ -43,7 +43,7 @@ _MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackResult:
+class PackResult(SampleChanges):
     """Result of a run, as `ingest pack --json` prints it."""
 
     found: int
@@ -65,18 +65,6 @@ class PackResult:
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
-    not_in_source: int  # samples of the store whose images are no longer in the source; they are kept
-    not_in_source_ids: list[str]  # at most ten
-    pruned: int  # samples dropped because their images are no longer in the source
-    pruned_ids: list[str]  # at most ten
-    not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
-    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --prune allows
-    dropped: int  # samples dropped because their images are now rejected
-    dropped_ids: list[str]  # at most ten
-    kept_unreadable: int  # samples whose images or captions could not be read; they are kept
-    kept_unreadable_ids: list[str]  # at most ten
-    kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
-    too_many_rejects: bool  # more than --max-rejects
     text_error: TextError | None  # of the store's captions, if their tokens are quantised
     payload_bytes: int
     disk_bytes: int
@@ -93,54 +81,38 @@ def finish(run: PackRun) -> PackResult:
     assert run.plan is not None
     assert run.newest is not None
     before = run.plan.manifest
-    dropping = drops(config, target.open(before), outline, account)
-    rejected, pruned = dropping.rejected, dropping.pruned
-    dropped = [*map(sample_digest, rejected), *pruned.digests]
+    dropped, changes = sample_changes(config, target.open(before), outline, account)
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
+    published = target.publish(run.newest, run.sealed, dropped, {**run.newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
-    store = target.open(published)
-    _write_long_captions(config.store / LONG_CAPTIONS, store, run.sealed, account)
-    gone = not_in_source(store, outline)
-    gone_ids = gone.ids(NAMED_IDS)
+    _write_long_captions(config.store / LONG_CAPTIONS, target.open(published), run.sealed, account)
     target.send_lists()
     remove_kept_captions(config.store)
-    kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(before.rules)
+    as_before = changes["not_in_source"] + changes["kept_unreadable"] + changes["kept_beyond_limit"]
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
         found=outline.num_items,
         packed=account.packed,
         latents_kept=account.latents_kept,
         recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
-        captions_as_before=len(gone) + len(account.kept) + kept_beyond_limit if change else 0,
+        captions_as_before=as_before if change else 0,
         unchanged=account.unchanged,
         rejected=len(account.rejects),
         without_caption=account.without_caption,
-        captions_from=outline.captions_from,
-        notes=[*outline.notes, *unnoted, *_notes_about_encoders(config, before, account)],
+        captions_from=dict(outline.listing.captions_from.most_common()),
+        notes=[*outline.listing.notes, *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
         captions_cut=account.num_cut,
         captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED_IDS],
         captions_beyond=account.captions_beyond,
-        captions_without_image=outline.orphans,
-        passed_over=outline.passed_over,
+        captions_without_image=outline.listing.orphans,
+        passed_over=outline.listing.passed_over,
         rejected_by_reason=by_reason(account),
-        not_in_source=len(gone),
-        not_in_source_ids=gone_ids,
-        pruned=len(pruned.digests),
-        pruned_ids=pruned.ids,
-        not_pruned=pruned.why_not,
-        not_pruned_beyond_limit=pruned.num_refused,
-        dropped=len(rejected),
-        dropped_ids=rejected[:NAMED_IDS],
-        kept_unreadable=len(account.kept),
-        kept_unreadable_ids=account.kept[:NAMED_IDS],
-        kept_beyond_limit=kept_beyond_limit,
-        too_many_rejects=dropping.too_many_rejects,
+        **changes,
         text_error=published.text_error,
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),

@@ -10,13 +10,10 @@ from bucketline.command_line import counted
 from bucketline.families.family import Padding
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
-from bucketline.ingest.config import framing_of
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import unknown
-from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options
 from bucketline.ingest.packing.packed_model import note_model
-from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
 from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.open_source import open_source
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.write.publish import StoreTarget
-    from bucketline.typed_json import Json
 
 
 def opened_source(config: PackConfig) -> Source:
@@ -76,13 +72,14 @@ def prepare(
     grid = model_grid(config.grid, model, facts.downscale)
     contents = Schema(
         encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
-        rules=rules_of(config, grid, existing),
+        rules=recorded_rules(config, grid.name),
         max_captions=config.max_captions,
         text=text_entry(facts.columns),
     )
     is_recaptioned = False
     if existing is not None:
-        refuse_other_options(config, existing, contents)
+        refuse_other_options(config, existing, contents.encoders, contents.rules)
+        contents.rules.update({name: existing.rules.get(name) for name in CAPTION_OPTIONS})
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
     most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
     store = None if existing is None else target.open(existing)
@@ -91,23 +88,6 @@ def prepare(
     if existing is None:
         note_model(config, is_compared=True)  # so that an interrupted run is continued without it
     return manifest
-
-
-def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
-    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
-    return {
-        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
-        "flip": config.flip,
-        "split": config.held_out.as_json(),
-        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
-    }
-
-
-def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
-    """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
-    if config.max_crop is not None:
-        return config.max_crop
-    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)
 
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.other_options import recorded_options
+from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, shown_option, stored_options
 from bucketline.ingest.packing.target import newest_whole
-from bucketline.pack_options import CAPTION_OPTIONS, pack_options
 from bucketline.store.folder import LocalFolder
+from bucketline.typed_json import TypedJsonError, decode_field
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
@@ -34,46 +32,19 @@ def with_stored_rules(config: PackConfig) -> PackConfig:
         manifest = newest_whole(objects)
     if manifest is None or "import" in manifest.rules:
         return config
-    stored = {
-        option.removeprefix("--").replace("-", "_"): value
-        for option, value in pack_options(recorded_options(manifest)).items()
-        if not (config.recaption and option in CAPTION_OPTIONS)
-    }
-    if not _is_grid(stored.get("grid")):  # of a store that another program wrote
-        stored.pop("grid", None)
-    return replace(
-        config, **{name: _as(getattr(config, name), value) for name, value in stored.items() if name in config.left_out}
-    )
-
-
-def changed_rules(before: PackConfig, after: PackConfig) -> dict[str, Json]:
-    """Return the options that `with_stored_rules` has changed, by name."""
-    names = sorted(before.left_out)
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in names}
-    found = {name: _plain(new) for name, (old, new) in pairs.items() if old != new}
-    return {f"--{name.replace('_', '-')}": None if value is False else value for name, value in found.items()}
-
-
-def _is_grid(text: Json) -> bool:
+    names = config.left_out - {*(CAPTION_OPTIONS if config.recaption else ())}
+    stored = {name: value for name, value in stored_options(manifest).items() if name in names}
     try:
-        parse_grid(str(text), step_px=1, align_px=1, token_px=1)
-    except UsageError:
-        return False
-    return True
+        return replace(config, **{name: decode_field(type(config), name, value, name) for name, value in stored.items()})
+    except (TypedJsonError, UsageError):
+        return config  # of a store that another program wrote: `refuse_other_options` names what differs
 
 
-def _as(default: Any, value: Json) -> Any:  # noqa: ANN401 - the value of any option
-    """Return a recorded value as the option has it, whose default is given."""
-    if isinstance(default, Enum):
-        return type(default)(value)
-    if isinstance(default, bool):
-        return bool(value)
-    if isinstance(default, tuple):
-        return tuple(value) if isinstance(value, list) else ()
-    if default is None or value is None:
-        return value if default is None else type(default)()
-    return type(default)(value)
+def changed_rules(before: PackConfig, after: PackConfig) -> list[str]:
+    """Return the options that `with_stored_rules` has changed, as they are typed."""
+    old, new = (_options(config) for config in (before, after))
+    return [shown_option(name, value) for name, value in new.items() if old[name] != value]
 
 
-def _plain(value: Any) -> Json:  # noqa: ANN401 - the value of any option
-    return str(value) if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+def _options(config: PackConfig) -> dict[str, Json]:
+    return {**recorded_rules(config, config.grid), "max_captions": config.max_captions}

@@ -36,11 +36,7 @@ class Outline:
     keys: NDArray[np.bytes_]  # [N] digests of the ids, in the listing's order
     num_captions: NDArray[np.int32]  # [N]
     caption_chars: NDArray[np.int32]  # [C] lengths, image after image
-    orphans: list[str]
-    passed_over: list[str]
-    empty_folders: list[str]
-    captions_from: dict[str, int]  # number of images per origin of their captions, most frequent first
-    notes: list[str]
+    listing: Listing  # without its items
     without_caption: bytes  # lines of `without_caption.jsonl`, rejects included
 
     @property
@@ -98,11 +94,7 @@ def take_apart(listing: Listing, world_size: int) -> tuple[Outline, list[ItemPar
         keys=np.frombuffer(bytes(digests), dtype=KEY),
         num_captions=np.array(num_captions, dtype=np.int32),
         caption_chars=np.array(caption_chars, dtype=np.int32),
-        orphans=listing.orphans,
-        passed_over=listing.passed_over,
-        empty_folders=listing.empty_folders,
-        captions_from=dict(listing.captions_from.most_common()),
-        notes=listing.notes,
+        listing=listing,
         without_caption=bytes(without_caption),
     )
     return outline, slices

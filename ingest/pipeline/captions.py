@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.store.format.hashing import caption_digest
@@ -35,17 +35,6 @@ def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
     return quantised_caption(spec, digest, as_stored(embedding.tokens), fixed)
 
 
-class EncodedCaptions(Protocol):
-    """A source of captions' embeddings."""
-
-    @property
-    def empty(self) -> Caption: ...
-
-    def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
-        """Return captions in order; of one that cannot be stored, why."""
-        ...
-
-
 class FreshCaptions:
     """Encodes captions.
 
@@ -65,6 +54,7 @@ class FreshCaptions:
         self.empty = empty.caption
 
     def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
+        """Return captions in order; of one that cannot be stored, why."""
         return [self._stored(text, embedding) for text, embedding in zip(texts, self.embeddings(texts), strict=True)]
 
     def embeddings(self, texts: Sequence[str]) -> list[Embedding]:

@@ -14,7 +14,6 @@ import numpy as np
 from bucketline.errors import SourceError, StoreError
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.bucket_grid import Size
-from bucketline.ingest.images.crop import stored_max_crop
 from bucketline.ingest.images.decode import Decoded, decode_image, placed_by_header
 from bucketline.ingest.images.geometry import Placement
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -43,45 +42,11 @@ class KeptLatents:
     """The latent columns of a stored row, with verified checksum, and the placement of its image."""
 
     placement: Placement
-    split: str
     latents: Mapping[str, NDArray[Any]]  # by column, [C, h, w]
 
     @property
     def num_bytes(self) -> int:
         return sum(latent.nbytes for latent in self.latents.values())
-
-
-class KeptRows:
-    """Reads rows back from a store; safe to use from several threads.
-
-    A run has the rules and encoders of the store (its fingerprint), so an image with the same content has the same latents.
-    That includes sampled latents and random crops, which depend only on the id.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._names = {column.name for column in fixed_columns(store.manifest.max_captions)}
-        self._lock = threading.Lock()  # sidecars are mapped on first use
-
-    def read(self, sample_id: str, stored: PackedSample) -> KeptLatents | None:
-        """Return a sample's latents; None if its row is damaged or unreadable, so that the image must be encoded."""
-        try:
-            with self._lock:
-                record = self._store.record_of(stored.shard, sample_digest(sample_id))
-                row = checked_row(self._store, stored.shard, record)
-        except StoreError:
-            return None
-        spec = self._store.manifest.specs[record.bucket]
-        latents = {
-            column.name: np.frombuffer(row[column.name], dtype=column.numpy_dtype).reshape(column.shape)
-            for column in spec.columns
-            if column.name not in self._names
-        }
-        top, left, height, width = record.crop
-        placement = Placement(
-            bucket=Size(height, width), source=record.original_size, resized=record.resized, top=top, left=left
-        )
-        return KeptLatents(placement=placement, split=record.split, latents=latents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +118,10 @@ class ImageReader:
     def __init__(self, source: Source, store: Store, samples: PackedIndex, config: PackConfig, grid: Grid) -> None:
         """Read from `source`; `samples` is the index of this rank's samples in the store."""
         self._source, self._samples, self._config = source, samples, config
-        self._kept, self._held_out = KeptRows(store), config.held_out
-        self._framing = framing_of(config, grid, stored_max_crop(store.manifest.rules))
+        self._store, self._held_out = store, config.held_out
+        self._fixed = {column.name for column in fixed_columns(store.manifest.max_captions)}
+        self._lock = threading.Lock()  # sidecars are mapped on first use
+        self._framing = framing_of(config, grid)
         self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
     def read(self, item: SourceItem) -> ReadImage | None:
@@ -242,8 +209,27 @@ class ImageReader:
         return self._samples.find(sample_id) is not None
 
     def _with_kept_latents(self, item: SourceItem, compared: Compared) -> ReadImage | None:
-        """Return an unchanged image with its stored latents; None if its row cannot be read."""
+        """Return an unchanged image with its stored latents; None if its row is damaged or unreadable, so that it is encoded.
+
+        A run has the rules and encoders of the store, so an image with the same content has the same latents. That includes
+        sampled latents and random crops, which depend only on the id.
+        """
         stored, stamp = compared.stored, compared.stamp
-        if stored is None or stamp is None or (kept := self._kept.read(item.id, stored)) is None:
+        if stored is None or stamp is None:
             return None
-        return ReadImage(item=replace(item, held=None), image=kept, split=kept.split, stamp=stamp, content=stored.content)
+        try:
+            with self._lock:
+                record = self._store.record_of(stored.shard, sample_digest(item.id))
+                row = checked_row(self._store, stored.shard, record)
+        except StoreError:
+            return None
+        latents = {
+            column.name: np.frombuffer(row[column.name], dtype=column.numpy_dtype).reshape(column.shape)
+            for column in self._store.manifest.specs[record.bucket].columns
+            if column.name not in self._fixed
+        }
+        top, left, height, width = record.crop
+        bucket, source = Size(height, width), record.original_size
+        placement = Placement(bucket=bucket, source=source, resized=record.resized, top=top, left=left)
+        kept = KeptLatents(placement=placement, latents=latents)
+        return ReadImage(item=replace(item, held=None), image=kept, split=record.split, stamp=stamp, content=stored.content)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,6 @@ from bucketline.typed_json import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from bucketline.ingest.images.rejects import RejectedError
     from bucketline.ingest.parallel.shares import Share
@@ -111,12 +109,12 @@ class KeptCaptions:
         )
 
 
-class CaptionWriter:
-    """Adds captions to those that are kept."""
+class CaptionWriter(StoreWriter):
+    """Adds captions to those that are kept; after an error in its block, what was committed stays for the next run."""
 
     def __init__(self, path: Path, encoders: Mapping[str, object], spec: TextSpec, empty: Caption, shard_bytes: int) -> None:
-        self._spec = spec
-        self._writer = StoreWriter(
+        self._text_spec = spec
+        super().__init__(
             path,
             columns=[_NOTE],
             encoders=encoders,
@@ -125,30 +123,18 @@ class CaptionWriter:
             max_captions=1,
             shard_bytes=shard_bytes,
         )
-        self._held = ExitStack()
 
-    def __enter__(self) -> CaptionWriter:
-        self._held.enter_context(self._writer)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Publish what was added; after an error, what was committed stays for the next run."""
-        self._held.__exit__(kind, error, trace)
-
-    def __contains__(self, text: str) -> bool:
-        """Return whether a caption was added, by this run or one before."""
-        return _name(text) in self._writer
-
-    def add(self, text: str, found: EncodedCaption) -> None:
+    def add_caption(self, text: str, found: EncodedCaption) -> None:
         """Add a caption; `commit` makes it durable."""
         error = [] if found.caption.error is None else found.caption.error.tolist()
         note = json.dumps([found.is_truncated, [encode(cut) for cut in found.cuts], *error]).encode("ascii")
         note += b" " * (-len(note) % _NOTE_BYTES)
         columns = {_NOTE.role: np.frombuffer(note, dtype="u1")}
-        self._writer.add(_name(text), "train", columns, {text: as_arrays(self._spec, found.caption)})
+        self.add(_name(text), "train", columns, {text: as_arrays(self._text_spec, found.caption)})
 
-    def commit(self) -> None:
-        self._writer.commit()
+    def has_caption(self, text: str) -> bool:
+        """Return whether a caption was added, by this run or one before."""
+        return _name(text) in self
 
 
 def remove_kept_captions(store: Path) -> None:

@@ -26,15 +26,6 @@ BATCHES_WAITING = 4  # encoded batches in the queue
 _POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRow:
-    """The latents, captions and record of one sample."""
-
-    record: SampleRecord
-    latents: Mapping[str, NDArray[Any]]  # by column, [C, h, w]
-    captions: list[bytes]  # digests; the captions are in the shard or come with the batch
-
-
 @dataclass(slots=True, kw_only=True)
 class EncodedBatch:
     """Rows of one bucket, and those of their captions that the shard does not have yet."""
@@ -42,7 +33,8 @@ class EncodedBatch:
     spec: BlockSpec
     begins_shard: bool
     captions: list[Caption] = field(default_factory=list)
-    rows: list[EncodedRow] = field(default_factory=list)
+    # of each sample its record, its latents by column, [C, h, w], and the digests of its captions
+    rows: list[tuple[SampleRecord, Mapping[str, NDArray[Any]], list[bytes]]] = field(default_factory=list)
 
 
 class _EndShard:
@@ -64,7 +56,6 @@ class RowWriter:
         self._failure: BaseException | None = None
         self._is_to_seal = True
         self.sealed: list[str] = []
-        self.num_ended = 0  # of the calls of `end_shard` that have been carried out
 
     def put(self, batch: EncodedBatch) -> None:
         """Queue a batch; blocks while the disk is slower than the encoders."""
@@ -74,11 +65,8 @@ class RowWriter:
         self._raise_failure()
 
     def end_shard(self) -> None:
-        """Have the current shard sealed, if there is one; `num_ended` counts it then. Raises what `put` does."""
-        if self._thread.is_alive():
-            self._hand_over(_EndShard())
-        else:  # it has not begun, or has sealed all
-            self.num_ended += 1
+        """Have the current shard sealed, if there is one. Raises what `put` does."""
+        self._hand_over(_EndShard())
         self._raise_failure()
 
     def __enter__(self) -> RowWriter:
@@ -123,11 +111,9 @@ class RowWriter:
                 if isinstance(batch, _EndShard) or batch.begins_shard:
                     self._seal(shard)
                     shard = None
-                if isinstance(batch, _EndShard):
-                    self.num_ended += 1
-                    continue
-                shard = shard or self._new_shard()
-                _write(shard, batch)
+                if not isinstance(batch, _EndShard):
+                    shard = shard or self._new_shard()
+                    _write(shard, batch)
             if self._is_to_seal:
                 self._seal(shard)
             elif shard is not None:
@@ -145,11 +131,11 @@ class RowWriter:
 def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
     for caption in batch.captions:
         shard.add_caption({TEXT_GROUP: caption})
-    for row in batch.rows:
+    for record, latents, captions in batch.rows:
         try:
-            shard.add(spec=batch.spec, latents=row.latents, record=row.record, captions=row.captions)
+            shard.add(spec=batch.spec, latents=latents, record=record, captions=captions)
         except ValueError as error:
             raise ModelError(
-                f"{row.record.id}: the VAE's latent does not fit its bucket: {error}; "
+                f"{record.id}: the VAE's latent does not fit its bucket: {error}; "
                 "its config.json does not describe its weights, or it takes other sizes than the grid's"
             ) from error

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bucketline.errors import SourceError
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.captions import FreshCaptions
@@ -22,20 +21,19 @@ from bucketline.ingest.pipeline.kept_captions import KeptCaptions
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.read_ahead import read_ahead
-from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
+from bucketline.ingest.pipeline.row_writer import EncodedBatch, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.write.attempts import seal_rest
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.latents import LatentColumns
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
-    from bucketline.ingest.pipeline.captions import EncodedCaptions
     from bucketline.ingest.pipeline.kept_captions import CaptionWriter
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
@@ -89,7 +86,7 @@ class ChangedItems:
             yield window
 
 
-_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
+_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if these come with the items
 AHEAD_ITEMS = 256
 CAPTIONS_TOGETHER = 64  # encoded and committed together, if they are encoded first
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
@@ -119,7 +116,7 @@ class SlicePacker:
         Shards are made in `folder`, the store's own or one that is laid out as it. `sender` gets each shard that is sealed, and
         says when there is room for another.
         """
-        self._source, self._store, self._config, self._folder = source, store, config, folder
+        self._source, self._store, self._config, self.folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = WorkLimits(
@@ -127,9 +124,9 @@ class SlicePacker:
         )
         self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: LatentColumns | None = None
-        self._captions: EncodedCaptions | None = None
+        self._captions: FreshCaptions | KeptCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
-        self._sender = sender
+        self.sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
         self._check: Callable[[], None] = lambda: None
         self._shard = ShardFill()
@@ -144,9 +141,9 @@ class SlicePacker:
         return self._writer.sealed
 
     @property
-    def num_ended(self) -> int:
-        """Number of the calls of `end_shard` that have been carried out."""
-        return self._writer.num_ended
+    def ready(self) -> Sequence[str]:
+        """Names of the shards that are sealed, and sent if that is needed; they become more."""
+        return self.sealed if self.sender is None else self.sender.sent
 
     def end_shard(self) -> None:
         """Have the current shard sealed with what is encoded so far; the next batch begins another. Raises what `run` does."""
@@ -169,6 +166,13 @@ class SlicePacker:
         self.account.stage_seconds = self.stages.seconds
         self.account.on_shared_cores = self.stages.on_shared_cores()
 
+    def seal_rest(self) -> None:
+        """After `run` was stopped: seal what it had committed, and have that sent."""
+        for name in seal_rest(self.folder):
+            self.sealed.append(name)
+            if self.sender is not None:
+                self.sender.put(name)
+
     def encode_captions(
         self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None], is_due: Callable[[], bool]
     ) -> None:
@@ -184,18 +188,19 @@ class SlicePacker:
                 if kept is None:
                     if not is_due():
                         return
-                    kept = KeptCaptions(self._folder, self._store.manifest, self._share)
-                missing = [text for text in kept.missing(texts) if writer is None or text not in writer]
+                    kept = KeptCaptions(self.folder, self._store.manifest, self._share)
+                missing = [text for text in kept.missing(texts) if writer is None or not writer.has_caption(text)]
                 if missing and (fresh is None or writer is None):
                     fresh = self._fresh_captions()
-                    writer = held.enter_context(kept.writer(fresh.empty, self._config.shard_size.num_bytes))
+                    writer = kept.writer(fresh.empty, self._config.shard_size.num_bytes)
+                    held.enter_context(writer)
                 if fresh is None or writer is None:
                     continue
                 for text, found in zip(missing, fresh.of(missing), strict=True):
                     if isinstance(found, RejectedError):
                         kept.refuse(text, found)
                     else:
-                        writer.add(text, found)
+                        writer.add_caption(text, found)
                 writer.commit()
                 check()
         if kept is not None:
@@ -238,12 +243,8 @@ class SlicePacker:
         with OrderedPool(coming, self._reader.read, self._bytes_under_way, self._room) as ahead:
             results = ahead.results(count_and_check)
             while True:
-                try:
-                    with self.stages.spent(DECODE):
-                        found = next(results, None)
-                except SourceError:
-                    check()  # Ctrl-C also ends the command behind a stream, which then looks damaged
-                    raise
+                with self.stages.spent(DECODE):
+                    found = next(results, None)
                 if found is None:
                     break
                 item, future = found
@@ -284,9 +285,9 @@ class SlicePacker:
         begins_shard = self._shard.is_full(self._config.shard_size.num_bytes)
         if begins_shard:
             self._shard = ShardFill()
-            if self._sender is not None:
+            if self.sender is not None:
                 with self.stages.spent(WRITE):
-                    self._sender.wait_for_room(self._check)
+                    self.sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
             batch = self._encoded(encoder, captions, bucket, images, begins_shard=begins_shard)
         with self.stages.spent(WRITE):
@@ -305,39 +306,38 @@ class SlicePacker:
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
     def _encoded(
-        self, encoder: LatentColumns, captions: EncodedCaptions, bucket: str, images: list[ReadImage], *, begins_shard: bool
+        self,
+        encoder: LatentColumns,
+        captions: FreshCaptions | KeptCaptions,
+        bucket: str,
+        images: list[ReadImage],
+        *,
+        begins_shard: bool,
     ) -> EncodedBatch:
         decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
         encoded = iter(encoder.encode(decoded) if decoded else ())
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
         batch.captions, bad_captions = self._new_captions(captions, images)
         for image in images:
-            if isinstance(image.image, Decoded):
-                if (row := next(encoded)).problem is not None:
-                    self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
-                    continue
-                latents = row.columns
-            else:
-                latents = image.image.latents
-            digests = [caption_digest(text) for text in self._kept(image.item)] or [caption_digest("")]
-            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
-                self._reject(image.item, error)
+            item, place = image.item, image.image.placement
+            latents = next(encoded) if isinstance(image.image, Decoded) else image.image.latents
+            if isinstance(latents, str):
+                self._reject(item, RejectedError(Reason.LATENT, latents))
                 continue
-            self._take(batch, image, latents, digests)
+            digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
+            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
+                self._reject(item, error)
+                continue
+            record = record_of(item, place, image.stamp, image.split, image.content)
+            batch.rows.append((record, latents, digests))
+            self._shard.num_bytes += record.text_bytes
+            self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
+            self.account.latents_kept += not isinstance(image.image, Decoded)
+            for digest in digests:
+                self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
-
-    def _take(self, batch: EncodedBatch, image: ReadImage, latents: Mapping[str, NDArray[Any]], digests: list[bytes]) -> None:
-        """Add an image's row to a batch, and to the summary."""
-        item, place = image.item, image.image.placement
-        record = record_of(item, place, image.stamp, image.split, image.content)
-        batch.rows.append(EncodedRow(record=record, latents=latents, captions=digests))
-        self._shard.num_bytes += record.text_bytes
-        self.account.count_packed(item.id, item.captions, place, batch.spec.bucket, self._config.max_captions)
-        self.account.latents_kept += not isinstance(image.image, Decoded)
-        for digest in digests:
-            self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
@@ -349,7 +349,7 @@ class SlicePacker:
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
     def _new_captions(
-        self, captions: EncodedCaptions, images: list[ReadImage]
+        self, captions: FreshCaptions | KeptCaptions, images: list[ReadImage]
     ) -> tuple[list[Caption], dict[bytes, RejectedError]]:
         """Encode the captions that the shard does not have yet; also return those that cannot be stored, with the reason."""
         wanted = {caption_digest(text): text for image in images for text in self._kept(image.item)}
@@ -376,7 +376,7 @@ class SlicePacker:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size.num_bytes
         store, empty = self._store, self._captions.empty
-        return ShardWriter(self._folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
+        return ShardWriter(self.folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
 
 
 class ShardFill:

@@ -85,7 +85,7 @@ def crop_sections(
     def look(item: SourceItem) -> Card:
         return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX, item.captions[:max_captions])
 
-    items = [item for item in listing.items if item.id in placements]  # in the listing's order, which a stream needs
+    items = [item for item in listing.items if item.id in placements]  # in the listing's order
     for item, card in look_at("sheet", source, items, look, room):
         if isinstance(card, RejectedError):
             card = Card(images=[], title=item.id, notes=[_note(placements[item.id])], problem=str(card))  # noqa: PLW2901 - in its place

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -15,11 +14,11 @@ from bucketline.ingest.sources.captions.caption_text import CaptionNames
 from bucketline.ingest.sources.captions.metadata_table import SPLIT, as_split
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.source import Listing, Source, SourceBytes, SourceItem, Stamp
 from bucketline.ingest.sources.splits import SplitRow, Splits, add_rows, image_column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 MARKS = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`; the folder of a split also has state.json
 _ROWS = 1000  # rows per batch
@@ -31,7 +30,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetSource:
+class DatasetSource(Source):
     """The rows of a saved dataset, split by split; a sample's id is `SPLIT/NAME`.
 
     NAME is the image's path in the dataset if it has a unique one, else its row number. Ids of rows in no split have no
@@ -113,9 +112,6 @@ class DatasetSource:
             raise SourceError(f"{self.path} is a dataset without rows")
         return listing
 
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
-
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
 
@@ -132,9 +128,6 @@ class DatasetSource:
                 f"the dataset holds the path {value['path']!r} and no bytes; save it with the images embedded",
             )
         return SourceBytes(data=value["bytes"], stamp=stamp)
-
-    def opened(self, item: SourceItem) -> BinaryIO:
-        return io.BytesIO(self.read(item).data)
 
 
 def _newest_ns(rows: Any) -> int:  # noqa: ANN401

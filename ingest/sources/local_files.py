@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, Stamp
+from bucketline.ingest.sources.source import MAX_FILE_BYTES, Source, SourceBytes, Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from bucketline.ingest.sources.source import SourceItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFileSource:
+class LocalFileSource(Source):
     """Base of sources whose images are files of a folder; a sample's id is its path relative to the folder."""
 
     path: Path  # the folder, or a table in it
@@ -37,9 +35,6 @@ class LocalFileSource:
     @property
     def _within(self) -> Path | None:
         return None if self.options.follow_links else self.folder
-
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
 
     def stamp(self, item: SourceItem) -> Stamp:
         return file_stamp(f"{self.folder}/{item.id}", self._within)  # a Path takes as long as the rest of the comparison

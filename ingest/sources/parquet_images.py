@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -16,7 +15,7 @@ from bucketline.ingest.sources.captions.metadata_table import FILE_NAME, SPLIT, 
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.parquet_chunks import column_chunks, opened_parquet, why_too_large
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.source import Listing, Source, SourceBytes, SourceItem, Stamp
 from bucketline.ingest.sources.splits import SplitRow, Splits, add_rows, image_column, split_in_path
 from bucketline.store.format.sample_record import storable_mtime_ns
 
@@ -55,7 +54,7 @@ def _image_columns(schema: Any) -> list[str]:  # noqa: ANN401 - a pyarrow.Schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParquetSource:
+class ParquetSource(Source):
     """The rows of Parquet files; a sample's id is `SPLIT/NAME`, without `SPLIT/` if it is in none.
 
     NAME is the image's path in the file if it has a unique one, else `FILE/ROW`. An item's `at` is its file, row group, row in
@@ -161,6 +160,3 @@ class ParquetSource:
                 Reason.UNREADABLE, "the file has no bytes of it, only a path; write it with the images embedded"
             )
         return SourceBytes(data=data, stamp=self.stamp(item))
-
-    def opened(self, item: SourceItem) -> BinaryIO:
-        return io.BytesIO(self.read(item).data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -69,12 +70,14 @@ class Source(Protocol):
     @property
     def local_paths(self) -> tuple[Path, ...]:
         """Local folders and files that the source reads; they must not overlap with the store."""
+        return ()
 
     def listing(self) -> Listing:
         """List every image once."""
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
         """Return these items in the listing's order, ready for `stamp` and `read`; items may carry their bytes."""
+        return iter(items)
 
     def stamp(self, item: SourceItem) -> Stamp:
         """Return an item's size and mtime without reading it; safe to call from several threads."""
@@ -84,6 +87,7 @@ class Source(Protocol):
 
     def opened(self, item: SourceItem) -> BinaryIO:
         """Open an item to read a part of it, such as its header; safe to call from several threads."""
+        return io.BytesIO(self.read(item).data)
 
 
 def caption_rest(listing: Listing, caption: str | None) -> None:

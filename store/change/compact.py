@@ -34,15 +34,6 @@ OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRun:
-    """Adjacent shards that are rewritten together."""
-
-    shards: range  # ordinals
-    sizes: tuple[int, ...]  # at which the new shards are full, in bytes; the last one has no entry
-    num_bytes: int  # of the live rows, approximate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
     """Result of a compaction or of its dry run."""
 
@@ -61,14 +52,14 @@ class _CopiedRuns:
     """The copies of a generation's rows, and the runs of shards that they replace."""
 
     base: Manifest
-    runs: list[ShardRun]
+    runs: list[range]
     new: _New
 
     def in_place(self, newest: Manifest) -> tuple[ShardEntry, ...] | None:
         """Return the shards of `newest` with the copies; None if a shard has changed that they were made of."""
         shards = list(newest.shards)
         for run, new in zip(self.runs, self.new, strict=True):
-            old = self.base.shards[run.shards.start : run.shards.stop]
+            old = self.base.shards[run.start : run.stop]
             at = next((n for n, entry in enumerate(shards) if entry == old[0]), 0)
             if tuple(shards[at : at + len(old)]) != old:
                 return None
@@ -117,8 +108,8 @@ def compact(
     return _report(done.base, done.runs, done.new, after.generation, next(iter(collected), None))
 
 
-def plan_runs(manifest: Manifest, shard_bytes: int) -> list[ShardRun]:
-    """Return the shards to rewrite: those with dropped rows, and adjacent small ones."""
+def plan_runs(manifest: Manifest, shard_bytes: int) -> list[range]:
+    """Return the ordinals of the shards to rewrite together: those with dropped rows, and adjacent small ones."""
     sizes = [live_bytes(manifest, shard) for shard in manifest.shards]
     small = [SMALL * size < shard_bytes for size in sizes]
     added = [shard.added.keys() for shard in manifest.shards]  # rows with other added columns are never joined
@@ -133,9 +124,7 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[ShardRun]:
         while end < len(chosen) and chosen[end] and added[end] == added[at]:
             end += 1
         if end > at:
-            num_bytes = sum(sizes[at:end])
-            number = max(1, -int(-num_bytes * OVERHEAD // shard_bytes))
-            runs.append(ShardRun(shards=range(at, end), sizes=(-(-num_bytes // number),) * (number - 1), num_bytes=num_bytes))
+            runs.append(range(at, end))
         at = max(end, at + 1)
     return runs
 
@@ -147,6 +136,10 @@ def live_bytes(manifest: Manifest, shard: ShardEntry) -> int:
     return _row_bytes(manifest, shard) + shard.record_bytes + captions
 
 
+def _run_bytes(manifest: Manifest, run: range) -> int:
+    return sum(live_bytes(manifest, manifest.shards[n]) for n in run)
+
+
 def _row_bytes(manifest: Manifest, shard: ShardEntry) -> int:
     return sum(count * manifest.specs[name].row_bytes for name, count in shard.live.items())
 
@@ -155,16 +148,16 @@ def _file_bytes(shard: ShardEntry) -> int:
     return sum(file.num_bytes for _, file in files_of(Path(), shard))
 
 
-def _copied(base: ChangeBase, runs: list[ShardRun], shard_bytes: int, on_bytes: Callable[[int, int], None]) -> _CopiedRuns:
+def _copied(base: ChangeBase, runs: list[range], shard_bytes: int, on_bytes: Callable[[int, int], None]) -> _CopiedRuns:
     """Copy the runs' rows to new shards. On a disk, call it under the store's lock."""
     manifest = base.manifest
     if not runs:
         return _CopiedRuns(base=manifest, runs=[], new=[])
-    total = sum(run.num_bytes for run in runs)
-    largest = max(min(run.num_bytes, shard_bytes) for run in runs)  # stored twice while it is sealed
-    old = [manifest.shards[n] for run in runs for n in run.shards]
+    sizes = [_run_bytes(manifest, run) for run in runs]
+    largest = min(max(sizes), shard_bytes)  # stored twice while it is sealed
+    old = [manifest.shards[n] for run in runs for n in run]
     added = sum(manifest.row_bytes(shard) - _row_bytes(manifest, shard) for shard in old)
-    refuse_too_little_disk(base.made, int((total + largest + added) * OVERHEAD), f"compacting {base.folder.place('')}")
+    refuse_too_little_disk(base.made, int((sum(sizes) + largest + added) * OVERHEAD), f"compacting {base.folder.place('')}")
     to_copy = sum(_row_bytes(manifest, shard) for shard in old)
     done = [0]
 
@@ -176,10 +169,10 @@ def _copied(base: ChangeBase, runs: list[ShardRun], shard_bytes: int, on_bytes: 
         on_this_disk(base, old) as path,
         RowCopier(Store(path, manifest), manifest.generation + 1, copied, base.made) as copier,
     ):
-        names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
+        names = [copier.copy(run, shard_bytes) for run in runs]
         new = [tuple(describe_shard(base.made, name, manifest).entry for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):
-            _check_rows([manifest.shards[n] for n in run.shards], own)
+            _check_rows([manifest.shards[n] for n in run], own)
     # a generation may list the new shards from here on, so an interruption is left to the next writer
     return _CopiedRuns(base=manifest, runs=runs, new=new)
 
@@ -195,10 +188,10 @@ def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
 
 
 def _report(
-    base: Manifest, runs: list[ShardRun], new: _New | None, generation: int, collected: Collected | None = None
+    base: Manifest, runs: list[range], new: _New | None, generation: int, collected: Collected | None = None
 ) -> Compacted:
     """Return the result; `new` is None in a dry run."""
-    old = [base.shards[n] for run in runs for n in run.shards]
+    old = [base.shards[n] for run in runs for n in run]
     written = [entry for own in new or () for entry in own]
     return Compacted(
         generation=generation,
@@ -207,6 +200,6 @@ def _report(
         rows=sum(shard.live_samples for shard in old),
         dropped=sum(shard.samples - shard.live_samples for shard in old),
         before_bytes=sum(map(_file_bytes, old)),
-        after_bytes=sum(run.num_bytes for run in runs) if new is None else sum(map(_file_bytes, written)),
+        after_bytes=sum(_run_bytes(base, run) for run in runs) if new is None else sum(map(_file_bytes, written)),
         collected=collected,
     )

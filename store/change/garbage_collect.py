@@ -44,21 +44,13 @@ _FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A generation superseded too recently."""
-
-    generation: int
-    until: float  # Unix time from which it can be removed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """Result of a garbage collection or of its dry run."""
 
     generations: tuple[int, ...]
     files: tuple[str, ...]  # names under shards/
     disk_bytes: int  # of all removed files
-    waiting: tuple[Waiting, ...]  # kept, with all files that only they list
+    waiting: tuple[int, ...]  # generations superseded too recently; kept, with all files that only they list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +73,11 @@ def collect(place: Path | ObjectFolder, older_than_s: float, *, dry_run: bool = 
     """
     folder = as_folder(place)
     newest = newest_generation(folder, lists=True)
-    here = time.time()
-    now = here if dry_run else folder_time(folder)
+    now = time.time() if dry_run else folder_time(folder)
     documents = listed_generations(folder)
-    old, waiting = _superseded(documents, newest, older_than_s, now, here - now)
+    since = {number: min(now, documents[after].modified_s) for number, after in itertools.pairwise(documents)}
+    superseded = [number for number in since if number < newest.generation]
+    old = [number for number in superseded if now - since[number] >= older_than_s]
     found = list(folder.names("shards"))  # before the generations are read: what is committed later is not among them
     newest = newest_after(folder, newest, lists=True)
     kept = [_read(folder, number, newest) for number in listed_generations(folder) if number not in old]
@@ -103,7 +96,7 @@ def collect(place: Path | ObjectFolder, older_than_s: float, *, dry_run: bool = 
         generations=tuple(old),
         files=tuple(file.name.removeprefix("shards/") for file in files),
         disk_bytes=sum(file.num_bytes for file in files) + sum(documents[number].num_bytes for number in old),
-        waiting=waiting,
+        waiting=tuple(number for number in superseded if number not in old),
     )
 
 
@@ -130,7 +123,6 @@ def _unlisted(found: Sequence[ListedFile], kept: Sequence[Manifest], gone: Seque
 
 
 def _names(manifests: Sequence[Manifest]) -> set[str]:
-    """Return the names of all files that some generations list."""
     root = Path()
     entries = [entry for manifest in manifests for entry in manifest.shards]
     return {path.as_posix() for entry in entries for path, _ in files_of(root, entry)}
@@ -173,24 +165,6 @@ def _unlisted_there(objects: ObjectFolder, now: float, *, dry_run: bool) -> Iter
     yield may_go
     if not dry_run:
         objects.remove(stale)
-
-
-def _superseded(
-    documents: dict[int, ListedFile], newest: Manifest, older_than_s: float, now: float, behind_s: float
-) -> tuple[list[int], tuple[Waiting, ...]]:
-    """Return the generations whose successor is old enough, and those that wait, until a time of this machine's.
-
-    `now` is the folder's time, which is `behind_s` behind this machine's.
-    """
-    old, waiting = list[int](), list[Waiting]()
-    for number, successor in itertools.pairwise(documents):
-        if number < newest.generation:
-            superseded = min(now, documents[successor].modified_s)
-            if now - superseded >= older_than_s:
-                old.append(number)
-            else:
-                waiting.append(Waiting(generation=number, until=superseded + older_than_s + behind_s))
-    return old, tuple(waiting)
 
 
 def _read(folder: Folder, number: int, newest: Manifest) -> Manifest:

@@ -145,7 +145,7 @@ def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEn
             size = max(MIN_SHARD_BYTES, int(live_bytes(manifest, entry) * OVERHEAD))
             refuse_too_little_disk(base.made, 2 * size, f"repairing {base.folder.place('')}")  # twice while it is sealed
             with RowCopier(store, manifest.generation + 1, path=base.made) as copier:
-                names = copier.copy(range(ordinal, ordinal + 1), (), 2 * size, left_out)
+                names = copier.copy(range(ordinal, ordinal + 1), 2 * size, left_out)
             new = tuple(describe_shard(base.made, name, manifest).entry for name in names)
         else:
             left_out, new = LeftOut(entry.live_samples, store.readable_ids(ordinal)), ()
@@ -193,7 +193,6 @@ def _has_faults(store: Store, entry: ShardEntry) -> bool:
 
 
 def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
-    """Return whether an added column of a shard's rows has a fault."""
     if not all(_is_as_written(file, expected) for file, expected in files_of_column(store.path, entry, column)):
         return True
     check = ColumnCheck(store, entry, column, lambda _: None)

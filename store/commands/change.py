@@ -128,13 +128,9 @@ def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool
     for name in collected.files:
         print(f"    {one_line(name)}")
     if collected.waiting:
-        last = max(waiting.until for waiting in collected.waiting)
-        until = dt.datetime.fromtimestamp(last).astimezone().isoformat(" ", "minutes")
-        what = counted(len(collected.waiting), "generation")
         print(
-            f"  {what} superseded less than {older_than} ago are kept, with the files only they use, for runs that may "
-            f"read them; `--gc` removes the last of them after {until}, `--gc --older-than 0s` removes them now, if no such "
-            "run is left"
+            f"  {counted(len(collected.waiting), 'generation')} superseded less than {older_than} ago are kept, with the files "
+            "only they use, for runs that may read them; `--gc --older-than 0s` removes them now, if no such run is left"
         )
 
 
@@ -142,7 +138,7 @@ def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool
 class Merge:
     """Create a new store from several. They must share the same encoders and rules, and no sample's id.
 
-    Stores at a URL are pulled first, and the new one is pushed.
+    Pull stores that are at a URL first, and push the new one.
 
     Example: store merge all.store photos.store more.store
     """
@@ -218,9 +214,8 @@ class Repair(ChangingArguments):
             for sample_id in shard.dropped_ids[:_NAMED]:
                 print(f"    dropped: {one_line(sample_id)}")
             if (more := shard.dropped - min(len(shard.dropped_ids), _NAMED)) > 0:
-                unnamed = shard.dropped - len(shard.dropped_ids)
-                of_them = f", {unnamed} of them without a readable name" if unnamed else "; --json names all"
-                print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")
+                of_them = f"{shard.dropped - len(shard.dropped_ids)} of them without a readable name; --json names the others"
+                print(f"    dropped: {counted(more, 'sample')}, {of_them}")
         dropped = counted(done.dropped, "sample")
         print(f"{shown(self.store)}: {dropped} dropped, {done.samples} stay; generation {done.generation}")
         if done.dropped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from bucketline.command_line import (
     refuse_below,
 )
 from bucketline.options import Arg, Positional
-from bucketline.pack_options import as_settings
 from bucketline.store.commands.place import ChangingArguments, ReadingArguments, StorePlace, show_each, shown
 from bucketline.store.format.columns import LATENT
 from bucketline.store.remote.urls import is_url
@@ -100,11 +100,11 @@ def _print_info(report: dict[str, Any]) -> None:
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
         console.print(printable(f"{name}: {about}"), highlight=False, soft_wrap=True, markup=False)
     if isinstance(imported := report["rules"].get("import"), dict):
-        about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "split")
+        about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "val_fraction")
         console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
-    elif report["pack_options"]:
-        settings = ", ".join(f"{name} = {value}" for name, value in as_settings(report["pack_options"]).items())
-        console.print(printable(f"options: {settings}"), highlight=False, soft_wrap=True, markup=False)
+    elif rules := {name: rule for name, rule in report["rules"].items() if rule not in (None, False, [])}:
+        about = ", ".join(f"{name} {json.dumps(rule, ensure_ascii=False)}" for name, rule in rules.items())
+        console.print(printable(f"rules: {about}"), highlight=False, soft_wrap=True, markup=False)
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"

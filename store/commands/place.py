@@ -52,7 +52,6 @@ class StorageArguments(ObjectArguments):
     """Options that reach object storage, as every command shows them."""
 
     def objects(self, url: Path | str) -> ObjectFolder:
-        """Return the folder at a URL."""
         from bucketline.store.remote.objects import ObjectFolder
 
         return ObjectFolder.open(str(url), self.remote())

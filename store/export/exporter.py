@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from bucketline.command_line import human_bytes
 from bucketline.errors import StoreError, UsageError
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
@@ -39,7 +38,6 @@ class ExportRequest:
     format: str  # a name of `EXPORTERS`
     selection: Selection
     shard_bytes: int | None = None  # the most that a file of many samples has; None: the format's default
-    columns: tuple[str, ...] | None = None  # roles to write next to the latents; None: all
 
 
 class ExportedSample(NamedTuple):
@@ -52,11 +50,10 @@ class ExportedSample(NamedTuple):
 class Exporter(ABC):
     """Writes samples in one format; an object for each export."""
 
-    options: ClassVar[frozenset[str]] = frozenset()  # of the request's: `shard_bytes`, `columns`
-    shard_bytes: ClassVar[int] = 1 << 30  # the default
+    shard_bytes: ClassVar[int | None] = None  # the default; None of a format whose files have one sample each
+    left_out: tuple[str, ...] = ()  # roles of columns that the format does not have
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read nothing yet."""
         self.store, self.request = store, request
 
     def check(self, record: SampleRecord) -> None:  # noqa: B027 - most formats take every sample
@@ -102,24 +99,19 @@ class TarExporter(Exporter):
     id never becomes a path. Tars are reproducible: they contain no times or owners.
     """
 
-    options = frozenset({"shard_bytes"})
+    shard_bytes = 1 << 30
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
-        """Write each sample's members to the last tar if it still fits, else to a new one."""
+        """Write each sample's members to the last tar if it still fits, else to a new one: that of a large sample is larger."""
         most = self.request.shard_bytes or self.shard_bytes
         tar: tarfile.TarFile | None = None
-        number, taken = -1, most  # of the last tar, and the bytes of its members
+        number, taken = -1, 0  # of the last tar, and the bytes of its members
         with ExitStack() as last:
             for record, data in samples:
                 as_json = json.dumps(record_as_json(record)).encode("ascii")
                 text = text_bytes(record.captions[0] if record.captions else "")
                 members = {"json": as_json, "safetensors": data, "txt": text}
                 own = sum(tarfile.BLOCKSIZE + _rounded(len(member), tarfile.BLOCKSIZE) for member in members.values())
-                if _tar_bytes(own) > most:
-                    raise UsageError(
-                        f"--shard-size is {human_bytes(most)}, a tar with only the sample {record.id[:80]!r} has "
-                        f"{_tar_bytes(own)} bytes; give --shard-size {_tar_bytes(own)} or more"
-                    )
                 if tar is None or _tar_bytes(taken + own) > most:
                     last.close()
                     number, taken = number + 1, 0

@@ -12,27 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.format.columns import (
-    FLIPPED,
-    FLIPPED_SUFFIX,
-    LATENT,
-    POOLED,
-    PRESENT_PREFIX,
-    TOKENS,
-    LatentKind,
-)
+from bucketline.store.format.columns import FLIPPED, LATENT, POOLED, TOKENS, LatentKind
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.read.store import Store
 
-MASK, CONTROL = "mask", "control/"  # the roles that trainers' caches have: a mask, and the beginning of others
-NO_COLUMNS = "none"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -44,62 +33,38 @@ class SampleArrays:
     flipped: NDArray[np.float32] | None  # [C, h, w]
     tokens: NDArray[np.float32] | None  # [T, D], of the first caption
     pooled: NDArray[np.float32] | None  # [D']
-    mask: NDArray[np.uint8] | None  # [H, W]
-    controls: dict[str, NDArray[np.float32]]  # [C, h, w] by role, unscaled; without those that the sample lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreForm:
     """Properties that all samples of a store share, for an export to a trainer's format."""
 
-    family: str  # of its text encoders, or if it has no text what its import was called; empty if neither is known
+    family: str  # of its text encoders; empty if it is not known
     channels: int
     flip: bool
     token_width: int | None  # None: no token embeddings that a trainer takes
     pooled_width: int | None
     shift: NDArray[np.float64]  # [C or 1, 1, 1]
     scale: NDArray[np.float64]  # [C or 1, 1, 1]
-    side: tuple[str, ...]  # roles of the columns that are written next to the latents
-
-    def latent_shape(self, store: Store, record: SampleRecord) -> tuple[int, int, int]:
-        """Return [C, h, w] of a sample."""
-        _, height, width = store.manifest.specs[record.bucket].column(LATENT).shape
-        return self.channels, height, width
 
     def fed(self, latent: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return a latent as a model is fed, in float32."""
         scaled: NDArray[np.float32] = ((latent - self.shift) * self.scale).astype(np.float32)
         return scaled
 
-    def arrays(self, record: SampleRecord, data: bytes) -> SampleArrays:
+    def arrays(self, data: bytes) -> SampleArrays:
         """Return the arrays in a sample's file; of moments, the means."""
         found = _tensors(data)
-        own = [role for role in self.side if PRESENT_PREFIX + role not in found or any(found[PRESENT_PREFIX + role][0])]
-        mask = _bytes(*found[MASK]) if MASK in own else None
-        mirrored = found.get(MASK + FLIPPED_SUFFIX)
-        if mask is not None and mirrored is not None and not np.array_equal(_bytes(*mirrored), mask[:, ::-1]):
-            raise StoreError(
-                f"sample {record.id!r:.200}: its {MASK}{FLIPPED_SUFFIX} is not the mirror image of its mask, which trainers "
-                "take it for; leave the masks out by --columns"
-            )
-        flipped = _floats(*found[FLIPPED])[: self.channels] if self.flip else None
-        pooled = None if self.pooled_width is None else _floats(*found[f"caption.0.{POOLED}"])
         return SampleArrays(
             latent=_floats(*found[LATENT])[: self.channels],
-            flipped=flipped,
+            flipped=_floats(*found[FLIPPED])[: self.channels] if self.flip else None,
             tokens=None if self.token_width is None else _floats(*found[f"caption.0.{TOKENS}"]),
-            pooled=pooled,
-            mask=mask,
-            controls={role: _floats(*found[role])[: self.channels] for role in own if role != MASK},
+            pooled=None if self.pooled_width is None else _floats(*found[f"caption.0.{POOLED}"]),
         )
 
 
-def form_of(store: Store, what: str, columns: Sequence[str] | None, *, holds: Callable[[str, str], str | None]) -> StoreForm:
-    """Return what a store's samples have in common.
-
-    `what` names the format. `columns` are the roles to write next to the latents, None for all; `holds` is given a bucket and a
-    role, and returns why the format cannot hold it.
-    """
+def form_of(store: Store) -> StoreForm:
+    """Return what a store's samples have in common."""
     manifest = store.manifest
     vae, text = (found if isinstance(found := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
     latents = {bucket.name: bucket.columns.get(LATENT) for bucket in manifest.buckets}
@@ -115,57 +80,32 @@ def form_of(store: Store, what: str, columns: Sequence[str] | None, *, holds: Ca
     if other or not isinstance(scaling, int | float):
         what = f"bucket {other[0]} has no latents of images" if other else "it does not record its VAE's scaling_factor"
         raise StoreError(f"{store.path} cannot be exported to a trainer's format: {what}; use --format safetensors")
-    imported = manifest.rules.get("import")
-    variant = imported.get("variant") if isinstance(imported, dict) else None
     fixed, tokens = store.text.delivered.fixed, store.text.delivered.tokens
     widths = {
         column.name: column.shape[0] for column in (*tokens, *fixed) if column.dtype in _FLOATS and len(column.shape) == 1
     }
     stored = next((column.shape[0] for column in latents.values() if column is not None), 0)
     return StoreForm(
-        family=str(text.get("family") or variant or ""),
+        family=str(text.get("family") or ""),
         channels=stored // 2 if vae.get("latents") == LatentKind.MOMENTS.value else stored,
         flip=FLIPPED in _columns_of_all(store),
         token_width=widths.get(TOKENS),
         pooled_width=widths.get(POOLED),
         shift=_each(vae.get("latents_mean") or vae.get("shift_factor") or 0.0),
         scale=float(scaling) / _each(std or 1.0),
-        side=_side(store, what, columns, holds),
     )
 
 
-def _side(store: Store, what: str, columns: Sequence[str] | None, holds: Callable[[str, str], str | None]) -> tuple[str, ...]:
-    has_role = {*store.manifest.columns, *(store.added.keys() & _columns_of_all(store))}
-    there = sorted(name for name in has_role if name not in (LATENT, FLIPPED) and not name.endswith(FLIPPED_SUFFIX))
-    wanted = there if columns is None else list(columns)
-    if missing := [role for role in wanted if role not in there]:
-        raise StoreError(
-            f"{store.path} has no column {missing[0]!r:.80} next to its latents, only {', '.join(there) or 'none'}"
-        )
-    for role in wanted:
-        reasons = (holds(bucket.name, role) for bucket in store.buckets())
-        if why := next(filter(None, reasons), None):
-            others = ",".join(other for other in wanted if other != role) or NO_COLUMNS
-            raise StoreError(
-                f"{store.path} has a column {role}: {why}; --columns {others} leaves it out of {what}, and "
-                "--format safetensors holds it"
-            )
-    return tuple(wanted)
+def columns_beside(store: Store) -> tuple[str, ...]:
+    """Return the roles of the columns that are next to the latents, such as masks."""
+    there = {*store.manifest.columns, *(store.added.keys() & _columns_of_all(store))}
+    return tuple(sorted(there - {LATENT, FLIPPED}))
 
 
 def _columns_of_all(store: Store) -> set[str]:
     """Return the columns that all rows have, added ones too."""
     names = [{column.name for column in bucket.columns} for bucket in store.buckets()]
     return set.intersection(*names) if names else set()
-
-
-def size_of(bucket: str) -> tuple[int, ...]:
-    """Return height and width in px of a bucket's images.
-
-    >>> size_of("train/512x768")
-    (512, 768)
-    """
-    return tuple(map(int, bucket.rpartition("/")[2].split("x")))
 
 
 def _each(values: Any) -> NDArray[np.float64]:  # noqa: ANN401 - a number or a list of them
@@ -181,10 +121,6 @@ def _tensors(data: bytes) -> dict[str, tuple[memoryview, str, Sequence[int]]]:
         for name, entry in header.items()
         if name != METADATA
     }
-
-
-def _bytes(values: memoryview, _: str, shape: Sequence[int]) -> NDArray[np.uint8]:
-    return np.frombuffer(values, dtype=np.uint8).reshape(shape)
 
 
 def _floats(values: memoryview, dtype: str, shape: Sequence[int]) -> NDArray[np.float32]:

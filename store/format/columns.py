@@ -10,6 +10,7 @@ FLIPPED = "latent_flipped"  # of the horizontally mirrored image
 TOKENS = "tokens"  # of a caption, [T, D]
 TOKENS_SCALE = "tokens_scale"  # of a caption with quantised tokens, [T, S]; see `text_codec`
 POOLED = "pooled"  # the pooled embedding of a caption, [D]
+PLAIN_FAMILY = "transformers"  # of captions that are stored as the last hidden state of a model's only text encoder
 CLASS_LABELS = "class_labels"  # the token column of a class-conditional store: one token per caption, its class
 
 TARGET = "target"  # the role of what a model learns to make; its column is stored as `latent`

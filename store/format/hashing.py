@@ -70,7 +70,6 @@ class LineSums:
         self._state, self._room = xxhash.xxh3_64(), LINE_BYTES
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes, of any length."""
         rest = memoryview(data)
         while rest:
             part, rest = rest[: self._room], rest[self._room :]
@@ -80,7 +79,6 @@ class LineSums:
                 self._end_line()
 
     def finish(self) -> list[int]:
-        """Return the checksums of all lines."""
         if self._room < LINE_BYTES:
             self._end_line()
         return self._found

@@ -68,5 +68,4 @@ def split_block_key(key: bytes) -> tuple[str, int] | None:
 
 
 def sample_key(digest: bytes) -> bytes:
-    """Return the key of a sample's record."""
     return SAMPLE_PREFIX + digest

@@ -302,7 +302,6 @@ def _serialised(document: Json) -> bytes:
 
 
 def generation_path(store: Path, generation: int) -> Path:
-    """Return the path of a generation's manifest."""
     return store / "generations" / f"{generation}.json"
 
 

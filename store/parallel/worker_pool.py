@@ -44,7 +44,6 @@ class WorkerPool:
     """Processes with a part each. Use it in a `with` block; an error in it ends them between two items."""
 
     def __init__(self, parts: Sequence[PartWriter], encode: Callable[[Any], Any], start: StartMethod) -> None:
-        """Start nothing yet."""
         if start == "spawn":
             try:
                 ForkingPickler.dumps(encode)

@@ -6,7 +6,6 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from bucketline.pack_options import by_field, pack_options
 from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.read.lost_files import files_of
 from bucketline.typed_json import encode
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
     """Return the JSON report of `store info` for a store and its lost shards."""
     manifest = store.manifest
-    made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
     roles |= {name: {"role": column.role, "encoder": None, "optional": False} for name, column in manifest.added.items()}
     return {
@@ -36,7 +34,6 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "encoders": manifest.encoders,
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
-        "pack_options": by_field(pack_options(made)),
         "text": {
             name: {"dtype": c.dtype, "shape": list(c.shape)}
             for name, c in sorted({**manifest.text.tokens, **manifest.text.fixed}.items())

@@ -21,29 +21,15 @@ NAMED_SHARDS = 3  # lost shards that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostFile:
-    """A shard's file that is missing or has the wrong length."""
-
-    name: str  # under shards/
-    found_bytes: int | None  # None if it is missing
-    expected_bytes: int
-
-    def __str__(self) -> str:
-        if self.found_bytes is None:
-            return f"{self.name} is missing"
-        return f"{self.name} has {self.found_bytes} bytes instead of {self.expected_bytes}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LostShard:
     """A shard with lost files."""
 
     shard: str
     samples: int  # live samples
-    files: tuple[LostFile, ...]
+    files: tuple[str, ...]  # what became of each, such as "g1.lmdb is missing"
 
     def __str__(self) -> str:
-        return f"shard {self.shard} ({counted(self.samples, 'sample')}): {', '.join(map(str, self.files))}"
+        return f"shard {self.shard} ({counted(self.samples, 'sample')}): {', '.join(self.files)}"
 
 
 def files_of(store: Path, entry: ShardEntry) -> Iterator[tuple[Path, FileEntry | DroppedEntry]]:
@@ -68,11 +54,11 @@ def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool 
     files = [(entry, path, expected) for entry in shards for path, expected in files_of(Path(), entry)]
     files = [file for file in files if sidecars or file[1].suffix == ".lmdb"]
     sizes = folder.sizes([path.as_posix() for _, path, _ in files])
-    lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
+    lost: dict[str, tuple[ShardEntry, list[str]]] = {}
     for (entry, path, expected), found in zip(files, sizes, strict=True):
         if found != expected.num_bytes:
-            file = LostFile(name=path.name, found_bytes=found, expected_bytes=expected.num_bytes)
-            lost.setdefault(entry.name, (entry, []))[1].append(file)
+            how = "is missing" if found is None else f"has {found} bytes instead of {expected.num_bytes}"
+            lost.setdefault(entry.name, (entry, []))[1].append(f"{path.name} {how}")
     return tuple(LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(own)) for entry, own in lost.values())
 
 

@@ -33,7 +33,6 @@ class ForeignError(CorruptError):
 
 
 def generation_name(generation: int) -> str:
-    """Return the name of a generation's object."""
     return f"generations/{generation}.json"
 
 

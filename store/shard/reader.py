@@ -221,7 +221,6 @@ class SealedShard:
         return names
 
     def index_entry(self, position: int) -> IndexEntry:
-        """Return the checked index entry at a position."""
         return self.index_entries(np.array([position]))[0]
 
     def index_entries(self, positions: NDArray[np.int64]) -> list[IndexEntry]:
@@ -260,14 +259,10 @@ class SealedShard:
             )
         data = self.read(entry.record_offset, entry.record_bytes) if data is None else data
         record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
-        if record.bucket != entry.bucket or record.row != entry.row:
-            raise CorruptError(
-                f"shard {self.name}: the record of row {entry.row} of {entry.bucket} says {record.row} of {record.bucket!r}"
-            )
         if not entry.describes(record):
             raise CorruptError(
-                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, does not match "
-                "the index; run `store verify`"
+                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, row {record.row} of "
+                f"{record.bucket!r:.200}, does not match the index; run `store verify`"
             )
         return record
 

@@ -265,7 +265,6 @@ class Located:
         return self.where(slice(begin, end))
 
     def where(self, chosen: slice | NDArray[np.bool_]) -> Located:
-        """Return some of the entries, in the same order."""
         return Located(
             bucket=self.bucket,
             shard=self.shard[chosen],
@@ -294,7 +293,6 @@ class LocatedEntries:
         return self.where(slice(begin, end))
 
     def where(self, chosen: slice | NDArray[np.bool_]) -> LocatedEntries:
-        """Return some of the entries, in the same order."""
         return LocatedEntries(spec=self.spec, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def ends(self) -> NDArray[np.int64]:

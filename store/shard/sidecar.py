@@ -151,11 +151,9 @@ class PagedFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in the file's order."""
         return tuple(self._columns)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
         return name in self._columns
 
     def begin(self, name: str) -> int:
@@ -201,7 +199,6 @@ class PagedFile:
             raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
 
     def check_all(self) -> None:
-        """Verify the checksums of all pages; see `check`."""
         self.check(np.arange(len(self._pages)))
 
     def check(self, pages: NDArray[np.int64]) -> None:
@@ -277,7 +274,6 @@ class Sidecars:
             self._is_open[ordinal] = True
 
     def file(self, ordinal: int) -> PagedFile:
-        """Return a shard's sidecar."""
         self.open(np.array([ordinal]))
         return self._files[ordinal]
 

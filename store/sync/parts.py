@@ -57,7 +57,6 @@ class AttemptStore:
         self._path, self._manifest, self._run = path, manifest, run
 
     def open(self) -> Store:
-        """Return the generation."""
         return Store(self._path, self._manifest)
 
     def begin(self, name: str) -> tuple[Path, None]:
@@ -90,7 +89,6 @@ class PartStore:
         return Store.at(self._objects, self._manifest, self.path / "cache")
 
     def close(self) -> None:
-        """Remove the folder."""
         forget_cache(self.path / "cache")
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.path.unlink(missing_ok=True)

@@ -203,7 +203,7 @@ class Uploader:
 
 
 def send_lists(folder: ObjectFolder, store: Path) -> None:
-    """Send what the packer notes next to a store: rejects, captions that are missing or were cut, and the model's digests."""
+    """Send what the packer notes next to a store: rejects, and captions that are missing or were cut."""
     for name in LISTS:
         try:
             data = read_regular(store / name, MAX_LIST_BYTES)

@@ -168,7 +168,7 @@ def _what_is(name: str) -> str | None:
     if folder == "pending" and path.suffix in (".lmdb", MAKING, ""):
         return "is being written or sent, or an interrupted run left it; the next writer takes it over, or removes it"
     if folder.startswith(_OF_RUNS):
-        return "belongs to a run that is under way, or that was interrupted; the next pack removes it"
+        return "belongs to a run that is under way, or that was interrupted; the next pack uses or removes it"
     if folder == "shards" and (COLUMN_SHARD_NAME.fullmatch(path.stem) or path.suffix in (".lmdb", ".extents", ".index")):
         return f"belongs to a shard, or a column of one, that no generation lists; {_NEXT}"
     return "not one of the store's files"

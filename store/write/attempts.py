@@ -26,7 +26,6 @@ KEPT_CAPTIONS = "captions"  # in pending/: stores of captions that a pack has en
 
 
 def attempt_path(store: Path, run: str, name: str) -> Path:
-    """Return the folder of an attempt of a run."""
     return store / "pending" / ATTEMPTS_FOLDER / run / name
 
 

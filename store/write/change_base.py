@@ -76,7 +76,6 @@ class ChangeBase:
 
     @cached_property
     def store(self) -> Store:
-        """Return the generation, open."""
         return Store.at(self.folder, self.manifest, self._cache)
 
     def shard(self, entry: ShardEntry) -> SealedShard:

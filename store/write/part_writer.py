@@ -53,7 +53,6 @@ class PartWriter:
         self._shard_names = shard_names
         self._shard_bytes = shard_bytes
         self._num_named = 0
-        self._begun: list[str] = []  # names of shards, sealed or not
         self._added: set[bytes] = set()  # digests of ids
         self._specs: dict[str, BlockSpec] = {}
         self._shard: ShardWriter | None = None
@@ -210,9 +209,8 @@ class PartWriter:
         if self._shard is not None and self._shard.is_full:
             self.seal()
         if self._shard is None:
-            form, name = self._form, self._new_name()
-            self._begun.append(name)
-            self._shard = ShardWriter(self.path, name, form.schema.groups, form.empty, self._shard_bytes)
+            form = self._form
+            self._shard = ShardWriter(self.path, self._new_name(), form.schema.groups, form.empty, self._shard_bytes)
         return self._shard
 
     def _new_name(self) -> str:

@@ -83,7 +83,6 @@ def refuse_linked_folders(store: Path) -> None:
 
 
 def lock_store(store: Path) -> FileLock:
-    """Acquire the store's writer lock."""
     return FileLock(store / "pending" / WRITER_LOCK)
 
 
@@ -397,7 +396,6 @@ class LocalTarget:
     """A store on a disk; see `StoreTarget`."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self.path = path
 
     @property

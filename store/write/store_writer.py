@@ -19,7 +19,7 @@ from bucketline.files.redact import redacted
 from bucketline.option_types import expect, expect_int, unlike
 from bucketline.store.format.block import IMAGE_AXES, Column
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET, TOKENS, EntriesOf
-from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
+from bucketline.store.format.layout import COPY_PREFIX
 from bucketline.store.format.manifest import SHARD_NAME, refuse_difference
 from bucketline.store.format.schema import ColumnRole, Schema, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec
@@ -276,22 +276,10 @@ class StoreWriter(PartWriter):
         with self._turn:
             self._refuse_outside()
             self.seal()
-            self._begun = []  # even if publishing fails, the new generation may have been written: these shards must stay
             theirs = unlisted(self.path, self.manifest, tuple(self._parts))
             self._take_over(self._target.publish(self.manifest, {*self.sealed, *sealed, *theirs}))
             self._forget_added()
             return self.manifest
-
-    def discard(self) -> None:
-        """Remove what this writer added since it last published, committed or not."""
-        with self._turn:
-            self._refuse_outside()
-            self.close()
-            for name in self._begun:
-                paths = shard_paths(self.path, name)
-                for path in (pending_path(self.path, name), paths.lmdb, paths.extents, paths.index):
-                    path.unlink(missing_ok=True)
-            self._forget_added()
 
     def part(self, name: str) -> PartWriter:
         """Return a writer for another process, with shards of its own; `name` is made of letters, digits, `-` and `_`.
@@ -331,7 +319,7 @@ class StoreWriter(PartWriter):
             )
 
     def _forget_added(self) -> None:
-        self.sealed, self._begun = [], []
+        self.sealed = []
         self._added.clear()
 
     def _take_over(self, manifest: Manifest) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pkgutil
 import signal
 import time
 import traceback
@@ -85,6 +87,20 @@ class Apart:
 def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
     """Run a piece of work in a forked process to its end, or to the limit."""
     return Apart(work).ended(limit_s)
+
+
+def killed_at(function: str, call: int, work: Callable[[], object]) -> None:
+    """Run a piece of work in a process that is killed at one of a function's calls, from 1; it is named with its module."""
+    module, _, name = function.rpartition(".")
+
+    def until_then() -> None:
+        owner, left = pkgutil.resolve_name(f"bucketline.{module}"), itertools.count(call, -1)
+        own = getattr(owner, name)
+        setattr(owner, name, lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL) if next(left) == 1 else own(*a, **k))
+        work()
+
+    ended = apart(until_then, 60.0)
+    assert ended.how is How.DIED, ended.said
 
 
 def _be_child(work: Callable[[], object], writer: int) -> None:

@@ -84,9 +84,9 @@ def write_all(store: Path, notes: Path) -> None:
 
 
 def moments(asked: Asked, quick: int, full: int, count: int) -> list[tuple[str, int]]:
-    return [
-        (f"after {after} of {count}", after) for after in asked.draw.sample(range(count), min(count, asked.of(quick, full)))
-    ]
+    trials = asked.of(quick, full)
+    drawn = asked.draw.sample(range(count), trials) if trials <= count else asked.draw.choices(range(count), k=trials)
+    return [(f"after {after} of {count}", after) for after in drawn]
 
 
 def plain_reads(path: Path) -> list[str]:

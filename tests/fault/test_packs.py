@@ -74,8 +74,8 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
     after = held("s")
     expected = {sample_id: (*(f"dog, {text}" for text in texts),) or ("dog",) for sample_id, texts in plain.items()}
     assert captions(after) == expected
-    rules_now: Any = Store.open(tmp_path / "s").manifest.rules["captions"]
-    assert rules_now["trigger_word"] == "dog"
+    rules_now: Any = Store.open(tmp_path / "s").manifest.rules["caption_template"]
+    assert rules_now == ["dog"]
     pack(source, tmp_path / "back", model).done()
     assert captions(held("back")) == plain
     for found in (after, held("back")):

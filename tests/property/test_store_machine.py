@@ -300,7 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.number += 1
             copier = RowCopier(Store(self.path, manifest), self.number)
             if is_sealed:
-                copier.copy(range(len(manifest.shards)), (), LARGE)
+                copier.copy(range(len(manifest.shards)), LARGE)
             elif manifest.samples:
                 writer = self.form.part(self.path, "copy")
                 room = copier._room(0)

@@ -14,7 +14,7 @@ from bucketline.errors import UsageError
 from bucketline.families.family import Padding
 from bucketline.ingest.encoders.text_columns import Cut, Embedding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import cut_of, load_text_part, token_counts
-from bucketline.pack_options import PLAIN_FAMILY
+from bucketline.store.format.columns import PLAIN_FAMILY
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 _MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
-
-
-def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> int:
-    """Return the maximum number of tokens per caption: `asked`, else the limit of encoder and tokenizer."""
-    most = min(_MAX_TOKENS, limit or _MAX_TOKENS)
-    if asked is not None and asked > most:
-        raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
-    return asked or most
 
 
 class TextEncoder:
@@ -50,7 +42,10 @@ class TextEncoder:
         )
         self._device = device
         self._settings = settings
-        self.max_tokens = tokens_taken(model, self._part.limit, settings.max_tokens)
+        asked, most = settings.max_tokens, min(_MAX_TOKENS, self._part.limit or _MAX_TOKENS)
+        if asked is not None and asked > most:
+            raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
+        self.max_tokens = asked or most
         is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
         self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
         self.width = int(self.encode([""])[0].tokens.shape[1])

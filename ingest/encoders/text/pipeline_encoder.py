@@ -89,7 +89,7 @@ class PromptEncoder:
         """Return the number of tokens of each caption if the pipeline pads to the longest of a batch, else a constant."""
         if not self._pads_to_longest:
             return [self.max_tokens] * len(captions)
-        return [length.num_tokens for length in self._lengths.measure(captions)]
+        return [num_tokens for num_tokens, _ in self._lengths.measure(captions)]
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
@@ -100,7 +100,7 @@ class PromptEncoder:
         token_dtype, fixed_dtype = (TORCH_DTYPES[name] for name in (self._settings.token_dtype, self._settings.fixed_dtype))
         tokens = encoded.tokens.to(token_dtype).cpu()
         fixed = {name: value.to(fixed_dtype).cpu() for name, value in encoded.fixed.items()}
-        lengths = self._lengths.measure(given)
+        cuts = [own for _, own in self._lengths.measure(given)]
         embeddings = []
         for n, caption in enumerate(given):
             own = tokens[n] if encoded.mask is None else tokens[n][encoded.mask[n].bool().cpu()]
@@ -112,8 +112,8 @@ class PromptEncoder:
                     tokens=own.contiguous(),
                     fixed={name: value.contiguous() for name, value in once.items()},
                     is_finite=self._settings.are_finite(own) and all(bool(value.isfinite().all()) for value in once.values()),
-                    is_truncated=lengths[n].is_too_long,
-                    cuts=lengths[n].cuts,
+                    is_truncated=len(cuts[n]) == len(self._parts),  # in SD3 and Flux only the T5 sees all of a long caption
+                    cuts=cuts[n],
                     refusal=refusals[n],
                 )
             )

@@ -95,15 +95,6 @@ def _is_its_encoder(part: Part, model: ModelFolder) -> bool:
     return _architecture(model, part.encoder).startswith((part.kind, UNNAMED))
 
 
-def is_known(model: ModelFolder) -> bool:
-    """Return True if the model tells how it encodes captions."""
-    try:
-        text_family_of(model)
-    except ModelError:
-        return False
-    return True
-
-
 def _unknown(model: ModelFolder, found: str, name: str) -> ModelError:
     """Return the error for a model of which nothing tells how it encodes captions; `found` says what was found."""
     others = [part for part in _ENCODERS[1:] if model.has(part)]

@@ -1,7 +1,4 @@
-"""Caption length limits of a family and the number of stored tokens, from its tokenizers and its pipeline.
-
-No weights are needed: `ingest pack` uses this next to its encoders, `ingest scan` without them.
-"""
+"""Caption length limits of a family and the number of stored tokens, from its tokenizers and its pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Padding
-from bucketline.ingest.encoders.text_columns import CaptionLength, Cut
 from bucketline.ingest.encoders.text_model import cut_of, token_counts
 
 if TYPE_CHECKING:
@@ -18,6 +14,7 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family, Part
     from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.encoders.text_columns import Cut
 
 MOST_TOKENS = 4096  # upper bound of --max-tokens; far beyond what any family was trained on
 
@@ -60,11 +57,8 @@ class PromptLengths:
         """Maximum number of stored tokens per caption; the exact number if padding is stored."""
         return sum(self.limit(part) for part in self._family.parts if part.has_positions)
 
-    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
-        """Return for each caption the number of stored tokens, what each part cuts, and whether every part truncates it.
-
-        In SD3 and Flux, only the T5 sees all of a long caption.
-        """
+    def measure(self, captions: Sequence[str]) -> list[tuple[int, tuple[Cut, ...]]]:
+        """Return for each caption the number of stored tokens, and what each part cuts."""
         cleaned = self._family.cleaned(self._pipeline, list(captions))
         templates = [self._family.num_dropped(self._pipeline, caption) for caption in captions]
         kept = [self.positions] * len(cleaned)
@@ -79,10 +73,7 @@ class PromptLengths:
                 if self._family.padding is Padding.VALID:
                     pairs = zip(lengths, templates, strict=True)
                     kept = [min(length - dropped + part.num_padding, limit) for length, dropped in pairs]
-        return [
-            CaptionLength(num_tokens=own, is_too_long=len(found) == len(self._tokenizers), cuts=tuple(found))
-            for own, found in zip(kept, cuts, strict=True)
-        ]
+        return [(own, tuple(found)) for own, found in zip(kept, cuts, strict=True)]
 
     def refusal(self, caption: str) -> str | None:
         """Return why the pipeline, or its model, does not take a caption; None if they do."""

@@ -9,8 +9,7 @@ from bucketline.families.family import Padding
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.model_sizes import latent_sizes
 from bucketline.ingest.rules import Phases
-from bucketline.pack_options import pack_options
-from bucketline.store.format.columns import CLASS_LABELS, LatentKind
+from bucketline.store.format.columns import LatentKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +52,7 @@ class EncoderFacts:
 
 
 def facts_without_weights(config: PackConfig, model: ModelFolder, manifest: Manifest) -> EncoderFacts:
-    """Return the facts of a store's encoders, with the fields that are known without weights as this run would record them.
+    """Return the facts of a store's encoders, with the fields that the model tells without weights as a run of it has them.
 
     What differs from the manifest is for `refuse_other_options` to find; NOT_COMPARED is what it cannot find here.
     """
@@ -61,23 +60,14 @@ def facts_without_weights(config: PackConfig, model: ModelFolder, manifest: Mani
     vae, text = (dict(encoder) if isinstance(encoder, dict) else {} for encoder in found)
     kind, downscale, _ = latent_sizes(model)
     vae |= {"class": kind, "config_hash": config_hash(model.config("vae") or {}), "downscale": downscale}
-    vae |= {"latents": config.latents, "stored_dtype": config.dtype}
-    if text and text.get("family") != CLASS_LABELS:
-        text["stored_dtype"] = config.text_dtype or config.dtype
-        most, length = pack_options({"encoders": manifest.encoders}).get("--max-tokens"), text.get("max_tokens")
-        if config.max_tokens is not None and isinstance(most, int) and isinstance(length, int):
-            text["max_tokens"] = length + config.max_tokens - most  # positions of other parts may be in the length
-        if "dtype" in text:
-            text |= _part(config, model, "text_encoder")
-        if isinstance(parts := text.get("parts"), dict):
-            text["parts"] = {
-                name: {**part, **_part(config, model, name)} if isinstance(part, dict) else part for name, part in parts.items()
-            }
+    if "dtype" in text:  # of one encoder
+        text["config_hash"] = config_hash(model.config("text_encoder") or {})
+    if isinstance(parts := text.get("parts"), dict):
+        text["parts"] = {
+            name: {**part, "config_hash": config_hash(model.config(name) or {})} if isinstance(part, dict) else part
+            for name, part in parts.items()
+        }
     return EncoderFacts(vae=vae, text=text, columns=manifest.text.spec(), is_text_first=config.phases is Phases.TWO)
-
-
-def _part(config: PackConfig, model: ModelFolder, name: str) -> dict[str, Json]:
-    return {"dtype": config.encode_dtype, "config_hash": config_hash(model.config(name) or {})}
 
 
 def _number(value: Json) -> int:

@@ -12,7 +12,7 @@ from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cud
 from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
 from bucketline.ingest.pipeline.model.phases import PhasePlan, may_be_two, plan_phases
 from bucketline.store.format.manifest import refuse_difference
-from bucketline.store.format.schema import Schema, text_entry
+from bucketline.store.format.schema import text_entry
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -91,14 +91,9 @@ class Encoders:
     def _compare(self, manifest: Manifest) -> None:
         """Compare all that was loaded with what a store was made with."""
         known = {name: dict(own) for name, own in self._known.items()}
-        contents = Schema(
-            encoders={**manifest.encoders, **known},
-            rules=dict(manifest.rules),
-            max_captions=manifest.max_captions,
-            text=manifest.text if self._columns is None else text_entry(self._columns),
-        )
-        refuse_other_options(self._config, manifest, contents, with_captions=False)  # each source has its own
-        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
+        refuse_other_options(self._config, manifest, {**manifest.encoders, **known})
+        if self._columns is not None:
+            refuse_difference({"text": encode(manifest.text)}, {"text": encode(text_entry(self._columns))})
 
     def _device(self) -> torch.device:
         device = chosen_device(self._config.device, self._local_rank)

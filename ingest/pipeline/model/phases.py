@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import human_bytes
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.part_weights import part_weights
+from bucketline.ingest.encoders.part_weights import WEIGHT_BYTES, part_weights
 from bucketline.ingest.rules import Phases
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS
 
@@ -35,39 +35,20 @@ class PhasePlan:
         return f"{order}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightBytes:
-    """The memory that a model's weights take."""
+def weight_bytes(config: PackConfig, model: ModelFolder) -> tuple[int, int] | None:
+    """Return the memory that a model's text encoders and its VAE take, by the headers of their files.
 
-    text: int
-    vae: int
-
-    def plan(self, free: int) -> PhasePlan:
-        """Return the order for this much free memory.
-
-        >>> WeightBytes(text=8 << 30, vae=1 << 30).plan(free=20 << 30).are_two
-        False
-        >>> str(WeightBytes(text=8 << 30, vae=1 << 30).plan(free=16 << 30)).partition(":")[0]
-        'two phases, all captions before the images'
-        """
-        are_two = self.text + self.vae > SHARE * free
-        sizes = f"the text encoders take {human_bytes(self.text)} and the VAE {human_bytes(self.vae)}"
-        than = "more" if are_two else "not more"
-        return PhasePlan(are_two=are_two, reason=f"{sizes}, {than} than half of the {human_bytes(free)} that are free")
-
-
-def weight_bytes(config: PackConfig, model: ModelFolder) -> WeightBytes | None:
-    """Return the sizes of a model's encoders by the headers of their files; None if these do not tell, or there is no text."""
+    None if these do not tell, or there is no text.
+    """
     names = [name for name in TEXT_ENCODERS if model.has(name)]
     try:
-        text = [part_weights(model, name, TRANSFORMERS + DIFFUSERS) for name in names]
-        vae = part_weights(model, "vae", DIFFUSERS)
+        text = [part_weights(model, name, TRANSFORMERS + DIFFUSERS)[0] for name in names]
+        vae = part_weights(model, "vae", DIFFUSERS)[0]
     except ModelError:  # loading says what is wrong
         return None
-    known = [one.num_bytes(config.encode_dtype) for one in text if one is not None]
-    if vae is None or not known or len(known) < len(text):
+    if not (vae and text and all(text)):
         return None
-    return WeightBytes(text=sum(known), vae=vae.num_bytes(config.vae_dtype))
+    return int(sum(text) * WEIGHT_BYTES[config.encode_dtype]), int(vae * WEIGHT_BYTES[config.vae_dtype])
 
 
 def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
@@ -75,7 +56,7 @@ def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
     if config.phases is not Phases.AUTO:
         return config.phases is Phases.TWO and any(model.has(name) for name in TEXT_ENCODERS)
     sizes = weight_bytes(config, model)
-    return sizes is not None and sizes.text + sizes.vae > SMALL_BYTES
+    return sizes is not None and sum(sizes) > SMALL_BYTES
 
 
 def plan_phases(config: PackConfig, model: ModelFolder, device: torch.device, processes: int) -> PhasePlan:
@@ -85,7 +66,11 @@ def plan_phases(config: PackConfig, model: ModelFolder, device: torch.device, pr
     sizes = weight_bytes(config, model) if config.phases is Phases.AUTO else None
     if sizes is None:
         return PhasePlan(are_two=True, reason="phases is two")
-    return sizes.plan(free_bytes(device) // (processes if device.type == "cpu" else 1))
+    free = free_bytes(device) // (processes if device.type == "cpu" else 1)
+    text, vae, are_two = *map(human_bytes, sizes), sum(sizes) > SHARE * free
+    than = "more" if are_two else "not more"
+    reason = f"the text encoders take {text} and the VAE {vae}, {than} than half of the {human_bytes(free)} that are free"
+    return PhasePlan(are_two=are_two, reason=reason)
 
 
 def free_bytes(device: torch.device) -> int:

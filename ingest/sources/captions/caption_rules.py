@@ -13,7 +13,7 @@ from bucketline.command_line import counted
 from bucketline.errors import UsageError
 from bucketline.ingest.sources.captions.caption_text import unusable
 from bucketline.store.format.hashing import text_bytes
-from bucketline.typed_json import encode, first_difference
+from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Listing
     from bucketline.typed_json import Json
 
-_RULE = "captions"  # of a manifest's `rules`
 _CAPTION = "caption"  # the field of a template
 _SORT_KEY_BYTES = 8  # per tag
 _DRAWS = 8  # per wanted order: orders of few tags repeat, and repeats are not stored
@@ -97,16 +96,23 @@ class CaptionRules:
             raise UsageError(f"--{option}: {model} takes a class, not text; leave the option out")
 
     def as_json(self) -> dict[str, Json]:
-        """Return the rules as recorded in a manifest under `rules`; nothing if captions are stored as they are."""
-        return {} if self == CaptionRules() else {_RULE: encode(self)}
+        """Return the options that `parse` makes these rules of, by field, as a manifest's `rules` record them.
 
-    def recorded(self, rules: Mapping[str, Json]) -> dict[str, Json]:
-        """Return a manifest's rules with these caption rules in place of its own."""
-        return {**{name: rule for name, rule in rules.items() if name != _RULE}, **self.as_json()}
+        >>> CaptionRules(trigger_word="ohwx", shuffle_tags=4, keep_tokens=1).as_json()
+        {'caption_template': ['ohwx'], 'shuffle_tags': '4:1'}
+        """
+        numbers = (self.shuffle_tags, self.keep_tokens, self.shuffle_seed)
+        num_given = 3 if self.shuffle_seed else 2 if self.keep_tokens else 1
+        words = [] if self.trigger_word is None else [self.trigger_word.replace("{", "{{").replace("}", "}}")]
+        return {
+            "caption_template": [*words, *self.templates],
+            "shuffle_tags": ":".join(map(str, numbers[:num_given])) if self.shuffle_tags else None,
+        }
 
     def difference(self, rules: Mapping[str, Json]) -> tuple[str, Json, Json] | None:
         """Return the first of these caption rules that differs from a manifest's, with both values; None if none does."""
-        return first_difference(rules.get(_RULE, encode(CaptionRules())), encode(self), f"rules.{_RULE}")
+        own = self.as_json()
+        return first_difference({name: rules.get(name) for name in own}, own, "")
 
     def applied(self, listing: Listing) -> Listing:
         """Replace the captions of a listing by those that are stored; return it. Changes `listing`."""
@@ -159,11 +165,6 @@ class CaptionRules:
             if len(found) == self.shuffle_tags:
                 break
         return list(found)
-
-
-def recorded_in(rules: Mapping[str, Json]) -> dict[str, Json]:
-    """Return only the caption rules of a manifest's rules, as `CaptionRules.as_json`."""
-    return {name: rule for name, rule in rules.items() if name == _RULE}
 
 
 def _order(count: int, key: str) -> list[int]:

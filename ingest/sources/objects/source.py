@@ -25,7 +25,7 @@ from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.objects.object_file import HEADER_PART_BYTES, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.source import Listing, Source, SourceBytes, SourceItem, Stamp
 from bucketline.ingest.sources.splits import Splits
 from bucketline.ingest.sources.table import inside_id, listing_of_rows
 
@@ -41,7 +41,7 @@ IMAGES_AHEAD = 64  # of which the captions are read ahead, each of at most MAX_C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSource:
+class ObjectSource(Source):
     """Base of sources whose images are objects below a folder. An item's `at` is its size and time, if they are known."""
 
     url: str  # of the folder, or of a table in it
@@ -52,15 +52,8 @@ class ObjectSource:
         return self.url
 
     @property
-    def local_paths(self) -> tuple[Path, ...]:
-        return ()
-
-    @property
     def _objects(self) -> ObjectFolder:
         return folder_at(self.folder_url, self.options)
-
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
 
     def known_bytes(self, item: SourceItem) -> int | None:
         """Return the size of an item's file if it is known without a request."""

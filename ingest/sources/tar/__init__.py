@@ -1,1 +1,1 @@
-"""WebDataset tars as a source, local or streamed; nothing is extracted."""
+"""WebDataset tars as a source, in files or in object storage; nothing is extracted."""

@@ -25,14 +25,14 @@ from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, FileWindow, ObjectFile
 from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.source import Listing, Source, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.splits import Splits, side_notes
 from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
 from bucketline.ingest.sources.tar.tar_reader import Tar
 from bucketline.store.format.sample_record import storable_mtime_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")  # what a tar's name ends in
 _CHUNK_BYTES = 1 << 20
@@ -62,7 +62,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TarSource:
+class TarSource(Source):
     """The images of tar shards; a sample's id is `SHARD/KEY.EXTENSION`, and never used as a path.
 
     An item's `at` is its shard, member number, size, mtime, and the offset of its bytes.
@@ -98,9 +98,6 @@ class TarSource:
             raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars have no images")
         refuse_unmet(self.options, listing.captions_from)
         return listing
-
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
 
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])

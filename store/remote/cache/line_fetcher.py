@@ -12,11 +12,13 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import OwnerProcess
 from bucketline.store.folder import DeniedError
+from bucketline.store.format.hashing import LineSums, checksum
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING, CacheRemovedError
 from bucketline.store.remote.cache.fetch_threads import (
@@ -25,7 +27,6 @@ from bucketline.store.remote.cache.fetch_threads import (
     FetchStats,
     FetchThreads,
     HeldLine,
-    LineDownload,
     State,
 )
 from bucketline.store.remote.retries import IN_TIME, is_wrong, pause_after
@@ -53,8 +54,7 @@ class LineFetcher:
         deadline_s: float,
     ) -> None:
         """`sums_of` returns the checksums of a shard's lines; it may request objects itself."""
-        self._url, self._cache, self._deadline_s = objects.url, cache, deadline_s
-        self._download = LineDownload(objects, cache, sums_of)
+        self._objects, self._cache, self._sums_of, self._deadline_s = objects, cache, sums_of, deadline_s
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # for those that wait for a line
         self._threads = FetchThreads(lock, self._try_claim, self._fetch, deadline_s=deadline_s)
@@ -192,7 +192,7 @@ class LineFetcher:
         if line.error is None and line.state is not State.FAILED and self._is_for_room(line):
             return self._cache.full()
         begin, end = line.shard.place(line.number)
-        where = f"{self._url}/shards/{line.shard.path.name}, line {line.number} (bytes {begin} to {end})"
+        where = f"{self._objects.url}/shards/{line.shard.path.name}, line {line.number} (bytes {begin} to {end})"
         if line.state is State.FAILED:
             return type(line.error)(f"{where}: {line.error}") if isinstance(line.error, StoreError) else StoreError(f"{where}")
         why = f": {line.error}" if line.error is not None else ""
@@ -284,7 +284,7 @@ class LineFetcher:
     def _check_old(self, line: HeldLine) -> None:
         """Compare a line that was written before the machine was started: its bytes may not have reached the disk."""
         shard, number = line.shard, line.number
-        is_right = self._download.is_right(shard, number)
+        is_right = checksum(memoryview(shard.read(number))) == self._sums_of(shard)[number]
         with self._changed:
             was = int(shard.present[number])
             with self._cache.room.locked():
@@ -303,7 +303,7 @@ class LineFetcher:
         with self._changed:
             self._counts["requests"] += 1
             in_flight, begun = self._threads.bytes_in_flight, time.monotonic()
-        self._download.fetch(shard, number)
+        self._download(shard, number)
         with self._changed:
             seconds = time.monotonic() - begun
             self._threads.arrived((in_flight + self._threads.bytes_in_flight) / 2, seconds)
@@ -318,6 +318,44 @@ class LineFetcher:
             line.reserved = 0
             self._counts["bytes_fetched"] += num_bytes
             self._arrived(line)
+
+    def _download(self, shard: CachedShard, number: int) -> None:
+        """Write a line's bytes to the shard's file; its byte is not set yet. The caller has locked the line and has its room.
+
+        On a full disk, the space that is allocated for the ring is used, then its lines are freed, and nothing is pinned.
+        """
+        expected = self._sums_of(shard)[number]
+        while True:
+            try:
+                with shard.writing(number) as write:
+                    try:
+                        self._write(shard, number, expected, write)
+                    except BaseException:
+                        with suppress(OSError):
+                            shard.punch(number)
+                        raise
+            except OSError as error:
+                self._cache.shrink()
+                if not (self._cache.release_space() or self._cache.make_room()):
+                    raise self._cache.full(error) from error
+            else:
+                return
+
+    def _write(self, shard: CachedShard, number: int, expected: int, write: Callable[[memoryview], None]) -> None:
+        begin, end = shard.place(number)
+        found, count = LineSums(), 0
+        for piece in self._objects.pieces(f"shards/{shard.path.name}", begin, end):
+            count += len(piece)
+            if count > end - begin:
+                break
+            found.update(piece)
+            write(piece)
+        if count != end - begin:
+            raise CorruptError(
+                f"{count} bytes came, {end - begin} were requested; the object is shorter than its manifest says"
+            )
+        if found.finish() != [expected]:
+            raise CorruptError("its bytes do not match the line's checksum; if this stays, run `store verify` on the original")
 
     def _arrived(self, line: HeldLine) -> None:
         """Make a line that is present READY; its claim becomes a shared one, which is released with it."""

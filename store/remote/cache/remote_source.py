@@ -252,7 +252,7 @@ def cached_paths(store: Path, entry: ShardEntry) -> CachedPaths:
 
 
 def store_key(place: str, store_id: str) -> str:
-    """Return the name of a store's folder in the cache: `place` is its URL, and all else that decides what answers there."""
+    """Return the name of a store's folder in the cache: `place` is its URL and endpoint."""
     return _digest(place, store_id)
 
 

@@ -153,18 +153,18 @@ def interrupted_before_the_commit(
 
 
 def test_an_interrupted_pack_is_continued(
-    s3_place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for count, before in ((14, 0), (18, 14)):  # into a new store, and into one that is there
         add_images(source, count, tmp_path)
-        uploaded, newest = interrupted_before_the_commit(monkeypatch, source, s3_place, model), find_newest(s3_place)
+        uploaded, newest = interrupted_before_the_commit(monkeypatch, source, place, model), find_newest(place)
         assert (0 if newest is None else newest.samples) == before
         with monkeypatch.context() as patched:
             patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
-            again = pack(source, s3_place, model).done().json
-        assert (again["packed"], again["unchanged"], sent(s3_place)) == (0, count, uploaded)
-        assert newest_generation(s3_place).samples == count
-    assert not verify_folder(s3_place, lambda _: None, 1).corrupt
+            again = pack(source, place, model).done().json
+        assert (again["packed"], again["unchanged"], sent(place)) == (0, count, uploaded)
+        assert newest_generation(place).samples == count
+    assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
 
 
 def test_a_pack_that_another_one_overtakes_is_added_to_it(
-    s3_place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bucketline.store.remote.generations import commit
 
@@ -303,19 +303,19 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
 
     def late(*args: object, **more: object) -> bool:
         monkeypatch.setattr(commit_module, "commit", commit)
-        rival.append(pack(tmp_path / "other", s3_place, model, "--work", tmp_path / "another machine"))
+        rival.append(pack(tmp_path / "other", place, model, "--work", tmp_path / "another machine"))
         return commit(*args, **more)  # type: ignore[arg-type]
 
     for generation in (0, 2):  # into a new store, and into one that is there
         monkeypatch.setattr(commit_module, "commit", late)
-        done = pack(source, s3_place, model)
+        done = pack(source, place, model)
         assert (done.code, rival[-1].code) == (0, 0)
         assert (rival[-1].json["generation"], done.json["generation"]) == (generation + 1, generation + 2)
         names = {*images_in(source), *images_in(tmp_path / "other")}
-        assert ids_in(pulled(s3_place, tmp_path / f"{generation}.store")) == sorted(names)
+        assert ids_in(pulled(place, tmp_path / f"{generation}.store")) == sorted(names)
         for folder, name in ((source, f"new {generation}"), (tmp_path / "other", f"newer {generation}")):
             shutil.copytree(tmp_path / "other" / "sub", folder / name)
-    assert not verify_folder(s3_place, lambda _: None, 1).corrupt
+    assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 def test_anothers_drop_is_kept(

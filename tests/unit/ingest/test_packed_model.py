@@ -104,7 +104,7 @@ def test_another_model_in_its_place_is_refused(again: Path, tmp_path: Path) -> N
     shutil.rmtree(again / "sd")
     write_model(again / "sd", seed=1)
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
-    pack(again / "photos", again / "s").fails("  encoders.", ".weights_hash = ", "name its model")
+    pack(again / "photos", again / "s").fails("  encoders.", ".weights_hash = ", "Name the store's model in place of")
     shutil.rmtree(again / "sd" / "vae")
     (line,) = pack(again / "photos", again / "s").fails().err.splitlines()
     assert "lacks the part vae/" in line

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bucketline.ingest.packing import meanwhile
+from bucketline.ingest.packing.meanwhile import Meanwhile
+from bucketline.ingest.pipeline.row_writer import RowWriter
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
 from bucketline.store.format.manifest import Manifest
@@ -31,16 +32,21 @@ ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look betw
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each shard that a period ends be ready before the next image, so that there are many generations."""
-    told_at = meanwhile._OwnShards.told_at
+    end_shard, tell = RowWriter.end_shard, Meanwhile._tell
 
-    def waiting(own: meanwhile._OwnShards, period: int) -> tuple[int, list[str]] | None:
-        told = told_at(own, period)
-        while own._is_open:
+    def sealing(writer: RowWriter) -> None:
+        end_shard(writer)
+        end_shard(writer)  # taken once the first is carried out
+        while writer._thread.is_alive() and not writer._waiting.empty():
             os.sched_yield()
-            told = told_at(own, period)
-        return told
 
-    monkeypatch.setattr(meanwhile._OwnShards, "told_at", waiting)
+    def telling(own: Meanwhile) -> None:
+        while len(own._packer.ready) < len(own._packer.sealed):
+            os.sched_yield()
+        tell(own)
+
+    monkeypatch.setattr(RowWriter, "end_shard", sealing)
+    monkeypatch.setattr(Meanwhile, "_tell", telling)
 
 
 def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: Callable[[StoreTarget, Manifest], None]) -> None:

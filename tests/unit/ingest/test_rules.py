@@ -366,7 +366,7 @@ def test_a_store_keeps_the_limit_it_was_made_with(limit: str, photos: Path, tmp_
     is_any = limit == "1"
     assert (first["packed"], first["rejected"]) == ((3, 0) if is_any else (2, 1))
     assert (again["dropped"], again["rejected"]) == ((0, 0) if is_any else (0, 3))
-    assert Store.open(tmp_path / "s").manifest.rules["max_crop"] == (None if is_any else 0.5)
+    assert Store.open(tmp_path / "s").manifest.rules["max_crop"] == float(limit)
     assert pack(photos, tmp_path / "s", model, "--max-crop", limit).json["packed"] == 0
 
 

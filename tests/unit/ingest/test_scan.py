@@ -31,6 +31,11 @@ def scan(source: object, *more: object) -> Ran:
     return call("ingest", "scan", source, *SMALL, *more, "--json")
 
 
+def test_a_scan_takes_no_option_that_it_would_ignore(source: Path) -> None:
+    for option in ("--dtype=bf16", "--text-dtype=int8", "--max-tokens=5", "--flip"):
+        scan(source, option).fails(f"there is no option {option.partition('=')[0]}", code=2)
+
+
 def add_broken_ones(source: Path) -> None:
     frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
     turned = Image.Exif()
@@ -169,7 +174,7 @@ def test_images_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_p
         assert rejects.pop("a.jxl")[0] == "damaged image"
         assert rejects == {
             "a.heic": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
-            "a.heif": ("not an image", f"a HEIF image; {damaged.format('pillow_heif')}"),
+            "a.heif": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
             "moving.apng": ("animated or several images", "2 images in one PNG file"),
         }
 
@@ -232,7 +237,7 @@ def foretold(source: Path, store: Path, model: Path, *more: object) -> dict[str,
     before = tree(source.parent)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(vae, "load_vae", lambda *_: pytest.fail("a VAE was loaded"))
-        patched.setattr(text_model, "load_tokenizer_part", lambda *_: pytest.fail("a tokenizer was loaded"))
+        patched.setattr(text_model, "load_text_part", lambda *_: pytest.fail("a tokenizer was loaded"))
         ran = pack(source, store, model, *more, "--dry-run", "--json")
     assert ran.code == 0, ran.err
     assert ran.out.count("\n") == 1

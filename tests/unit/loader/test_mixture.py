@@ -131,7 +131,7 @@ def test_buckets_whose_columns_differ_are_refused_and_others_of_the_same_stores_
 def test_another_grid_and_another_share_held_out_are_no_reason_to_refuse(tmp_path: Path) -> None:
     make_store(tmp_path / "a.store", samples_of(THIRD, "a/"))
     make_store(tmp_path / "b.store", samples_of(SECOND, "b/"))
-    rewrite_manifest(tmp_path / "b.store", rules={"grid": "another", "split": {"val_fraction": 0.5}})
+    rewrite_manifest(tmp_path / "b.store", rules={"grid": "another", "val_fraction": "0.5"})
     with Loader([tmp_path / "a.store", tmp_path / "b.store"], LoaderConfig(batch_size=1, epochs=1)) as loader:
         assert len(list(loader)) == 14
 

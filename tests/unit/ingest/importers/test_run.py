@@ -31,7 +31,7 @@ from bucketline.train.config import TrainConfig
 from bucketline.train.run import train
 from tests import object_storage
 from tests.commands import BIN, Ran, call, spawn
-from tests.kit import everything
+from tests.kit import everything, rewrite_manifest
 from tests.models import write_model
 from tests.unit.ingest.encoders.test_model_folder import away, hub_of
 from tests.unit.ingest.importers.known import Known, assert_as_packed, read_store, run_import
@@ -170,6 +170,9 @@ def test_packing_and_importing_into_one_store_is_refused_both_ways(own: Known, s
     run_import("kohya", source, tmp_path / "s.store", own, "--crop", "center").fails(
         "rules.import.crop = unknown, this run has center"
     )
+    rules: Any = Store.open(tmp_path / "s.store").manifest.rules["import"]
+    rewrite_manifest(tmp_path / "s.store", rules={"import": {name: rule for name, rule in rules.items() if name != "root"}})
+    run_import("kohya", source, tmp_path / "s.store", own).fails("does not record its rules.import.root")
 
 
 def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(

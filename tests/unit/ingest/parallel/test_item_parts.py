@@ -45,7 +45,7 @@ def test_every_item_comes_to_one_rank_as_it_was_and_in_order(world_size: int) ->
     for own in dealt:
         assert own == sorted(own, key=lambda item: place[item.id])
     assert [len(own) for own in slices] == [len(own) for own in dealt]
-    assert (outline.num_items, outline.orphans, outline.empty_folders) == (2502, ["o"], ["e"])
+    assert (outline.num_items, outline.listing.orphans, outline.listing.empty_folders) == (2502, ["o"], ["e"])
     assert outline.keys.tolist() == [sample_digest(item.id).rstrip(b"\0") for item in items]
     assert outline.num_captions.tolist() == [len(item.captions) for item in items]
     assert outline.caption_chars.tolist() == [len(text) for item in items for text in item.captions]

@@ -99,31 +99,22 @@ def captions_of(store: Path) -> dict[str, tuple[str, ...]]:
     return {sample_id: held.record.captions for sample_id, held in by_id(Store.open(store)).items()}
 
 
-def rules_of(store: Path) -> object:
-    return Store.open(store).manifest.rules.get("captions")
+def rules_of(store: Path) -> tuple[object, object]:
+    rules = Store.open(store).manifest.rules
+    return rules["caption_template"], rules["shuffle_tags"]
 
 
 def test_rules_are_recorded_and_an_unchanged_image_stays_unchanged(source: Path, tmp_path: Path, model: Path) -> None:
     shuffled = ("--shuffle-tags", "3:1")
     (source / "a" / "000.txt").write_text("a cat, red, green, blue\n", encoding="ascii")
     assert pack(source, tmp_path / "s", model, *RULES, *shuffled).code == 0
-    assert rules_of(tmp_path / "s") == {
-        "trigger_word": "dog",
-        "templates": ["{caption} of the house"],
-        "shuffle_tags": 3,
-        "keep_tokens": 1,
-        "shuffle_seed": 0,
-    }
+    assert rules_of(tmp_path / "s") == (["dog", "{caption} of the house"], "3:1")
     captions = captions_of(tmp_path / "s")["a/000.png"]
     assert len(captions) == 3
     assert all(caption.startswith("dog, a cat, ") and caption.endswith(" of the house") for caption in captions)
     assert len(Store.open(tmp_path / "s").sample("a/000.png")[1].caption_rows) == 3
     report = pack(source, tmp_path / "s", model, *RULES, *shuffled, "--recaption").json
     assert (report["unchanged"], report["packed"], report["generation"], report["recaptioned"]) == (14, 0, 1, None)
-
-
-def test_without_rules_the_manifest_says_nothing_of_them(packed: Path, tmp_path: Path, model: Path) -> None:
-    assert "captions" not in Store.open(tmp_path / "s").manifest.rules
 
 
 @pytest.mark.parametrize(
@@ -170,7 +161,7 @@ def test_recaption_encodes_no_image_and_gives_the_store_that_these_rules_would_h
         forbid_encoding(patched)
         report = pack(source, tmp_path / "s", model, *options, *RULES, "--recaption").json
     assert tuple(report[name] for name in PACKED) == (14, 14, 0, 0)
-    assert report["recaptioned"] == "rules.captions.templates = [], now ['{caption} of the house']"
+    assert report["recaptioned"] == "caption_template = [], now ['dog', '{caption} of the house']"
     assert report["captions_as_before"] == 0
     assert rows_of(tmp_path / "s") == before
     assert captions_of(tmp_path / "s") == captions_of(tmp_path / "t")
@@ -179,7 +170,7 @@ def test_recaption_encodes_no_image_and_gives_the_store_that_these_rules_would_h
     assert pack(source, tmp_path / "s", model, *options, *RULES).json["unchanged"] == 14
     assert pack(source, tmp_path / "s", model, *options, "--recaption").json["latents_kept"] == 14
     assert captions_of(tmp_path / "s") == plain
-    assert rules_of(tmp_path / "s") is None
+    assert rules_of(tmp_path / "s") == ([], None)
 
 
 def test_rules_that_change_no_caption_are_recorded_all_the_same(source: Path, tmp_path: Path, model: Path) -> None:
@@ -195,7 +186,7 @@ def test_what_a_recaption_cannot_reach_is_counted(packed: Path, tmp_path: Path, 
     (packed / "b" / "001.txt").symlink_to("nowhere.txt")
     before = captions_of(tmp_path / "s")
     ran = call("ingest", "pack", packed, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
-    change = "rules.captions.templates = [], now ['{caption} of the house']"
+    change = "caption_template = [], now ['dog', '{caption} of the house']"
     assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
     assert "with the captions of the rules before: 2 samples" in ran.out
     after = captions_of(tmp_path / "s")

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from bucketline.errors import StoreError
-from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING, EncodedBatch, EncodedRow, RowWriter
+from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING, EncodedBatch, RowWriter
 from bucketline.store.format.hashing import caption_digest
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, lock_store, publish
@@ -43,7 +43,7 @@ def defect() -> None:
 
 
 def batch_of(sample: Sample, *, begins_shard: bool) -> EncodedBatch:
-    row = EncodedRow(record=sample.record, latents={"latent": sample.latent}, captions=[caption_digest("")])
+    row = (sample.record, {"latent": sample.latent}, [caption_digest("")])
     return EncodedBatch(spec=spec_of(BUCKET), begins_shard=begins_shard, rows=[row])
 
 

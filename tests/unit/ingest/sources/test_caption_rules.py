@@ -12,8 +12,6 @@ from bucketline.errors import UsageError
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.pack_options import pack_options
-from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, png, write_files
 from tests.pages import parsed
@@ -112,10 +110,8 @@ def test_the_options_that_made_rules_make_them_again() -> None:
         CaptionRules(shuffle_tags=4, shuffle_seed=7),
         CaptionRules(trigger_word="a", shuffle_tags=4, keep_tokens=1, shuffle_seed=2),
     ):
-        options = pack_options({"rules": {"captions": encode(rules)}})
-        templates, tags = options.get("--caption-template") or [], options.get("--shuffle-tags")
-        assert isinstance(templates, list)
-        assert CaptionRules.parse([str(one) for one in templates], None if tags is None else str(tags)) == rules
+        options: Any = rules.as_json()
+        assert CaptionRules.parse(options["caption_template"], options["shuffle_tags"]) == rules
 
 
 def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
-from bucketline.store.read.iter_samples import Selection, live_samples
-from bucketline.store.read.verified_sample import checked_row
+from bucketline.store import LatentColumn, RowColumn, Store, StoreWriter, new_record
 from tests.commands import call
 from tests.unit.ingest.importers.known import Form, Known, assert_as_packed, run_import
 from tests.unit.ingest.importers.writers import FORMS
-
-PX = (Axis(name="height_px", step=1), Axis(name="width_px", step=1))
-LATENT = (Axis(name="height_px", step=2), Axis(name="width_px", step=2))
 
 
 def export(known: Known, kind: str, output: Path, *options: Any) -> dict[str, Any]:
@@ -35,9 +31,7 @@ def export(known: Known, kind: str, output: Path, *options: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
-def test_kohyas_files_are_read_by_numpy_and_named_after_the_images(
-    known: Callable[[str], Known], family: str, tmp_path: Path
-) -> None:
+def test_kohyas_files_are_read_by_numpy_and_imported_again(known: Callable[[str], Known], family: str, tmp_path: Path) -> None:
     own = known(family)
     export(own, "kohya", tmp_path / "out")
     for sample in own.samples:
@@ -51,14 +45,6 @@ def test_kohyas_files_are_read_by_numpy_and_named_after_the_images(
             top, left, high, wide = sample.record.crop
             assert found["crop_ltrb" + end].tolist() == [left, top, left + wide, top + high]
         assert (tmp_path / "out" / f"{sample.stem}.txt").read_text(encoding="utf-8") == f"{sample.caption}\n"
-
-
-@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
-def test_what_is_exported_to_kohyas_form_and_imported_again_is_the_same(
-    known: Callable[[str], Known], family: str, tmp_path: Path
-) -> None:
-    own = known(family)
-    export(own, "kohya", tmp_path / "out")
     ran = run_import("kohya", tmp_path / "out", tmp_path / "s.store", own).done()
     assert ran.json["text"] == "encode"
     form, stems = Form(scaled=family == "flux"), {sample.id: sample.stem for sample in own.samples}
@@ -120,106 +106,51 @@ def test_a_store_of_another_model_is_refused_by_name(known: Callable[[str], Know
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module")
-def with_columns(known: Callable[[str], Known], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with masks of the image's size, of all samples but one, and control latents of all but another."""
-    own, folder = known("sd"), tmp_path_factory.mktemp("columns")
-    with StoreWriter(
-        folder / "s.store",
-        encoders=Store.open(own.images.parent / "packed.store").manifest.encoders,
-        columns=[
-            LatentColumn(channels=4, downscale=2, dtype="F32"),
-            RowColumn(role="mask", dtype="U8", shape=(PX[0], PX[1]), optional=True),
-            RowColumn(role="control/depth", dtype="F32", shape=(4, *LATENT), optional=True, encoder="vae"),
-        ],
-    ) as writer:
-        for n, sample in enumerate(own.samples):
-            mask = np.random.default_rng(n).integers(0, 256, sample.bucket_hw, dtype="u1")
-            columns = {"target": sample.latent, "mask": mask, "control/depth": np.ascontiguousarray(sample.latent[:, ::-1])}
-            columns.pop({1: "mask", 2: "control/depth"}.get(n, ""), None)
-            writer.add(sample.id, "train", columns)
-    return folder / "s.store"
-
-
-def exported(store: Path, kind: str, output: Path, *options: Any) -> Any:
-    """Export a store; it takes no more than was estimated."""
-    asked = ("store", "export", store, output, "--format", kind, "--json", *options)
-    planned, ran = call(*asked, "--dry-run"), call(*asked)
-    if ran.code == 0:
-        files = [path for path in output.rglob("*") if path.is_file()]
-        assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
-        assert planned.json == {**ran.json, "files": None, "bytes": None, "dry_run": True}
-    return ran
-
-
-def columns_of(store: Path) -> dict[str, dict[str, bytes]]:
-    """Return the mask and the control latent of each sample that has them, by its name without suffix."""
-    opened, found = Store.open(store), dict[str, dict[str, bytes]]()
-    for listed in live_samples(opened, Selection()):
-        row = checked_row(opened, listed.shard, listed.record)
-        roles = [role for role in ("mask", "control/depth") if row.get(f"present/{role}", b"\0") != b"\0"]
-        found[listed.record.id.removesuffix(".png")] = {role: bytes(row[role]) for role in roles}
-    return found
-
-
-def test_masks_go_out_to_kohyas_form_and_a_control_is_refused_by_name(
-    known: Callable[[str], Known], with_columns: Path, tmp_path: Path
-) -> None:
-    refused = exported(with_columns, "kohya", tmp_path / "out")
-    assert refused.code == 1
-    assert "has a column control/depth: kohya's caches have no place for it, only for a mask; --columns mask" in refused.err
-    assert exported(with_columns, "kohya", tmp_path / "none", "--columns", "none").code == 0
-    assert exported(with_columns, "kohya", tmp_path / "out", "--columns", "mask").code == 0
-    expected = {name: own["mask"] for name, own in columns_of(with_columns).items() if "mask" in own}
-    for sample in known("sd").samples:
-        with np.load(next((tmp_path / "out").glob(f"{sample.stem}_*_sd.npz"))) as found:
-            if sample.stem not in expected:
-                assert "alpha_mask" not in found
-                continue
-            mask = found["alpha_mask"]
-            assert (mask.dtype, mask.shape) == (np.float32, sample.bucket_hw)
-            assert np.rint(255 * mask).astype("u1").tobytes() == expected[sample.stem]
-    assert len(expected) == 5
-
-
-def test_masks_and_controls_go_out_to_mds(known: Callable[[str], Known], with_columns: Path, tmp_path: Path) -> None:
-    assert exported(with_columns, "mds", tmp_path / "out").code == 0
-    found, expected = mds_samples(tmp_path / "out"), columns_of(with_columns)
-    for sample in known("sd").samples:
-        values, own = found[sample.id], expected[sample.stem]
-        assert values["mask"] == own.get("mask", b"")
-        assert values["mask_shape"].decode() == ("x".join(map(str, sample.bucket_hw)) if "mask" in own else "")
-        control = np.frombuffer(own.get("control/depth", b""), "<f4")
-        np.testing.assert_allclose(
-            np.frombuffer(values["control/depth"], "<f2"), known("sd").fed(control), rtol=2**-10, atol=1e-6
-        )
-
-
-def test_columns_are_named_for_trainers_formats_only(with_columns: Path, tmp_path: Path) -> None:
-    assert exported(with_columns, "safetensors", tmp_path / "out", "--columns", "mask").code == 2
-    missing = exported(with_columns, "mds", tmp_path / "out", "--columns", "control/edges")
-    assert (missing.code, "has no column 'control/edges' next to its latents, only control/depth, mask" in missing.err) == (
-        1,
-        True,
-    )
-
-
-@pytest.mark.parametrize("step", [-1, 1], ids=["mirrored", "the same"])
-def test_a_mask_for_the_mirrored_image_that_is_none_is_refused(
-    step: int, known: Callable[[str], Known], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["kohya", "mds"])
+def test_columns_next_to_the_latents_are_left_out_by_name(kind: str, known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sd")
     sample = own.samples[0]
-    roles = [role + end for role in ("target", "mask") for end in ("", "/flipped")]
-    mask = np.random.default_rng(0).integers(0, 256, sample.bucket_hw, dtype="u1")
-    values = [sample.latent, sample.latent[:, :, ::-1], mask, mask[:, ::step]]
-    columns = [
-        RowColumn(role=role, dtype="U8", shape=PX) if "mask" in role else RowColumn(role=role, dtype="F32", shape=(4, *LATENT))
-        for role in roles
-    ]
     encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
+    mask = RowColumn(role="mask", dtype="U8", shape=(3,))
+    latents = [LatentColumn(channels=4, downscale=2, dtype="F32", name=name) for name in ("latent", "latent_flipped")]
+    with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=[*latents, mask]) as writer:
+        values = {"target": sample.latent, "target/flipped": sample.latent, "mask": np.ones(3, "u1")}
+        writer.add(sample.id, "train", values)
+    asked = ("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", kind)
+    assert call(*asked, "--dry-run", "--json").json["left_out"] == ["mask"]
+    assert "left out, as" in call(*asked).done().out
+
+
+NAMES: dict[str, tuple[tuple[str, ...], str]] = {
+    "two images of one name": (("a.png", "a.jpg"), "'a.jpg' and 'a.png' have one name in kohya's caches"),
+    "a size that is unknown": (("unknown.png",), "'unknown.png': the size of its image is unknown"),
+    "out of the folder": (("../a.png",), "cannot be a file's name"),
+    "nothing before the dot": (("..png",), "cannot be a file's name"),
+    "the root": (("/a.png",), "cannot be a file's name"),
+    "a name that is too long": (("a" * 201,), "cannot be a file's name"),
+}
+
+
+@pytest.mark.parametrize(("ids", "said"), NAMES.values(), ids=NAMES)
+def test_ids_that_kohyas_scripts_would_not_find_are_refused(
+    ids: tuple[str, ...], said: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("sd")
+    encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
+    columns = [LatentColumn(channels=4, downscale=2, dtype="F32")]
     with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=columns) as writer:
-        writer.add(sample.id, "train", dict(zip(roles, values, strict=True)))
-    ran = exported(tmp_path / "s.store", "kohya", tmp_path / "out")
-    assert ran.code == (0 if step == -1 else 1)
-    assert step == -1 or f"sample '{sample.id}': its mask/flipped is not the mirror image of its mask" in ran.err
+        for one in ids:
+            height, width = own.samples[0].bucket_hw
+            record = new_record(one, f"train/{height}x{width}")
+            if one.startswith("unknown"):
+                record = replace(record, original_size=(0, 0))
+            writer.add_record(record, {"latent": own.samples[0].latent}, {})
+    call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya").fails(said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_was_imported_does_not_go_out_to_kohyas_form(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    export(own, "mds", tmp_path / "mds")
+    run_import("mds", tmp_path / "mds", tmp_path / "s.store", own).done()
+    call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya").fails("was made by `ingest import`")
