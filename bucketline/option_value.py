@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import PurePath
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
@@ -240,6 +240,8 @@ def _pattern(cls: type[OptionValue], form: str) -> str:
 def _form(cls: type[OptionValue], name: str) -> FieldForm:
     """Return how a field is typed."""
     hint = get_type_hints(cls, include_extras=True)[name]
+    if get_origin(hint) is Literal:
+        return FieldForm("|".join(map(re.escape, get_args(hint))), str)
     kinds = [hint] if hasattr(hint, "__metadata__") else [one for one in (*get_args(hint), hint) if one is not NoneType]
     if own := getattr(kinds[0], "__metadata__", None):
         return own[0]  # type: ignore[no-any-return]

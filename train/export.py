@@ -31,7 +31,7 @@ from bucketline.model_file import PICKLED, SUFFIX, converter, file_tensors, inde
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.hub import pipeline_card
-from bucketline.train.load import read_model_config
+from bucketline.train.load import open_model_config
 from bucketline.train.lora_file import read_tensors
 from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
@@ -150,7 +150,7 @@ def _write_pipeline(weights: Path, output: Path, model: Path, dtype: str) -> Non
             f"{model} is not a folder; name a folder in diffusers' layout with the other parts by --like, or an output that "
             f"ends in {SUFFIX} to write one file"
         )
-    _, _, family = read_model_config(model)
+    family = open_model_config(model).family
     config = read_model_json(weights / "config.json")
     if (kind := str(config["_class_name"])) != family.model_class:
         raise ModelError(f"{model} has a {family.model_class}, expected a {kind}, as the run has trained")

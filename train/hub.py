@@ -1,4 +1,4 @@
-"""For a hub: the model card next to the weights, and uploads of exports to huggingface.co while training continues."""
+"""For a hub: the model card next to the weights, and the upload of the last export to huggingface.co."""
 
 from __future__ import annotations
 
@@ -167,13 +167,13 @@ def card_fields(model: Path, family: Family | type[Family], *, adapters: bool) -
     return f"---\n{ModelCardData(library_name=library, tags=tags, **fields).to_yaml()}\n---\n"
 
 
-class HubUploads:
-    """Uploads one folder at a time, in order, each as a commit, by huggingface_hub's own thread; a failure never ends a run."""
+class HubUpload:
+    """The upload of a run's last export, as a commit, by huggingface_hub's own thread; a failure never ends a run."""
 
     def __init__(self, repo: str, say: Callable[[str], None]) -> None:
         """Begin to make the repository, so that what prevents it is reported at the start of a run, not at its end."""
         self._repo, self._say, self._api = repo, say, HfApi()
-        self._uploads: list[tuple[Path, Future[None]]] = []
+        self._pushed: tuple[Path, Future[None]] | None = None
         if get_token() is None:
             log.warning(
                 "--push-to-hub %s: there is no token, so uploads fail until `hf auth login` or HF_TOKEN gives one", repo
@@ -182,22 +182,22 @@ class HubUploads:
         self._api.run_as_future(self._make).add_done_callback(self._report)
 
     def push(self, folder: Path, message: str) -> None:
-        """Upload a folder's files to the root of the repository, after the ones before."""
-        upload = self._api.run_as_future(self._upload, folder, message)
-        upload.add_done_callback(self._report)
-        self._uploads.append((folder, upload))
+        """Upload a folder's files to the root of the repository."""
+        self._pushed = folder, self._api.run_as_future(self._upload, folder, message)
+        self._pushed[1].add_done_callback(self._report)
 
     def finish(self, is_stopped: Callable[[], bool]) -> None:
-        """Wait for the uploads, until `is_stopped`: those that have not begun are left. Then report what is not uploaded."""
-        pending = [upload for _, upload in self._uploads if not upload.done()]
-        if pending and not is_stopped():
-            self._say(f"uploading to {self._repo}; Ctrl-C leaves what has not begun, the run is complete")
-        while not is_stopped() and wait(pending, _POLL_S).not_done:
+        """Wait for the upload, until `is_stopped`: one that has not begun is left. Then report if it is not there."""
+        if self._pushed is None:
+            return
+        folder, upload = self._pushed
+        if not upload.done() and not is_stopped():
+            self._say(f"uploading to {self._repo}; Ctrl-C leaves it, the run is complete")
+        while not is_stopped() and wait([upload], _POLL_S).not_done:
             pass
-        for folder, upload in self._uploads:
-            upload.cancel()
-            if not upload.done() or upload.cancelled() or upload.exception() is not None:
-                log.warning("%s is not uploaded: hf upload %s %s does it", folder, self._repo, folder)
+        upload.cancel()
+        if not upload.done() or upload.cancelled() or upload.exception() is not None:
+            log.warning("%s is not uploaded: hf upload %s %s does it", folder, self._repo, folder)
 
     def _make(self) -> None:
         self._api.create_repo(self._repo, private=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -45,13 +46,25 @@ if TYPE_CHECKING:
 
     from bucketline.store import Bucket, Store
     from bucketline.train.config import TrainConfig
-    from bucketline.train.noise import ModelSchedule
+    from bucketline.train.noise import Schedule
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 VAE_FOLDER = "vae"
 DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
 UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a model's configurations say of it."""
+
+    folder: Path  # in diffusers' layout
+    file: ModelFile | None  # the single file that has the weights instead of the folder
+    index: dict[str, Any]  # model_index.json; empty if there is none that can be read
+    part: Path  # folder of the transformer or UNet
+    config: dict[str, Json]  # of that, with the name of its present class
+    family: type[Family]
 
 
 def store_channels(store: Store) -> int:
@@ -86,81 +99,97 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
     )
 
 
-def schedule_of(config: TrainConfig, folder: Path, family: Family, device: torch.device) -> ModelSchedule:
-    """Return the noise schedule of a model's folder, with the run's objective and shift."""
+def open_model_config(model: Path, config: str | None = None) -> ModelConfig:
+    """Read the configurations of a model, given by the options --model and --model-config, and find its family."""
+    file = None
+    if (path := single_file(model)) is not None:
+        file = open_model_file(path, config)
+    else:
+        refuse_config_without_file(model, config)
+    folder = model if file is None else file.config
+    paths = [path for name in DENOISER_FOLDERS if (path := folder / name / "config.json").exists()]
+    if not paths:
+        kind = "is a file" if folder.is_file() else "has neither unet/config.json nor transformer/config.json"
+        raise ModelError(
+            f"{folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
+            "configuration without weights starts at random), or a .safetensors file"
+        )
+    path = paths[0]
+    own, index, name = read_model_json(path), _read_index(folder), index_path(folder).name
+    kind, pipeline = str(class_name(own)), index.get("_class_name")
+    if (wrong := takes_images(index)) is not None:
+        raise ModelError(f"{folder}: {name} {wrong}")
+    if (wrong := crossed(index, own, path.parent.name)) is not None:
+        raise ModelError(f"{folder}: {name} {wrong}, or remove {name}")
+    family = family_of_model(own, path.parent.name, pipeline)
+    if family is None:
+        classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
+        raise ModelError(
+            f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
+            f"{nearest(kind, classes)}; name a model of one of these"
+        )
+    if family.is_shared_class and pipeline not in (None, *family.pipelines):
+        raise ModelError(
+            f"{folder}: {name} names the pipeline {pipeline!s:.80}, and a {kind} can be trained as that of "
+            f"{family.pipelines[0]} only; name such a model"
+        )
+    own = {**own, "_class_name": family.model_class}
+    return ModelConfig(folder=folder, file=file, index=index, part=path.parent, config=own, family=family)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(index_path(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return index if isinstance(index, dict) else {}
+
+
+def schedule_of(config: TrainConfig, model: ModelConfig, family: Family, device: torch.device) -> Schedule:
+    """Return the noise schedule of a model, with the run's objective and shift."""
     return load_schedule(
-        folder,
+        model.folder,
         device,
         objective=config.objective,
         shift=config.shift,
         patch_size=family.patch_size,
         published=family.scheduler,
-        levels=family.noise_levels(read_index(folder)),
+        levels=family.noise_levels(model.index),
     )
 
 
-def locate(model: Path, config: str | None) -> tuple[Path, ModelFile | None]:
-    """Return the folder of a model's configurations, and the single file of its weights if there is one.
-
-    `model` and `config` are the options --model and --model-config.
-    """
-    if (path := single_file(model)) is None:
-        refuse_config_without_file(model, config)
-        return model, None
-    file = open_model_file(path, config)
-    return file.config, file
-
-
 def load(
-    model_folder: Path,
-    store: StoreFacts,
-    seed: int,
-    file: ModelFile | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    on_meta: bool = False,
+    model: ModelConfig, store: StoreFacts, seed: int, *, dtype: torch.dtype = torch.float32, on_meta: bool = False
 ) -> tuple[Family, nn.Module]:
     """Load a model, or initialize it at random from the seed if its folder has no weights; return its family and the model.
 
-    `file`: the single file that has the weights instead of the folder. `dtype`: of the weights, which are read in it.
-    `on_meta`: without weights, for another rank to fill.
+    `dtype`: of the weights, which are read in it. `on_meta`: without weights, for another rank to fill.
     """
-    folder, config, family = checked(model_folder, store, file)
+    family = checked(model, store)
     model_class = getattr(diffusers, family.model_class)
+    found: nn.Module
     if on_meta:
         with torch.device("meta"):
-            model = cast(model_class.from_config(config), dtype)
-    elif file is not None:
-        model = file.load(folder.name, dtype)
-    elif weights := weight_files(folder):
-        model = _from_weights(model_class, folder, weights, dtype)
+            found = cast(model_class.from_config(model.config), dtype)
+    elif model.file is not None:
+        found = model.file.load(model.part.name, dtype)
+    elif weights := weight_files(model.part):
+        found = _from_weights(model_class, model.part, weights, dtype)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = cast(model_class.from_config(config), dtype)
-    family.prepare(model)
-    return family, model.requires_grad_(requires_grad=True).train()
+            found = cast(model_class.from_config(model.config), dtype)
+    family.prepare(found)
+    return family, found.requires_grad_(requires_grad=True).train()
 
 
-def read_model(model_folder: Path, file: ModelFile | None = None) -> nn.Module:
-    """Read the weights of a model, in 32 bits, which no store is compared with; `file`: as of `load`."""
-    folder, _, family = read_model_config(model_folder)
-    if file is not None:
-        found: nn.Module = file.load(folder.name)
-        return found
-    if not (weights := weight_files(folder)):
-        raise ModelError(f"{folder} has no weights; name the model that the adapters were trained on")
-    return _from_weights(getattr(diffusers, family.model_class), folder, weights, torch.float32)
-
-
-def checked(model_folder: Path, store: StoreFacts, file: ModelFile | None = None) -> tuple[Path, dict[str, Json], Family]:
-    """Return what `read_model_config` does, checked against the store."""
-    folder, config, family_class = read_model_config(model_folder)
+def checked(model: ModelConfig, store: StoreFacts) -> Family:
+    """Return the family of a model, checked against a store."""
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
-    parameters = inspect.signature(getattr(diffusers, family_class.model_class).__init__).parameters
+    parameters = inspect.signature(getattr(diffusers, model.family.model_class).__init__).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
-    family = family_class({**defaults, **config}, store)
-    path, text = folder / "config.json", store.text
+    family = model.family({**defaults, **model.config}, store)
+    path, text = model.part / "config.json", store.text
     for column in family.columns:
         if column not in text:
             raise ModelError(
@@ -173,9 +202,9 @@ def checked(model_folder: Path, store: StoreFacts, file: ModelFile | None = None
                 f"{path}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
                 "train a model that matches, or pack the source with this model's own encoders"
             )
-    if file is not None or weight_files(folder):  # one that starts at random learns whatever captions the store has
-        _check_captions(family, path, read_index(model_folder).get("_class_name"))
-    return folder, config, family
+    if model.file is not None or weight_files(model.part):  # one that starts at random learns whatever captions the store has
+        _check_captions(family, path, model.index.get("_class_name"))
+    return family
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -194,47 +223,6 @@ def _check_captions(family: Family, path: Path, pipeline: Json) -> None:
         f"of {packed.name}, expected {family.pipelines[0]}: pack the source with this model's own encoders, or remove the "
         "weights if the model is to learn from the start"
     )
-
-
-def read_model_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[Family]]:
-    """Return the folder of a model's configuration, the configuration with the name of its present class, and the family."""
-    paths = [path for name in DENOISER_FOLDERS if (path := model_folder / name / "config.json").exists()]
-    if not paths:
-        kind = "is a file" if model_folder.is_file() else "has neither unet/config.json nor transformer/config.json"
-        raise ModelError(
-            f"{model_folder} {kind}; --model must be a folder in diffusers' layout with one of unet/ and transformer/ (a "
-            "configuration without weights starts at random), or a .safetensors file"
-        )
-    path = paths[0]
-    config = read_model_json(path)
-    index, kind, folder, name = read_index(model_folder), str(class_name(config)), path.parent, index_path(model_folder).name
-    if (wrong := takes_images(index)) is not None:
-        raise ModelError(f"{model_folder}: {name} {wrong}")
-    if (wrong := crossed(index, config, folder.name)) is not None:
-        raise ModelError(f"{model_folder}: {name} {wrong}, or remove {name}")
-    pipeline = index.get("_class_name")
-    family = family_of_model(config, folder.name, pipeline)
-    if family is None:
-        classes = {one.model_class: f"{one.folder}/ {one.model_class}" for one in FAMILIES}
-        raise ModelError(
-            f"{path}: _class_name is {kind!r:.80}, expected one of {', '.join(sorted(classes.values()))}"
-            f"{nearest(kind, classes)}; name a model of one of these"
-        )
-    if family.is_shared_class and pipeline not in (None, *family.pipelines):
-        raise ModelError(
-            f"{model_folder}: {name} names the pipeline {pipeline!s:.80}, and a {kind} can be trained as that of "
-            f"{family.pipelines[0]} only; name such a model"
-        )
-    return folder, {**config, "_class_name": family.model_class}, family
-
-
-def read_index(model_folder: Path) -> dict[str, Any]:
-    """Return the content of a model's index; nothing if there is none that can be read."""
-    try:
-        index = json.loads(index_path(model_folder).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return index if isinstance(index, dict) else {}
 
 
 def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped
@@ -262,13 +250,11 @@ def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch
     return model
 
 
-def refuse_other_encoders(
-    model_folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None, *, reads: bool = True
-) -> None:
-    """Reject a model folder whose VAE or text encoders have another configuration than the store's, or its VAE other weights.
+def refuse_other_encoders(model: ModelConfig, encoders: Mapping[str, Json]) -> None:
+    """Reject a model whose VAE or text encoders have another configuration than the store's, or its VAE other weights.
 
-    `encoders`: the store's record of its encoders; `file`: the single file that has the weights, if there is one. Only a VAE is
-    loaded, if this `reads`. A folder without encoders passes, and a VAE that cannot be read.
+    `encoders`: the store's record of its encoders. Only a VAE is loaded. A folder without encoders passes, and a VAE that
+    cannot be read.
     """
     text = encoders.get("text_encoder")
     text = text if isinstance(text, dict) else {}
@@ -277,17 +263,17 @@ def refuse_other_encoders(
     others: list[str | None] = []
     for name, stored in {VAE_FOLDER: encoders["vae"], **parts}.items():
         try:
-            config = json.loads((model_folder / name / "config.json").read_text(encoding="utf-8"))
+            config = json.loads((model.folder / name / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         what, found = "text encoder", {"config_hash": config_hash(config)}
         if name == VAE_FOLDER:
             what, found = "VAE", {"class": vae_class(config), **found}
         if isinstance(stored, dict):
-            others.append(_difference(model_folder / name, what, found, stored))
-    if reads and not any(others):
+            others.append(_difference(model.folder / name, what, found, stored))
+    if not any(others):
         with contextlib.suppress(*UNREADABLE):  # a warning follows when images are drawn
-            others.append(read_vae(model_folder / VAE_FOLDER, encoders, file)[1])
+            others.append(read_vae(model, encoders)[1])
     if other := next(filter(None, others), None):
         raise ModelError(
             f"{other}; this model was trained with its own encoders: pack the source with those of this folder, or remove "
@@ -295,12 +281,12 @@ def refuse_other_encoders(
         )
 
 
-def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None) -> tuple[nn.Module, str | None]:
+def read_vae(model: ModelConfig, encoders: Mapping[str, Json]) -> tuple[nn.Module, str | None]:
     """Load a VAE in 32 bits; return it and how it differs from the store's, or None if it does not.
 
-    `file`: the single file that has the weights, if there is one; a VAE that it lacks comes from the folder.
+    Of a model in a single file, a VAE that it lacks comes from the folder of its configuration.
     """
-    stored = encoders["vae"]
+    stored, folder, file = encoders["vae"], model.folder / VAE_FOLDER, model.file
     assert isinstance(stored, dict)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = vae_class(config)
@@ -319,7 +305,7 @@ def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None 
     return vae.requires_grad_(requires_grad=False).eval(), _difference(folder, "VAE", found, stored)
 
 
-def _difference(folder: Path, what: str, found: dict[str, str], stored: Mapping[str, Json]) -> str | None:
+def _difference(folder: Path, what: str, found: Mapping[str, str], stored: Mapping[str, Json]) -> str | None:
     for field, value in found.items():
         if field in stored and stored[field] != value:
             return (

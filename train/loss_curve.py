@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CURVES: dict[str, dict[str, Any]] = {
-    "loss": {"color": "tab:blue", "linewidth": 1, "label": "training, mean per window"},
-    "val_loss": {"color": "tab:orange", "marker": "o", "label": "validation, averaged weights"},
-    "val_zero_loss": {"color": "grey", "linestyle": "--", "label": "validation, predicting zero"},
+    "loss": {"color": "tab:blue", "linewidth": 1, "label": "training loss, mean per window"},
+    "val_loss": {"color": "tab:orange", "marker": "o", "label": "validation: squared error, averaged weights"},
+    "val_zero_loss": {"color": "grey", "linestyle": "--", "label": "validation: squared error of predicting zero"},
 }
 
 
@@ -35,9 +35,8 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         if points := points_of(lines, name):
             axes.plot(*zip(*points, strict=True), **({"marker": "o"} if len(points) == 1 else {}) | style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("Loss")
     axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("mean squared error of the prediction")
+    axes.set_ylabel("loss")
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     if axes.lines:

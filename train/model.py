@@ -17,7 +17,7 @@ from bucketline.train.checkpoint import load_optimizer, load_weights
 from bucketline.train.config import Base, Compile, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import mean_weight
 from bucketline.train.ema import Average
-from bucketline.train.load import facts_of, load, locate, refuse_other_encoders, schedule_of
+from bucketline.train.load import facts_of, load, open_model_config, schedule_of
 from bucketline.train.lora import add_adapters
 from bucketline.train.noise import Prep
 from bucketline.train.optim import make_optimizer
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import Loader
     from bucketline.train.checkpoint import Start
-    from bucketline.train.noise import ModelSchedule
+    from bucketline.train.noise import Schedule
     from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
@@ -82,34 +82,29 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
         average=average,
         prep=Prep(
             scale=LatentScale.of(family.scaling(vae), device),
-            schedule=schedule.noise,
-            objective=schedule.objective,
+            schedule=schedule,
             options=config,
             compiled=compiled,
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
-        scheduler=schedule.config,
         mean_weight=mean_weight(config, loader.shares),
     )
     return training, layout
 
 
-def _load_model(
-    config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader
-) -> tuple[Family, nn.Module, ModelSchedule]:
+def _load_model(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Family, nn.Module, Schedule]:
     """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
-    folder, file = locate(config.model, config.model_config)
+    source = open_model_config(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     facts = facts_of(store, loader.rows.buckets())
     with fail_together():  # rank 0 reads the weights, and the others wait for it
         on_meta = not (ranks.is_main or loads_alone(config))
-        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
+        family, model = load(source, facts, config.seed, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
-    from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
-    schedule = schedule_of(config, folder, family, device)
+    schedule = schedule_of(config, source, family, device)
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and start.checkpoint is None:

@@ -6,12 +6,12 @@ import ast
 import importlib
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bucketline.errors import UsageError
 from bucketline.extensions import imported
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.values import ADAMS_BETAS, Course
+from bucketline.train.values import ADAMS_BETAS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,17 +19,31 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
 
-NAMED = {"adamw": "torch", "adamw-8bit": "torchao.optim", "muon": "torch", "prodigy": "prodigyopt"}
-"""The library of each optimizer that has a name; `train/optimizers.py` makes it."""
-ADAMWS = ("adamw", "adamw-8bit")  # --betas is for these
-OF_SHARDS = ("adamw", "muon")  # step on the shards of FSDP
+
+class Named(NamedTuple):
+    """An optimizer that has a name, and what it can do."""
+
+    library: str
+    learning_rate: float = 1e-4  # of a run that is given none
+    takes_betas: bool = False
+    steps_on_shards: bool = False  # of FSDP
+    rounds_stochastically: bool = False  # weights in bf16
+
+
+NAMED = {
+    "adamw": Named("torch", takes_betas=True, steps_on_shards=True),
+    "adamw-8bit": Named("torchao.optim", takes_betas=True, rounds_stochastically=True),
+    "muon": Named("torch", steps_on_shards=True),
+    "prodigy": Named("prodigyopt", learning_rate=1.0),  # a factor of the rate that it finds
+}
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _CONSTANTS = {"true": True, "false": False, "none": None}
+_OTHER = Named("")  # any class
 
 
-def usual_learning_rate(config: TrainConfig) -> float:
-    """Return the learning rate of a run that is given none; Prodigy's is a factor of the one that it finds."""
-    return 1.0 if config.optimizer == "prodigy" else 1e-4
+def traits_of(config: TrainConfig) -> Named:
+    """Return what is known of the chosen optimizer."""
+    return NAMED.get(config.optimizer or "adamw", _OTHER)
 
 
 def arguments_of(config: TrainConfig) -> dict[str, Any]:
@@ -50,21 +64,26 @@ def arguments_of(config: TrainConfig) -> dict[str, Any]:
 
 def refuse_combinations(config: TrainConfig, world_size: int) -> None:
     """Check that the chosen optimizer and the dtype of the weights suit each other and the run."""
-    name, own = config.optimizer or "adamw", f"--optimizer is {config.optimizer or 'adamw'}"
+    name, traits = config.optimizer or "adamw", traits_of(config)
+    own = f"--optimizer is {name}"
     arguments_of(config)
     if name not in NAMED and not _CLASS.fullmatch(name):
         raise UsageError(f"{own!s:.80}, expected {', '.join(NAMED)}, or any other as module:Class, as torch.optim:NAdam")
     if config.optimizer_arg and name in NAMED:
         raise UsageError(f"{own}, and --optimizer-arg is {' '.join(config.optimizer_arg)}: leave it out, or name a class")
-    if config.betas != ADAMS_BETAS and name not in ADAMWS:
-        raise UsageError(f"{own}, which has its own betas, and --betas is {config.betas}: choose {' or '.join(ADAMWS)}")
-    if config.is_sharded(world_size) and name not in OF_SHARDS:
+
+    def those(trait: str) -> str:
+        return " or ".join(one for one, having in NAMED.items() if getattr(having, trait))
+
+    if config.betas != ADAMS_BETAS and not traits.takes_betas:
+        raise UsageError(f"{own}, which has its own betas, and --betas is {config.betas}: choose {those('takes_betas')}")
+    if config.is_sharded(world_size) and not traits.steps_on_shards:
         raise UsageError(
-            f"{own}, which may not work on sharded weights: give --sharding ddp, or choose {' or '.join(OF_SHARDS)}"
+            f"{own}, which may not work on sharded weights: give --sharding ddp, or choose {those('steps_on_shards')}"
         )
     if config.weights is not WeightDtype.BF16:
         return
-    if name != "adamw-8bit":
+    if not traits.rounds_stochastically:
         raise UsageError(f"{own}, which cannot round weights stochastically: leave out --weights bf16, or choose adamw-8bit")
     if config.lora_rank is not None:
         raise UsageError(
@@ -75,11 +94,11 @@ def refuse_combinations(config: TrainConfig, world_size: int) -> None:
         raise UsageError(f"--weights is bf16, and --precision is {config.precision}{of_auto}: give --precision bf16 as well")
 
 
-def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - a function of ours, or any class of an optimizer
-    """Return what makes the chosen optimizer, and import its library, which may be missing."""
+def find_optimizer(config: TrainConfig) -> Any:  # noqa: ANN401 - any class of an optimizer
+    """Return the class of an optimizer given as module:Class; of a named one None, once its library is imported."""
     if (name := config.optimizer or "adamw") in NAMED:
-        importlib.import_module(NAMED[name])
-        return imported(f"bucketline.train.optimizers:make_{name.removeprefix('adamw-')}")
+        importlib.import_module(NAMED[name].library)
+        return None
     from torch.optim import Optimizer
 
     try:
@@ -99,12 +118,12 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, compiled: bool) -> 
     """Return the chosen optimizer of a model's trained weights, which are on their devices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
-    make = find_optimizer(config)
-    if (config.optimizer or "adamw") in NAMED:
-        named: Optimizer = make(model, groups, config, compiled=compiled)
-        return named
+    if (kind := find_optimizer(config)) is None:
+        from bucketline.train.optimizers import make_named
+
+        return make_named(config.optimizer or "adamw", model, groups, config, compiled=compiled)
     try:
-        optimizer: Optimizer = make(groups, lr=config.learning_rate, **arguments_of(config))
+        optimizer: Optimizer = kind(groups, lr=config.learning_rate, **arguments_of(config))
     except (TypeError, ValueError) as error:
         given = " ".join(["lr", *config.optimizer_arg])
         raise UsageError(
@@ -121,16 +140,14 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     """
     assert config.learning_rate is not None  # resolved: each optimizer has its own
     asked, warm = config.lr_schedule, min(1.0, (step + 1) / max(1, config.warmup_steps))
-    if not asked.ends:
-        return config.learning_rate * warm * next(share for share, end in asked.pieces if step < end)
-    if warm < 1.0:
+    if warm < 1.0 or asked.name == "constant":
         return config.learning_rate * warm
     horizon = asked.end or config.num_steps
     falls = min(asked.steps or -(-horizon // 5), horizon)  # the steps in which wsd does
-    begin = horizon - falls if asked.name is Course.WSD else config.warmup_steps
+    begin = horizon - falls if asked.name == "wsd" else config.warmup_steps
     passed = 1.0 if step >= horizon else max(0.0, (step - begin) / max(1, horizon - begin))
     if asked.cycles is not None and passed < 1.0:
         passed = asked.cycles * passed % 1.0
-    is_cosine = asked.name in (Course.COSINE, Course.RESTARTS)
+    is_cosine = asked.name in ("cosine", "cosine-restarts")
     share = (1 + math.cos(math.pi * passed)) / 2 if is_cosine else (1 - passed) ** (asked.power or 1)
     return config.learning_rate * (asked.floor + (1 - asked.floor) * share)

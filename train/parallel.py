@@ -19,7 +19,6 @@ from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError, UsageError
 from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
-from bucketline.train.values import ShardBy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +120,7 @@ def plain_class(model: nn.Module) -> type[Any]:
 
 def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
     """Return the number of ranks that share one copy of the model."""
-    is_of_machine, number = config.sharding.name is ShardBy.MACHINE, config.sharding.ranks
+    is_of_machine, number = config.sharding.name == "fsdp:machine", config.sharding.ranks
     if ranks.world_size == 1 or not (is_of_machine or number):
         return ranks.world_size
     number = number or torchrun_ranks()["local_world_size"]

@@ -49,9 +49,9 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
+from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
-from bucketline.train.rules import RULES, RULES_OF_A_GENERATION, Facts, refuse_former_run, refuse_place
+from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
 from bucketline.train.run_file import config_as_json
 from bucketline.train.step import train_step
 from bucketline.train.validation import validate
@@ -62,10 +62,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader import Loader, WeightedStore
-    from bucketline.train.hub import HubUploads
+    from bucketline.loader import Loader
+    from bucketline.train.hub import HubUpload
     from bucketline.train.images import StoredPrompt
-    from bucketline.train.rules import Rule
     from bucketline.train.step import Training
     from bucketline.train.validation import ValidationResult
     from bucketline.train.weight_layout import WeightLayout
@@ -123,8 +122,8 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
             # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
             # aborts the process (pytorch/pytorch#179291)
             time.sleep(0.2)
-        if run.uploads is not None:  # after everything else: the run is complete without them
-            run.uploads.finish(lambda: stop.is_asked)
+        if run.upload is not None:  # after everything else: the run is complete without them
+            run.upload.finish(lambda: stop.is_asked)
     return summary
 
 
@@ -210,7 +209,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
 
         config = with_recorded(config, recorded)
     if config.learning_rate is None:
-        config = replace(config, learning_rate=usual_learning_rate(config))
+        config = replace(config, learning_rate=traits_of(config).learning_rate)
     if config.precision is Precision.AUTO:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         usual = Precision.BF16 if has_bf16 else Precision.FP32
@@ -229,7 +228,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
                 f"{start.steps_done}; give more"
             )
         config = replace(config, max_steps=steps, epochs=None)
-    if (schedule := config.lr_schedule).end is None and schedule.ends:
+    if (schedule := config.lr_schedule).end is None and schedule.name != "constant":
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
     return config
@@ -256,13 +255,13 @@ class Run:
         self._progress = progress or ProgressLine(talks=False)
         self.device = self._accelerator.device
         self.steps_done, self.has_begun = start.steps_done, False
-        self.uploads: HubUploads | None = None
+        self.upload: HubUpload | None = None
         self._log: RunLog | None = None  # on rank 0, once training begins
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         with contextlib.ExitStack() as at_end:
             shares = data.open_stores(config, ranks, start)
-            from_rank_zero(ranks, lambda: self._refuse(RULES, shares))
+            from_rank_zero(ranks, lambda: refuse_run(config, start, [share.store for share in shares]))
             data.expect_service(config, ranks, shares)
             self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
             window = self._continue_loader()
@@ -284,9 +283,9 @@ class Run:
                 self.work = step_work_of(self.config, ranks, self.device)
                 compile_and_count(self.training, ranks, self.loader, self._progress.say, self.work)
                 if self.config.push_to_hub and ranks.is_main:
-                    from bucketline.train.hub import HubUploads
+                    from bucketline.train.hub import HubUpload
 
-                    self.uploads = HubUploads(self.config.push_to_hub, self._progress.say)
+                    self.upload = HubUpload(self.config.push_to_hub, self._progress.say)
                 self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
                 at_end.enter_context(contextlib.closing(self.saver))
             self._recorder = WindowRecorder(
@@ -297,12 +296,6 @@ class Run:
                 samples_of=self._samples_of if ranks.is_main else None,
             )
             self._at_end = at_end.pop_all()
-
-    def _refuse(self, rules: Sequence[Rule], shares: Sequence[WeightedStore]) -> None:
-        """Raise what the first rule refuses that does."""
-        facts = Facts(config=self.given, start=self.start, stores=[share.store for share in shares])
-        for rule in rules:
-            rule(facts)
 
     def _continue_loader(self) -> WindowState | None:
         """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
@@ -466,7 +459,7 @@ class Run:
             return False
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
-        self._refuse(RULES_OF_A_GENERATION, self.loader.shares)
+        refuse_ignored([share.store for share in self.loader.shares])
         self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
         from bucketline.train.compile import compile_and_count
 
@@ -524,8 +517,8 @@ class Run:
         from bucketline.train.export import write_export
 
         write_export(folder, self._weights, config, tensors, dtype=self.config.export_dtype, card=card)
-        if self.uploads is not None and folder.name == folder_of_step(self.config.num_steps):
-            self.uploads.push(folder, counted(self.config.num_steps, "step"))
+        if self.upload is not None and folder.name == folder_of_step(self.config.num_steps):
+            self.upload.push(folder, counted(self.config.num_steps, "step"))
 
     def _draw(self, sheet: Path | None) -> bool:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,6 @@ class Training:
     average: Average
     prep: Prep
     autocast: torch.autocast
-    scheduler: dict[str, Any] = field(default_factory=dict)  # configuration of diffusers', with the trained objective
     mean_weight: float | None = None  # of the stores' rows in the loss; None: each counts alike
     trained: tuple[nn.Parameter, ...] = field(init=False)  # of the model, which takes milliseconds to look through
 
@@ -121,9 +120,9 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         bucket = batch.bucket
     if config.weights is WeightDtype.BF16:  # so is stochastic rounding, of which all ranks draw the same
         torch.manual_seed(key_of(config.seed, _ROUNDING, step) >> 1)
+    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found, by which it steps
     grad_norm = update(training.optimizer, training.trained, config.clip_norm)
     training.average.update(step)
-    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
 
 

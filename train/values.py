@@ -4,39 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, FieldForm, OptionValue
+from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, OptionValue
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
-_SHARE = r"[0-9]{1,9}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?"
-_RULES = rf"(?:{_SHARE}:[0-9]{{1,12}},)+{_SHARE}"
 _BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
 
-TimestepSampling = StrEnum("TimestepSampling", {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit-normal", "MODE": "mode"})
-"""The distribution of training timesteps."""
-Weighting = StrEnum(
-    "Weighting",
-    {"NONE": "none", "MIN_SNR": "min-snr", "COSMAP": "cosmap", "SIGMA_SQRT": "sigma-sqrt", "SIGMA_SQUARED": "sigma-squared"},
-)
-"""The weight of each sample in the loss, by its noise."""
-Course = StrEnum(
-    "Course",
-    {
-        "CONSTANT": "constant",
-        "COSINE": "cosine",
-        "RESTARTS": "cosine-restarts",
-        "LINEAR": "linear",
-        "WSD": "wsd",
-        "POLYNOMIAL": "polynomial",
-        "PIECEWISE": "piecewise-constant",
-    },
-)
-"""The course of the learning rate after the warm-up."""
 EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
 """The place of the moving average of the weights."""
-ShardBy = StrEnum("ShardBy", {"DDP": "ddp", "FSDP": "fsdp", "MACHINE": "fsdp:machine"})
-"""The processes that share one copy of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +29,7 @@ class Timesteps(OptionValue):
         "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE),
     }
 
-    name: TimestepSampling = TimestepSampling.UNIFORM
+    name: Literal["uniform", "logit-normal", "mode"] = "uniform"
     mean: float = 0.0  # above 0 favours noisier timesteps
     std: float = 1.0
     scale: float = 1.29  # above 0 favours timesteps in the middle, below 0 those at both ends
@@ -83,7 +59,7 @@ class LossWeight(OptionValue):
     EXAMPLE = "min-snr:5"
     LIMITS: ClassVar = {"gamma": ABOVE_0}
 
-    name: Weighting = Weighting.NONE
+    name: Literal["none", "min-snr", "cosmap", "sigma-sqrt", "sigma-squared"] = "none"
     gamma: float | None = None
 
 
@@ -97,10 +73,10 @@ class LrSchedule(OptionValue):
 
     FORMS = (
         *("constant", "cosine[:FLOOR][@END]", "cosine-restarts:CYCLES[:FLOOR][@END]", "linear[:FLOOR][@END]"),
-        *("wsd[:STEPS[:FLOOR]][@END]", "polynomial:POWER[:FLOOR][@END]", "piecewise-constant:RULES"),
+        *("wsd[:STEPS[:FLOOR]][@END]", "polynomial:POWER[:FLOOR][@END]"),
     )
     EXAMPLE = "cosine:0.1@20000"
-    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER|piecewise-constant:RULES"
+    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER"
     LIMITS: ClassVar = {
         "floor": A_SHARE,
         "cycles": ONE_OR_MORE,
@@ -109,31 +85,12 @@ class LrSchedule(OptionValue):
         "power": ABOVE_0,
     }
 
-    name: Course = Course.CONSTANT
+    name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial"] = "constant"
     floor: float = 0.0  # of the learning rate, as a share
     cycles: int | None = None  # of a cosine, each from the whole rate
     steps: int | None = None  # in which wsd falls; None: a fifth of those up to the end
     power: float | None = None  # of the share of steps that is left
-    rules: Annotated[str | None, FieldForm(_RULES, str, shown="SHARE:STEP,…,SHARE")] = None  # shares, and until which step
     end: int | None = None  # step from which the rate stays at its floor; None: that of the resumed run, else the run's last
-
-    def fault(self) -> str | None:
-        """Return that a share is 0, or that the steps of the rules do not rise, if it is so."""
-        if not all(share > 0 for share, _ in self.pieces):
-            return f"the shares of {self.rules} are expected to be above 0: other steps would change nothing"
-        ends = [end for _, end in self.pieces]
-        return None if ends == sorted({*ends}) else f"the steps of {self.rules} are expected to rise"
-
-    @property
-    def pieces(self) -> list[tuple[float, float]]:
-        """Shares of the learning rate, and the step before which each holds; the last one holds to the end."""
-        parts = (one.partition(":") for one in (self.rules or "1").split(","))
-        return [(float(share), float(end or "inf")) for share, _, end in parts]
-
-    @property
-    def ends(self) -> bool:
-        """True if it depends on its last step."""
-        return self.name not in (Course.CONSTANT, Course.PIECEWISE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +104,6 @@ class Betas(OptionValue):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        """Both betas, as torch takes them."""
-        return self.beta1, self.beta2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +152,7 @@ class Sharding(OptionValue):
     EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"
     LIMITS: ClassVar = {"ranks": ("2 or more", lambda value: value >= 2)}
 
-    name: ShardBy = ShardBy.DDP
+    name: Literal["ddp", "fsdp", "fsdp:machine"] = "ddp"
     ranks: int | None = None  # that share one copy; None: all, or those of a machine
 
 

@@ -27,7 +27,6 @@ from bucketline.families.family import Family
 from bucketline.loader import Batch
 from bucketline.loader.plan.rng import Purpose, normal, uniform
 from bucketline.train.config import Objective, TrainConfig
-from bucketline.train.values import TimestepSampling
 
 T = 1000
 LIBRARY: Any = diffusers  # which has no types
@@ -125,11 +124,11 @@ class Script:
     def _density(self, batch: Batch) -> Tensor:
         """Return the share of all timesteps up to that of each row, as `compute_density_for_timestep_sampling` draws it."""
         asked = self.asked.timesteps
-        if asked.name is TimestepSampling.LOGIT_NORMAL:
+        if asked.name == "logit-normal":
             drawn = normal(batch.keys, Purpose.TIMESTEP, (1,))[:, 0].double()
             return torch.sigmoid(asked.mean + asked.std * drawn)
         u = uniform(batch.keys, Purpose.TIMESTEP)
-        if asked.name is TimestepSampling.MODE:
+        if asked.name == "mode":
             return 1 - u - asked.scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
         return u
 

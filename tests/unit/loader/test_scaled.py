@@ -17,7 +17,6 @@ from bucketline.families.packing import pack
 from bucketline.loader import Batch, LatentScale, Loader, LoaderConfig
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store import Axis, RowColumn, Store, StoreWriter
-from bucketline.train.config import Objective
 from bucketline.train.noise import FlowSchedule, Prep
 from tests.serving import serving_here
 
@@ -111,7 +110,6 @@ def test_the_trainers_latents_are_these_to_the_bit(tmp_path: Path, name: str, ki
     prep = Prep(
         scale=LatentScale.of(Family.scaling(VAES[name]), CPU),
         schedule=FlowSchedule(num_timesteps=1000, shift=1.0, patch_size=1),
-        objective=Objective.FLOW,
     )
     noise = normal(batch.keys, Purpose.NOISE, (4, 6, 8))
     assert torch.equal(prep.for_training(batch).target, noise - batch.scaled())

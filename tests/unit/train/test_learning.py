@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from bucketline.train.data import mean_weight
 from bucketline.train.noise import draw_timesteps, squared_error
 from bucketline.train.run import train
 from bucketline.train.step import loss_of
-from bucketline.train.values import TimestepRange, Timesteps, TimestepSampling
+from bucketline.train.values import TimestepRange, Timesteps
 from tests.unit.train.tiny_run import (
     ALONE,
     add_to_store,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 KEYS = torch.arange(4000) * 7919 + 1
 
 
-@pytest.mark.parametrize("sampling", TimestepSampling)
-def test_timesteps_stay_in_their_range_and_fill_it(sampling: TimestepSampling) -> None:
+@pytest.mark.parametrize("sampling", ["uniform", "logit-normal", "mode"])
+def test_timesteps_stay_in_their_range_and_fill_it(sampling: Any) -> None:
     timesteps = Timesteps(name=sampling)
     drawn = draw_timesteps(ObjectiveOptions(timesteps=timesteps, timestep_range=TimestepRange(low=0.25, high=0.75)), KEYS, 1000)
     assert (int(drawn.min()), int(drawn.max())) >= (250, 700)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.families.dit import Dit
 from bucketline.families.registry import family_of_pipeline
@@ -259,48 +257,6 @@ def test_names_of_original_checkpoints_are_read_as_diffusers_reads_them(family: 
     found, wanted = changes_of(model), changes_of(source)
     for layer in KOHYAS_NAMES[family].values():
         torch.testing.assert_close(found[layer], wanted[layer])
-
-
-SDXL_BLOCKS = {  # of kohya's names: the width, and the transformer blocks in it
-    **{f"input_blocks_{n}_1": (640, 2) for n in (4, 5)},
-    **{f"input_blocks_{n}_1": (1280, 10) for n in (7, 8)},
-    "middle_block_1": (1280, 10),
-    **{f"output_blocks_{n}_1": (1280, 10) for n in (0, 1, 2)},
-    **{f"output_blocks_{n}_1": (640, 2) for n in (3, 4, 5)},
-}
-
-
-def kohyas_sdxl(rank: int) -> dict[str, torch.Tensor]:
-    """Return what kohya's scripts write for SDXL's UNet: 722 modules."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for block, (width, depth) in SDXL_BLOCKS.items():
-        sizes |= {f"{block}_proj_in": (width, width), f"{block}_proj_out": (width, width)}
-        for n in range(depth):
-            inside = f"{block}_transformer_blocks_{n}"
-            for attention, given in (("attn1", width), ("attn2", 2048)):
-                sizes |= {f"{inside}_{attention}_{one}": (width, width) for one in ("to_q", "to_out_0")}
-                sizes |= {f"{inside}_{attention}_{one}": (given, width) for one in ("to_k", "to_v")}
-            sizes |= {f"{inside}_ff_net_0_proj": (width, 8 * width), f"{inside}_ff_net_2": (4 * width, width)}
-    tensors = {}
-    for name, (inputs, outputs) in sizes.items():
-        tensors[f"lora_unet_{name}.lora_down.weight"] = torch.zeros(rank, inputs)
-        tensors[f"lora_unet_{name}.lora_up.weight"] = torch.zeros(outputs, rank)
-        tensors[f"lora_unet_{name}.alpha"] = torch.tensor(float(rank))
-    return tensors
-
-
-@pytest.mark.slow
-def test_every_layer_of_kohyas_file_for_sdxl_itself_is_found_with_its_shape(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_file(kohyas_sdxl(1), tmp_path / "sdxl.safetensors")
-    with torch.device("meta"):
-        model = UNet2DConditionModel.from_config(MODELS["sdxl"].config)
-        layers = layers_by_word(model, Layers.ALL)
-        inject_adapter_in_model(LoraConfig(r=1, target_modules=layers), model)
-    with caplog.at_level("INFO"):
-        start_from(tmp_path / "sdxl.safetensors", model, "StableDiffusionXLPipeline")
-    assert f"722 of {len(layers)} adapters begin as in" in caplog.text
 
 
 def test_names_of_diffusers_before_peft_are_read(tmp_path: Path) -> None:

@@ -46,14 +46,6 @@ def test_a_word_means_the_layers_of_the_blocks_and_those_of_the_words_before_it(
     assert not [name for name in by_word[Layers.ALL] if name.startswith(("time_", "add_embedding", "caption_", "adaln_"))]
 
 
-def test_single_blocks_of_flux_have_their_projections_adapted() -> None:
-    with torch.device("meta"):
-        model = tiny_model("flux")
-    single = [name for name in layers_by_word(model, Layers.ATTENTION_MLP) if name.startswith("single_transformer_blocks.0.")]
-    parts = ("proj_mlp", "proj_out", "attn.to_q", "attn.to_k", "attn.to_v")
-    assert set(single) == {f"single_transformer_blocks.0.{part}" for part in parts}
-
-
 def test_the_published_models_have_as_many_adapters_as_other_trainers_say() -> None:
     """SDXL has 70 transformer blocks, of 8 attention projections and 2 feed-forward layers; Flux has 19 and 38 blocks."""
     with torch.device("meta"):

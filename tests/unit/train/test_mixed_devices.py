@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bucketline.loader.batch import as_fields
-from bucketline.train.load import load
 from bucketline.train.step import Training, train_step
 from bucketline.train.validation import validate
-from tests.unit.train.tiny_run import facts, make_batch, make_training, write_unet
+from tests.unit.train.tiny_run import facts, load, make_batch, make_training, write_unet
 
 BATCHES = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
 

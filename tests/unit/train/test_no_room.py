@@ -17,12 +17,11 @@ from bucketline.loader import WeightedStore
 from bucketline.store import Store
 from bucketline.train import images
 from bucketline.train.images import draw_images
-from bucketline.train.noise import load_schedule
 from bucketline.train.parallel import tensors_of, whole
 from bucketline.train.run import train
 from bucketline.train.step import Training
 from tests.unit.train.forked import fork_ranks
-from tests.unit.train.test_parallel import CPU, sharded
+from tests.unit.train.test_parallel import sharded
 from tests.unit.train.tiny_run import ALONE, config, losses, make_training
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_en
         training = make_training(folder, loaded=sharded(folder / "model", ranks), is_bf16=True)
         for parameter in training.model.parameters():
             parameter.data.mul_(1.5)
-        return dataclasses.replace(training, config=asked, scheduler=load_schedule(folder / "model", CPU).config)
+        return dataclasses.replace(training, config=asked)
 
     def body(ranks: TrainRanks) -> None:
         signal.alarm(100)

@@ -20,16 +20,14 @@ from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
 from bucketline.train import step as of_step
 from bucketline.train.config import Precision, WeightDtype
-from bucketline.train.load import load
 from bucketline.train.log import graphs_compiled
 from bucketline.train.optim import NAMED, find_optimizer, learning_rate_at, make_optimizer, refuse_combinations
 from bucketline.train.optimizers import make_8bit
 from bucketline.train.parallel import repeated_blocks
-from bucketline.train.run import train
 from bucketline.train.step import Training, loss_of, train_step, update
 from tests.commands import ROOT
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
-from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, make_training, train_in_two_parts, write_unet
+from tests.unit.train.tiny_run import config, facts, load, make_batch, make_training, train_in_two_parts, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +128,18 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_pat
         assert torch.equal(spoiled.model.state_dict()[key], tensor)
 
 
+def test_the_rate_of_prodigy_that_is_told_is_the_one_that_its_step_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ends with the rate of the next one."""
+    training = training_by(tmp_path, "prodigy")
+    (group,) = training.optimizer.param_groups
+    group["d"] = 1.0
+    monkeypatch.setattr(training.optimizer, "step", lambda: group.update(d=2 * group["d"]))
+    told = [train_step(training, iter([batch]), step).learning_rate for step, batch in enumerate(batches())]
+    assert told == [2**step * learning_rate_at(step, training.config) for step in range(STEPS)]
+
+
 def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -139,7 +149,7 @@ def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others
         drawn = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.randn(64, 64, generator=drawn))
         begun = graphs_compiled()
-        optimizer = make_8bit(nn.Module(), groups([weight]), config(tmp_path, learning_rate=0.1), compiled=compiled)
+        optimizer = make_8bit(groups([weight]), config(tmp_path, learning_rate=0.1), compiled=compiled)
         before = graphs_compiled()
         assert (before > begun) is compiled
         for _ in range(3):
@@ -245,14 +255,6 @@ def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, chosen: dict[str
     assert any(not torch.equal(tensor, average[name]) for name, tensor in last_weights.items())
     numbers = [json.loads((run / last / "state.json").read_bytes())["optimizer"] for run in (whole.output_dir, parts)]
     assert numbers[0] == numbers[1]
-
-
-def test_another_optimizer_than_the_checkpoints_is_refused_naming_both(folder: Path) -> None:
-    asked = config(folder, max_steps=1, accumulation=1, ema="off")
-    train(asked, ALONE)
-    other = dataclasses.replace(asked, max_steps=2, resume=True, optimizer="muon")
-    with pytest.raises(UsageError, match=r"--optimizer is muon, .*step-00000001 was trained with adamw; use --optimizer"):
-        train(other, ALONE)
 
 
 @pytest.mark.parametrize(

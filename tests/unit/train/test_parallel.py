@@ -21,7 +21,6 @@ from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_togeth
 from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
 from bucketline.train.config import Precision
 from bucketline.train.ema import Average
-from bucketline.train.load import load
 from bucketline.train.lora import add_adapters
 from bucketline.train.model import place_model, replicated
 from bucketline.train.parallel import (
@@ -45,7 +44,7 @@ from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, w
 from tests.unit.families.forms import predicted as predicted_of
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.outputs.test_checkpoint import state
-from tests.unit.train.tiny_run import config, facts, make_batch, make_training, write_unet
+from tests.unit.train.tiny_run import config, facts, load, make_batch, make_training, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path

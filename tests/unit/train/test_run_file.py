@@ -14,7 +14,6 @@ from bucketline.options import options_of
 from bucketline.train.config import TrainConfig, parse
 from bucketline.train.main import main
 from bucketline.train.run_file import as_run_file, config_as_json, preset_names
-from bucketline.train.values import TimestepSampling
 from tests.commands import ROOT, spawn
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ save-every = "None"
     config = parse([str(tmp_path / "own.toml")], "train")
     assert [str(store) for store in config.store] == ["a.store", "b.store:3@0.5"]
     assert (config.max_steps, config.timesteps.mean) == (9, -0.5)
-    assert (config.timesteps.name, config.save_every) == (TimestepSampling.LOGIT_NORMAL, None)
+    assert (config.timesteps.name, config.save_every) == ("logit-normal", None)
     assert config.recompute == 1
 
 

@@ -12,9 +12,8 @@ from diffusers import UNet2DConditionModel
 
 from bucketline.train.checkpoint import RunState, Start
 from bucketline.train.config import Precision
-from bucketline.train.load import load
 from bucketline.train.run import resolve, set_up_device, start_processes, train
-from tests.unit.train.tiny_run import ALONE, built, config, facts, losses
+from tests.unit.train.tiny_run import ALONE, built, config, facts, load, losses
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import torch
 from bucketline.train.config import ObjectiveOptions
 from bucketline.train.noise import squared_error
 from bucketline.train.step import train_step, update
-from bucketline.train.values import LossWeight, Weighting
+from bucketline.train.values import LossWeight
 from tests.unit.train.tiny_run import make_batch, make_training
 
 
@@ -50,7 +50,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
 
 def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
     training = make_training(tmp_path)
-    options = ObjectiveOptions(loss_weight=LossWeight(name=Weighting.MIN_SNR, gamma=5.0))
+    options = ObjectiveOptions(loss_weight=LossWeight(name="min-snr", gamma=5.0))
     training = dataclasses.replace(training, prep=dataclasses.replace(training.prep, options=options))
     batch = make_batch(4)
     noised = training.prep.for_training(batch)
