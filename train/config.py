@@ -130,7 +130,8 @@ class OptimizerOptions:
     """Learning rate after the warm-up: constant; or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
     last steps (wsd:500; wsd: in the last fifth), or by a power (polynomial:2). A number after that is its floor, as a share of
     --learning-rate (cosine:0.1; by default 0). @END is the step from which it stays there (cosine@20000), by default that of
-    the resumed run, else --max-steps. For a run in several parts, give the step that the last one will reach."""
+    the resumed run, else --max-steps. For a run in several parts, give the step that the last one will
+    reach. piecewise-constant:1:1000,0.1:2000,0.01: shares of --learning-rate, each with the step before which it holds."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up; step n of N has a share of n ÷ N."""
     weight_decay: float = 0.01

@@ -140,7 +140,9 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     """
     assert config.learning_rate is not None  # resolved: each optimizer has its own
     asked, warm = config.lr_schedule, min(1.0, (step + 1) / max(1, config.warmup_steps))
-    if warm < 1.0 or asked.name == "constant":
+    if not asked.ends:
+        return config.learning_rate * warm * next(share for share, end in asked.pieces if step < end)
+    if warm < 1.0:
         return config.learning_rate * warm
     horizon = asked.end or config.num_steps
     falls = min(asked.steps or -(-horizon // 5), horizon)  # the steps in which wsd does

@@ -228,7 +228,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
                 f"{start.steps_done}; give more"
             )
         config = replace(config, max_steps=steps, epochs=None)
-    if (schedule := config.lr_schedule).end is None and schedule.name != "constant":
+    if (schedule := config.lr_schedule).end is None and schedule.ends:
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
     return config

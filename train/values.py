@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
-from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, OptionValue
+from bucketline.option_value import A_SHARE, ABOVE_0, IN_BYTES, IN_SECONDS, ONE_OR_MORE, FieldForm, OptionValue
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
+_SHARE = r"[0-9]{1,9}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?"
+_RULES = rf"(?:{_SHARE}:[0-9]{{1,12}},)+{_SHARE}"
 _BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
 
 EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
@@ -73,10 +75,10 @@ class LrSchedule(OptionValue):
 
     FORMS = (
         *("constant", "cosine[:FLOOR][@END]", "cosine-restarts:CYCLES[:FLOOR][@END]", "linear[:FLOOR][@END]"),
-        *("wsd[:STEPS[:FLOOR]][@END]", "polynomial:POWER[:FLOOR][@END]"),
+        *("wsd[:STEPS[:FLOOR]][@END]", "polynomial:POWER[:FLOOR][@END]", "piecewise-constant:RULES"),
     )
     EXAMPLE = "cosine:0.1@20000"
-    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER"
+    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER|piecewise-constant:RULES"
     LIMITS: ClassVar = {
         "floor": A_SHARE,
         "cycles": ONE_OR_MORE,
@@ -85,12 +87,31 @@ class LrSchedule(OptionValue):
         "power": ABOVE_0,
     }
 
-    name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial"] = "constant"
+    name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial", "piecewise-constant"] = "constant"
     floor: float = 0.0  # of the learning rate, as a share
     cycles: int | None = None  # of a cosine, each from the whole rate
     steps: int | None = None  # in which wsd falls; None: a fifth of those up to the end
     power: float | None = None  # of the share of steps that is left
+    rules: Annotated[str | None, FieldForm(_RULES, str, shown="SHARE:STEP,…,SHARE")] = None  # shares, and until which step
     end: int | None = None  # step from which the rate stays at its floor; None: that of the resumed run, else the run's last
+
+    def fault(self) -> str | None:
+        """Return that a share is 0, or that the steps of the rules do not rise, if it is so."""
+        if not all(share > 0 for share, _ in self.pieces):
+            return f"the shares of {self.rules} are expected to be above 0: other steps would change nothing"
+        ends = [end for _, end in self.pieces]
+        return None if ends == sorted({*ends}) else f"the steps of {self.rules} are expected to rise"
+
+    @property
+    def pieces(self) -> list[tuple[float, float]]:
+        """Shares of the learning rate, and the step before which each holds; the last one holds to the end."""
+        parts = (one.partition(":") for one in (self.rules or "1").split(","))
+        return [(float(share), float(end or "inf")) for share, _, end in parts]
+
+    @property
+    def ends(self) -> bool:
+        """True if it depends on its last step."""
+        return self.name not in ("constant", "piecewise-constant")
 
 
 @dataclass(frozen=True, kw_only=True)

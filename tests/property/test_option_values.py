@@ -48,6 +48,7 @@ TYPED: dict[type[OptionValue], tuple[str, ...]] = {
         "wsd:500:0.1@900",
         "wsd",
         "polynomial:2:0.1@9",
+        "piecewise-constant:1:5,0.1",
     ),
     Betas: ("0.9,0.999", "0.9,0.99,1e-6", "0.9, 0.999"),
     Ema: ("off", "0.9999", "0.9999:cpu:10", "0.9:10", "0.5:device"),
@@ -196,7 +197,7 @@ REFUSED: dict[type[OptionValue], str] = {
     LossWeight: "min-snr|min-snr:|min-snr:0|min-snr:5:5|cosmap:5|min-snr:inf",
     LrSchedule: "cosine:|cosine:0.1:0.1|cosine:6:0.1|cosine@0|cosine-restarts|"
     "wsd:0.1|wsd::0.1|cosine@|cosine@5@6|cosine@5:0.1|wsd:0|wsd:5:0.1:0.1|cosine:2|constant:0.1|"
-    "polynomial|polynomial:0",
+    "polynomial|polynomial:0|piecewise-constant:1|piecewise-constant:1:9,0|piecewise-constant:1:9,2:3,1",
     Betas: "0.9|0.9,|0.9,0.999,1e-8,1|1,0.9|0.9,-0.1|0.9,0.999,0",
     Ema: "off:cpu|0.9:cpu:cpu|0.9:10:10|0.9:10:cpu|0.9:|2|-0.1|nan|0.9:cpu:0|0.9:1.5",
     MemoryLimit: "|0|24|-1GiB|24 GiB GiB|24GiB8|24Gb/s|1,5GiB|nan|off:1|1.5|1.5B",

@@ -63,6 +63,17 @@ def test_a_schedule_is_the_librarys(tmp_path: Path, schedule: str, theirs: Any) 
     assert own == pytest.approx(library(theirs, num_warmup_steps=WARM, num_training_steps=STEPS), abs=1e-12)
 
 
+def test_a_piecewise_constant_rate_is_the_librarys_whose_steps_are_ends(tmp_path: Path) -> None:
+    rules = "1:6,0.5:7,2e-2:15,0.25"
+    run = asked(tmp_path, lr_schedule=f"piecewise-constant:{rules}", warmup_steps=0)
+    made = optimization.get_scheduler("piecewise_constant", torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), rules)
+    assert isinstance(made, torch.optim.lr_scheduler.LambdaLR)
+    theirs = [made.lr_lambdas[0](step) for step in range(STEPS)]
+    assert [learning_rate_at(step, run) for step in range(STEPS)] == theirs == [1] * 6 + [0.5] + [0.02] * 8 + [0.25] * 5
+    warmed = [learning_rate_at(step, replace(run, warmup_steps=WARM)) for step in range(STEPS)]
+    assert warmed == [0.25, 0.5, 0.75, *theirs[WARM - 1 :]]
+
+
 def test_wsd_is_the_librarys(tmp_path: Path) -> None:
     own = [learning_rate_at(step, asked(tmp_path, lr_schedule="wsd:6")) for step in range(STEPS)]
     theirs = library(
@@ -75,7 +86,9 @@ def test_wsd_is_the_librarys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("warm", [0, 1, WARM, STEPS - 1, STEPS, 2 * STEPS])
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "cosine-restarts:3", "linear", "wsd", "polynomial:3"])
+@pytest.mark.parametrize(
+    "schedule", ["constant", "cosine", "cosine-restarts:3", "linear", "wsd", "polynomial:3", "piecewise-constant:1:2,0.1"]
+)
 def test_every_step_of_a_run_has_a_rate_above_0(tmp_path: Path, schedule: str, warm: int) -> None:
     """A step at rate 0 costs as much as any other and changes nothing: not the first of a warm-up, nor a schedule's last."""
     for steps in (1, 2, STEPS):
