@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import StateError, StoreError, UsageError
+from bucketline.errors import StateError, StoreError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
@@ -15,6 +15,7 @@ from bucketline.loader.service.sockets import AUTO
 from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.train.config import IN_PROCESS
+from bucketline.train.step import store_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,23 +52,6 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         shares = opened() if ranks.is_main else ()
     with fail_together():
         return shares or opened()
-
-
-def store_weights(config: TrainConfig) -> tuple[float, ...]:
-    """Return the weights of the stores in the loss, 1 where only others have one; () if none has."""
-    weights = [one.weight for one in parse_stores(config.store, "--store")]
-    return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
-
-
-def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
-    """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
-    if not (weights := store_weights(config)):
-        return None
-    rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
-    mean = sum(weight * count for weight, count in zip(weights, rows, strict=True)) / sum(rows)
-    if mean == 0:
-        raise UsageError("the weight of every --store that has rows is 0, expected one above 0")
-    return mean
 
 
 def open_loader(

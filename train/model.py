@@ -15,7 +15,6 @@ from bucketline.loader.latent_scale import LatentScale
 from bucketline.loader.ranks import fail_together
 from bucketline.train.checkpoint import load_optimizer, load_weights
 from bucketline.train.config import Base, Compile, Precision, TrainConfig, WeightDtype
-from bucketline.train.data import mean_weight
 from bucketline.train.ema import Average
 from bucketline.train.load import facts_of, load, open_model_config, schedule_of
 from bucketline.train.lora import add_adapters
@@ -33,7 +32,7 @@ from bucketline.train.parallel import (
     tables_of,
     tensors_of,
 )
-from bucketline.train.step import Training
+from bucketline.train.step import Training, mean_weight
 from bucketline.train.values import EmaPlace
 from bucketline.train.weight_layout import average_folder, layout_of
 

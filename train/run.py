@@ -53,7 +53,7 @@ from bucketline.train.optim import find_optimizer, refuse_combinations, traits_o
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
 from bucketline.train.run_file import config_as_json
-from bucketline.train.step import train_step
+from bucketline.train.step import mean_weight, train_step
 from bucketline.train.validation import validate
 from bucketline.train.values import LrSchedule
 from bucketline.typed_json import encode
@@ -460,7 +460,7 @@ class Run:
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
         refuse_ignored([share.store for share in self.loader.shares])
-        self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
+        self.training = replace(self.training, mean_weight=mean_weight(self.config, self.loader.shares))
         from bucketline.train.compile import compile_and_count
 
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketline.errors import UsageError
+from bucketline.loader.mixture import parse_stores
 from bucketline.loader.plan.permutation import key_of
 from bucketline.train.config import WeightDtype
 from bucketline.train.noise import squared_error
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.families.family import Family
-    from bucketline.loader import Batch
+    from bucketline.loader import Batch, WeightedStore
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import Average
     from bucketline.train.noise import Noised, Prep
@@ -78,6 +80,23 @@ class Training:
         """Return the error of the model's prediction for each sample, [B] float32: in training as in validation."""
         prediction = self.predict(model, noised.noisy, noised.timesteps, noised.conditions(batch))
         return squared_error(prediction, noised.target)
+
+
+def store_weights(config: TrainConfig) -> tuple[float, ...]:
+    """Return the weights of the stores in the loss, 1 where only others have one; () if none has."""
+    weights = [one.weight for one in parse_stores(config.store, "--store")]
+    return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
+
+
+def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
+    """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
+    if not (weights := store_weights(config)):
+        return None
+    rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
+    mean = sum(weight * count for weight, count in zip(weights, rows, strict=True)) / sum(rows)
+    if mean == 0:
+        raise UsageError("the weight of every --store that has rows is 0, expected one above 0")
+    return mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
