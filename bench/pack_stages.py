@@ -13,20 +13,19 @@ import torch
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
-from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.vae import LatentColumns
 from bucketline.ingest.images.decode import Decoded, decode_image
-from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.images.grid import model_grid
 from bucketline.ingest.pack import pack_images
 from bucketline.ingest.pipeline.captions import as_caption
-from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, load_vae_encoder
-from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.load_encoders import load_text_encoder, load_vae_encoder
+from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.store import new_record
-from bucketline.store.format.block import BlockSpec, fixed_columns
-from bucketline.store.format.hashing import caption_digest, identity
+from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns, identity
 from bucketline.store.format.schema import bucket_name
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text import TEXT_GROUP
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.sources.source import SourceItem
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text import Caption
 
 Batch = tuple[str, list[tuple["SourceItem", Decoded]]]  # a bucket, and its images that are encoded together
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import ClassVar
 
 from bucketline.option_value import A_SHARE, OptionValue
-from bucketline.store.format.hashing import draw
+from bucketline.store.format.block import draw
 
 
 class SplitBy(StrEnum):

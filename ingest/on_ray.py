@@ -23,17 +23,14 @@ from bucketline.errors import BucketlineError, RankError, UsageError
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.packing.finish import finish
-from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import target_of
-from bucketline.ingest.parallel.item_parts import ItemParts
+from bucketline.ingest.packing.run import PackRun, target_of
+from bucketline.ingest.parallel.exchange import ItemParts
 from bucketline.ingest.parallel.ranks import kept
-from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_without_weights
-from bucketline.ingest.pipeline.model.encoders import Encoders
+from bucketline.ingest.pipeline.model import EncoderFacts, Encoders, facts_without_weights
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import counting_progress
-from bucketline.store.sync.parts import AttemptStore, take_attempt
-from bucketline.store.sync.working import sender_to
-from bucketline.store.write.attempts import begin_attempts, remove_attempts
+from bucketline.store.sync.working import AttemptStore, sender_to, take_attempt
+from bucketline.store.write.publish import begin_attempts, remove_attempts
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -44,8 +41,8 @@ if TYPE_CHECKING:
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.store import Store
-    from bucketline.store.sync.parts import PartStore
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.sync.working import PartStore
+    from bucketline.store.transfer import ShardSender
     from bucketline.typed_json import Json
 
 OBJECT_STORE_BYTES = 256 << 20  # of Ray on this machine: listings of the slices that are being packed

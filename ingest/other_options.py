@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.dtype_names import dtype_name
 from bucketline.errors import FingerprintError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 from bucketline.ingest.config import RulesOptions
 from bucketline.ingest.images.crop import RESAMPLING, parse_background
 from bucketline.options import ONLY_IN_FILE

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.ingest.packing.finish import PackResult, finish
-from bucketline.ingest.packing.meanwhile import Meanwhile
-from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import target_of
-from bucketline.ingest.parallel.item_parts import ItemParts
+from bucketline.ingest.packing.finish import Meanwhile, PackResult, finish
+from bucketline.ingest.packing.run import PackRun, target_of
+from bucketline.ingest.parallel.exchange import ItemParts
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.model.encoder_facts import facts_without_weights
-from bucketline.ingest.pipeline.model.encoders import Encoders
+from bucketline.ingest.pipeline.model import Encoders, facts_without_weights
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.place import bar_of_bytes
@@ -30,11 +27,11 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray import Workers
-    from bucketline.ingest.packing.target import Placed
+    from bucketline.ingest.packing.run import Placed
     from bucketline.ingest.parallel.exchange import Exchange
-    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
+    from bucketline.ingest.pipeline.model import EncoderFacts
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.transfer import ShardSender
     from bucketline.store.write.publish import StoreTarget
 
 

@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import numpy as np
 
 from bucketline.errors import BucketlineError, FingerprintError, UsageError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 from bucketline.loader.plan.plan import rows_per_pass
-from bucketline.option_types import expect
-from bucketline.option_value import FieldForm, OptionValue
+from bucketline.option_value import FieldForm, OptionValue, expect
 from bucketline.store import Bucket, Store
-from bucketline.store.format.manifest import generations
-from bucketline.store.format.mixture_file import read_mixture
-from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.format.manifest import generations, read_mixture
+from bucketline.store.read.files import refuse_lost_shards
 from bucketline.store.read.store import OpenShards, StoreRows
 from bucketline.store.remote.urls import is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import create_aside, is_aside, sync_folder, write_durably
-from bucketline.files.regular_file import open_regular
+from bucketline.files.paths import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

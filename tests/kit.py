@@ -29,14 +29,19 @@ from bucketline.store import (
     new_record,
 )
 from bucketline.store.format.block import CAPTIONS as CAPTION_ROWS
-from bucketline.store.format.block import CHECKSUM, fixed_columns
-from bucketline.store.format.columns import PRESENT_PREFIX, TARGET
-from bucketline.store.format.hashing import bytes_digest, caption_digest, identity
+from bucketline.store.format.block import (
+    CHECKSUM,
+    DTYPES,
+    PRESENT_PREFIX,
+    TARGET,
+    bytes_digest,
+    caption_digest,
+    fixed_columns,
+    identity,
+)
 from bucketline.store.format.manifest import Manifest, read_manifest, sealed, write_manifest
-from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.schema import Schema, text_entry
-from bucketline.store.format.text_block import TEXT_GROUP, Caption, make_caption, quantised_spec
-from bucketline.store.format.text_codec import dequantise, quantise
+from bucketline.store.format.text import TEXT_GROUP, Caption, dequantise, make_caption, quantise, quantised_spec
 from bucketline.store.verify.shard import Fault
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import new_manifest, prepare_store

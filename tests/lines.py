@@ -21,18 +21,17 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "ingest": {
         "importers": ("importers", "commands/import_cache.py"),
         "ray": ("on_ray.py",),
-        "peek": ("sheet", "peek.py", "commands/peek.py"),
+        "peek": ("peek.py", "commands/peek.py"),
         "prompts": ("prompts.py", "commands/prompts.py"),
     },
     "loader": {
         "peek": ("peek.py", "commands/peek.py"),
-        "report": ("plan_section.py",),
         "prometheus": ("service/metrics.py",),
     },
     "train": {
         "images": ("images.py",),
-        "export": ("commands/export_model.py", "export.py", "hub.py", "lora_file.py"),
-        "report": ("commands/report.py", "report.py", "loss_curve.py"),
+        "export": ("commands/export_model.py", "export.py", "lora_file.py"),
+        "report": ("commands/report.py", "report.py"),
         "optimizers": ("optimizers.py",),
         "low bits": ("lowbit.py",),
         "compile": ("compile.py",),

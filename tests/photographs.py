@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.bench.fixtures import photographs
-from bucketline.bench.fixtures.photographs import PHOTOGRAPHS
+from bucketline.bench.fixtures import trained_model
+from bucketline.bench.fixtures.trained_model import PHOTOGRAPHS
 
-photograph = cache(photographs.photograph)  # decoded once
+photograph = cache(trained_model.photograph)  # decoded once
 
 
 def crop_of(number: int, height_px: int, width_px: int) -> Image.Image:

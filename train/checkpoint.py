@@ -46,11 +46,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.errors import StateError, TrainError
-from bucketline.files.atomic_write import sync_folder
-from bucketline.files.disk_space import failed_write
-from bucketline.files.run_marker import CHECKPOINTS, METRICS
+from bucketline.files.atomic_write import failed_write, sync_folder
+from bucketline.files.paths import CHECKPOINTS, METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
-from bucketline.store.format.hashing import file_digest
+from bucketline.store.format.block import file_digest
 from bucketline.train.log import NotFiniteError, WindowState, has_steps
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from bucketline.train.ema import Average
+    from bucketline.train.optim import Average
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
     from bucketline.train.weight_layout import WeightLayout

@@ -9,10 +9,10 @@ import torch
 
 from bucketline.errors import StateError, StoreError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
+from bucketline.loader.iteration import parse_state
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
 from bucketline.loader.service.sockets import AUTO
-from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.train.config import IN_PROCESS
 from bucketline.train.step import store_weights

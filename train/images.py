@@ -25,20 +25,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
-from bucketline.allocator import NoRoom, attempt, free_memory
 from bucketline.errors import ModelError, TrainError, UsageError
 from bucketline.families import vaes
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.redact import redacted
-from bucketline.files.run_marker import IMAGES_FOLDER
+from bucketline.files.paths import IMAGES_FOLDER, redacted
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from bucketline.loader.collate.columns import captions_of
+from bucketline.loader.collate.buffers import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.loader.plan.rng import Purpose, normal
-from bucketline.store.format.columns import CLASS_LABELS, LATENT
+from bucketline.loader.plan.order import Purpose, normal
+from bucketline.store.format.block import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.torch_setup import NoRoom, attempt, free_memory
 from bucketline.train.checkpoint import folder_of_step, way_on
-from bucketline.train.load import UNREADABLE, open_model_config, read_vae
+from bucketline.train.model import UNREADABLE, open_model_config, read_vae
 from bucketline.train.noise import FlowSchedule, sample_noise
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
     from bucketline.store import Store
-    from bucketline.store.format.text_block import RaggedSpec
+    from bucketline.store.format.text import RaggedSpec
     from bucketline.store.prompt_file import Prompt
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import Training

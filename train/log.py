@@ -32,13 +32,11 @@ from accelerate.utils import LoggerType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch._dynamo.utils import counters
 
-from bucketline.command_line import counted, per_second
+from bucketline.command_line import counted, per_second, stderr_console
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
-from bucketline.files.atomic_write import write_durably
-from bucketline.files.locks import FileLock
-from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS, is_status
+from bucketline.files.atomic_write import FileLock, write_durably
+from bucketline.files.paths import CONFIG, METRICS, RUN_FILE, STATUS, is_status
 from bucketline.loader.mixture import StoreId, redacted_store
-from bucketline.progress import stderr_console
 from bucketline.train.run_file import as_run_file, config_as_json
 from bucketline.typed_json import encode
 

@@ -18,9 +18,8 @@ import torch
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.schedules import SCALED_LINEAR, flow, shifted
-from bucketline.loader.dequantise import dequantised
-from bucketline.loader.latent_scale import LatentScale, noise_like, posterior_noise
-from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.loader.batch import LatentScale, dequantised, noise_like, posterior_noise
+from bucketline.loader.plan.order import Purpose, normal, uniform
 from bucketline.train.config import Objective, ObjectiveOptions
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from bucketline.families.schedules import NoiseLevels
     from bucketline.loader import Batch
-    from bucketline.train.values import LossWeight
+    from bucketline.train.config import LossWeight
 
 log = logging.getLogger(__name__)
 

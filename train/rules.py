@@ -13,16 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.files.paths import overlap
-from bucketline.files.run_marker import CHECKPOINTS, is_run
+from bucketline.files.paths import CHECKPOINTS, is_run, overlap
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import parse_stores
-from bucketline.option_types import OnResume, options_on_resume
-from bucketline.option_value import as_option
-from bucketline.store.format.columns import FLIPPED
+from bucketline.option_value import OnResume, as_option, options_on_resume
+from bucketline.store.format.block import FLIPPED
 from bucketline.train.config import Objective
-from bucketline.train.load import checked, facts_of, open_model_config, refuse_other_encoders, schedule_of, store_channels
 from bucketline.train.log import has_steps
+from bucketline.train.model import checked, facts_of, open_model_config, refuse_other_encoders, schedule_of, store_channels
 from bucketline.train.run_file import config_as_json
 
 if TYPE_CHECKING:

@@ -19,19 +19,17 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.distributed.fsdp import FSDPModule
 
-from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, PlanError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
+from bucketline.files.paths import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
-from bucketline.loader.recorded_run import PLANS, append_plan, read_plans
-from bucketline.option_types import OnResume, options_on_resume
-from bucketline.option_value import as_option
+from bucketline.loader.seen import PLANS, append_plan, read_plans
+from bucketline.option_value import OnResume, as_option, options_on_resume
+from bucketline.torch_setup import avoid_cudnn_attention
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import Output, RunState, Saver, Start, expect_finite_weights, folder_of_step, way_on
-from bucketline.train.config import Precision, TrainConfig
-from bucketline.train.load import weight_files
+from bucketline.train.config import LrSchedule, Precision, TrainConfig
 from bucketline.train.log import (
     TRACKED,
     NotFiniteError,
@@ -49,13 +47,12 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
+from bucketline.train.model import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
 from bucketline.train.run_file import config_as_json
-from bucketline.train.step import mean_weight, train_step
-from bucketline.train.validation import validate
-from bucketline.train.values import LrSchedule
+from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -63,10 +60,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import Loader
-    from bucketline.train.hub import HubUpload
+    from bucketline.train.export import HubUpload
     from bucketline.train.images import StoredPrompt
-    from bucketline.train.step import Training
-    from bucketline.train.validation import ValidationResult
+    from bucketline.train.step import Training, ValidationResult
     from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
@@ -283,7 +279,7 @@ class Run:
                 self.work = step_work_of(self.config, ranks, self.device)
                 compile_and_count(self.training, ranks, self.loader, self._progress.say, self.work)
                 if self.config.push_to_hub and ranks.is_main:
-                    from bucketline.train.hub import HubUpload
+                    from bucketline.train.export import HubUpload
 
                     self.upload = HubUpload(self.config.push_to_hub, self._progress.say)
                 self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
@@ -425,7 +421,7 @@ class Run:
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
         if self.ranks.is_main:
-            from bucketline.train.loss_curve import draw_loss_curve
+            from bucketline.train.report import draw_loss_curve
 
             draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
             write_durably(output / checkpoint.CARD, self._card().encode())
@@ -507,7 +503,7 @@ class Run:
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:
-        from bucketline.train.hub import model_card
+        from bucketline.train.export import model_card
 
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)

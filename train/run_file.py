@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline import coming_from
 from bucketline.errors import UsageError
-from bucketline.files.run_marker import RUN_FILE
+from bucketline.files.paths import RUN_FILE
 from bucketline.option_value import OptionValue
 from bucketline.options import COMMAND_LINE_ONLY, options_of, sections_of, suggestion
 from bucketline.typed_json import as_toml, encode

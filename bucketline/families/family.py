@@ -21,7 +21,7 @@ from bucketline.errors import UsageError
 from bucketline.families.modular import modular_pipeline
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, channels_first, channels_last, join_layers, pack, unpack
 from bucketline.families.schedules import SCALED_LINEAR
-from bucketline.store.format.columns import POOLED, TOKENS
+from bucketline.store.format.block import POOLED, TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

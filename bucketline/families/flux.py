@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bucketline.families.family import Family, Part, variants
 from bucketline.families.packing import PATCH, image_ids
 from bucketline.families.schedules import flow
-from bucketline.store.format.columns import POOLED
+from bucketline.store.format.block import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = ImportConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.importers.registry import expect_inputs
+        from bucketline.ingest.importers.cache import expect_inputs
 
         expect_inputs(self)
         if (ranks := torchrun_ranks()["world_size"]) > 1:

@@ -1,4 +1,4 @@
-"""`ingest pack`."""
+"""`ingest pack`, and the lines that several commands of `ingest` print."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from bucketline.command_line import (
     torchrun_ranks,
 )
 from bucketline.errors import SourceError, UsageError
-from bucketline.files.paths import is_folder_of_images
-from bucketline.files.redact import redacted
-from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
+from bucketline.files.paths import is_folder_of_images, redacted
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.ingest.other_options import STORED_OPTIONS
@@ -30,10 +28,45 @@ from bucketline.store.commands.place import shown
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from bucketline.ingest.dry_run import DryRun
-    from bucketline.ingest.listing_diff import SampleChanges
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.dataset import DryRun
+    from bucketline.ingest.packed_index import SampleChanges
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.sources.dataset_file import DatasetEntry
+
+
+# -------------------------------------------------------------------------------------------------------------------- printing
+
+# Lines that several commands of `ingest` print.
+
+
+def print_entry(entry: DatasetEntry | None) -> None:
+    """Print the line that comes before a source's own, if it is one of a data set file."""
+    if entry is not None:
+        print(f"{one_line(str(entry.name))} x {entry.repeats}: {one_line(str(redacted(entry.path)))}")
+
+
+def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str], without: str | None) -> None:
+    """Print where captions came from, which images have none, and notes about the source."""
+    if without is not None:
+        print(f"  images without a caption: {without}")
+    if captions_from:
+        print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
+    for note in notes:
+        print(f"  note: {one_line(note)}")
+
+
+def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
+    """Print the first ten captions without an image and the first ten skipped images."""
+    for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
+        for name in names[:10]:
+            print(f"  warning: {what}: {one_line(name)}")
+        if (more := len(names) - 10) > 0:
+            print(f"  warning: and {more} more: {what}")
+
+
+# ------------------------------------------------------------------------------------------------------------------------ pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +131,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""
-        from bucketline.ingest.packing.stored_rules import with_stored_rules
+        from bucketline.ingest.packing.run import with_stored_rules
 
         own = with_stored_rules(self)
         assert isinstance(own, Pack)
@@ -108,7 +141,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
     def _say_rules(self, asked: PackConfig, own: PackConfig, name: str = "") -> None:
         """Print the rules that are taken from the store, of one of several sources with its name."""
-        from bucketline.ingest.packing.stored_rules import changed_rules
+        from bucketline.ingest.packing.run import changed_rules
 
         rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:

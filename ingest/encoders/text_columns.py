@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from bucketline.store.format.block import Column
-from bucketline.store.format.columns import TOKENS
-from bucketline.store.format.text_block import TextSpec, quantised_spec
-from bucketline.store.format.text_codec import QUANTISED
+from bucketline.store.format.block import TOKENS, Column
+from bucketline.store.format.text import QUANTISED, TextSpec, quantised_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

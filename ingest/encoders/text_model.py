@@ -11,13 +11,11 @@ import torch
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import ModelError
 from bucketline.families.family import StandIn
-from bucketline.fingerprint import config_hash, weights_hash
-from bucketline.ingest.encoders.part_weights import part_weights
+from bucketline.ingest.encoders.model_folder import loading, part_weights, refuse_incomplete, tokenizer_hash
 from bucketline.ingest.encoders.text_columns import MAX_CUT_CHARS, Cut
-from bucketline.ingest.encoders.weights import loading, refuse_incomplete, tokenizer_hash
+from bucketline.model_file import DIFFUSERS, TRANSFORMERS, config_hash, weights_hash
 from bucketline.quantised_linear import QuantisedLinear, quantise_layers
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.weight_files import DIFFUSERS, TRANSFORMERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,25 +15,24 @@ import numpy as np
 
 from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling
-from bucketline.ingest.importers.captions import CaptionSource, text_plan
-from bucketline.ingest.importers.listing import listed
-from bucketline.ingest.importers.registry import expect_inputs, importer_of
+from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling, expect_inputs, importer_of
+from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import (
     SOURCE,
+    CaptionSource,
     RowRules,
     cache_stamp,
     kept_captions,
     origin_of,
     read_entry,
     rejects_named,
+    text_plan,
 )
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.packing.target import newest_store
-from bucketline.ingest.pipeline.packed_index import PackedIndex
-from bucketline.store.format.columns import FLIPPED
-from bucketline.store.format.hashing import draw
+from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.packing.run import newest_store
+from bucketline.store.format.block import FLIPPED, draw
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.sample_record import captions_checksum
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import Cached, CacheEntry, Importer
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.listing import CacheListing
+    from bucketline.ingest.importers.reading import CacheListing
     from bucketline.ingest.importers.vae import NamedVae
     from bucketline.store import Store
     from bucketline.typed_json import Json

@@ -9,26 +9,25 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.captions import CaptionSource
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
-from bucketline.ingest.importers.rows import read_entry, rejects_named, row_of
-from bucketline.ingest.packing.target import target_of
+from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_named, row_of
+from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.packing.run import target_of
 from bucketline.ingest.parallel.signals import Interrupts
-from bucketline.ingest.pipeline.model.device import share_of_cores
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.pipeline.packed_index import PackedIndex
+from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
 from bucketline.store.commands.place import bar_of_bytes, shown
 from bucketline.store.sync.working import sender_to
+from bucketline.torch_setup import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

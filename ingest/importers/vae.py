@@ -14,11 +14,11 @@ import torch
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.vaes import VAES, batch_norm, latent_channels, vae_class
-from bucketline.fingerprint import config_hash
 from bucketline.ingest.encoders.vae import VaeEncoder, load_vae, vae_provenance
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
-from bucketline.store.format.columns import LatentKind
+from bucketline.model_file import config_hash
+from bucketline.store.format.block import LatentKind
 from bucketline.store.report.latent_rgb import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.paths import can_be_reached
-from bucketline.files.redact import redacted
-from bucketline.files.regular_file import read_regular
+from bucketline.files.paths import can_be_reached, read_regular, redacted
 from bucketline.ingest.sources.dataset_file import is_dataset_file, read_dataset_file
 from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.typed_json import TypedJsonError, decode, encode

@@ -19,7 +19,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.images.crop import Reason, RejectedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,16 +13,14 @@ import numpy as np
 
 from bucketline.errors import SourceError, StoreError
 from bucketline.ingest.config import framing_of
-from bucketline.ingest.images.bucket_grid import Size
+from bucketline.ingest.images.crop import Placement, Reason, RejectedError
 from bucketline.ingest.images.decode import Decoded, decode_image, placed_by_header
-from bucketline.ingest.images.geometry import Placement
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.images.grid import Size
 from bucketline.ingest.rules import Check, split_of
-from bucketline.store.format.block import fixed_columns
-from bucketline.store.format.hashing import identity, sample_digest
+from bucketline.store.format.block import fixed_columns, identity, sample_digest
 from bucketline.store.format.sample_record import SampleRecord, captions_checksum
 from bucketline.store.format.schema import bucket_name
-from bucketline.store.read.verified_sample import checked_row
+from bucketline.store.read.samples import checked_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.images.grid import Grid
+    from bucketline.ingest.packed_index import PackedIndex, PackedSample
     from bucketline.ingest.pipeline.decode_notes import DecodeNotes
-    from bucketline.ingest.pipeline.packed_index import PackedIndex, PackedSample
     from bucketline.ingest.sources.source import Source, SourceBytes, SourceItem, Stamp
     from bucketline.store import Store
 

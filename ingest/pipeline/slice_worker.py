@@ -10,24 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
-from bucketline.ingest.parallel.shares import Share
-from bucketline.ingest.pipeline.model.device import share_of_cores
+from bucketline.ingest.images.grid import latent_sizes, model_grid
+from bucketline.ingest.parallel.exchange import Share
+from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.pool import StageTimer
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
-from bucketline.ingest.pipeline.stage_timer import StageTimer
-from bucketline.ingest.sources.open_source import source_from_json
+from bucketline.ingest.sources.dataset_file import source_from_json
 from bucketline.ingest.summary import RunSummary  # noqa: TC001 - decoded by its annotation
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
-from bucketline.store.sync.parts import PartStore, SentShard
+from bucketline.store.sync.working import PartStore, SentShard
 from bucketline.typed_json import Json  # noqa: TC001 - decoded by its annotation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.pipeline.model.encoders import Encoders
+    from bucketline.ingest.pipeline.model import Encoders
     from bucketline.store import Store
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.transfer import ShardSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ class PlannedOptions(BatchOptions):
             rows = {"split": self.split.split, "remainder": self.split.remainder}
             config = self.for_loader(**rows, **lanes, **others)
             return open_shares(self.stores, self.remote()), config, self.world_size.ranks, step or 0
-        from bucketline.loader.recorded_run import open_plan, read_run
+        from bucketline.loader.seen import open_plan, read_run
 
         run = read_run(self.of_run, "--run")
         remote = self.remote()

@@ -46,8 +46,8 @@ class PlanCommand(PlannedOptions):
 
     def run(self) -> int:
         from bucketline.loader.mixture import join
-        from bucketline.loader.plan.make_plan import make_plan, plan_counts
-        from bucketline.store.format.hashing import LINE_BYTES
+        from bucketline.loader.plan.plan import make_plan, plan_counts
+        from bucketline.store.format.block import LINE_BYTES
 
         shares, config, world_size, _ = self.planned(epochs=None)
         store = join(shares)

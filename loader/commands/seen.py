@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from bucketline.command_line import counted, one_line, print_json, print_json_line, printable
 from bucketline.errors import UsageError
-from bucketline.files.regular_file import why_unread
+from bucketline.files.paths import why_unread
 from bucketline.options import Arg, Positional, Repeated
-from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.store.remote.urls import RemoteArguments
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SeenCommand(RemoteArguments):
             raise UsageError("expected either --id (or --ids) or --all")
 
     def run(self) -> int:
-        from bucketline.loader.recorded_run import read_run
+        from bucketline.loader.seen import read_run
 
         assert self.of_run is not None
         run = read_run(self.of_run, "--run")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from bucketline.options import Arg, Positional, Repeated
 from bucketline.store.commands.place import shown
-from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.store.remote.urls import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

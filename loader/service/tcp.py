@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import BucketlineError, DeliveryError
-from bucketline.forks import OwnerProcess
-from bucketline.joinable_thread import JoinableThread
-from bucketline.loader.prefetch.delivery import Buffers, Delivery
-from bucketline.loader.prefetch.threads import ThreadStream, depth_of
+from bucketline.forks import JoinableThread, OwnerProcess
+from bucketline.loader.iteration import Stats
+from bucketline.loader.prefetch.stream import Buffers, Delivery, ThreadStream, depth_of
 from bucketline.loader.service import sockets, wire
 from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, LostError, Response
-from bucketline.loader.stats import Stats
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.collate.buffers import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.service.sockets import HostPort, Security, ServiceAddress
     from bucketline.loader.service.wire import Answer, Request

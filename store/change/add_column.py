@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import LockedError, StoreError, UsageError
-from bucketline.files.locks import FileLock
-from bucketline.option_types import expect, unlike
+from bucketline.files.atomic_write import FileLock
+from bucketline.option_value import expect, unlike
 from bucketline.store.change.commit import commit_change, newest_base
-from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, role_of, stored_name
-from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.block import DTYPES, FLIPPED_SUFFIX, ROLE, role_of, stored_name
 from bucketline.store.format.schema import AddedColumn, ColumnEntry, column_spec
-from bucketline.store.read.iter_samples import live_positions
-from bucketline.store.read.lost_files import files_of_column
+from bucketline.store.read.files import files_of_column
+from bucketline.store.read.samples import live_positions
 from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.describe import (
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest, ShardEntry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
-    from bucketline.store.write.change_base import ChangeBase
+    from bucketline.store.write.publish import ChangeBase
 
 _ENTRIES = 256  # index entries read at a time
 

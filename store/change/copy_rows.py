@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
-from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, RAGGED_PREFIX, bad_rows, decode_block
+from bucketline.store.format.manifest import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
-from bucketline.store.read.iter_samples import live_positions
-from bucketline.store.read.verified_sample import caption_entries, compare_with_record, row_entries
+from bucketline.store.format.text import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.read.samples import caption_entries, compare_with_record, live_positions, row_entries
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.write.describe import describe_shard, ids_by_row, write_column_shard
 from bucketline.store.write.seal import SEALING
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Entry
+    from bucketline.store.format.text import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import IndexEntry
     from bucketline.store.shard.row_locator import BlockRanges

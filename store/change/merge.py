@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
-from bucketline.files.atomic_folder import refuse_existing, staged_folder
-from bucketline.files.copy_bytes import copy_some
-from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.store.format.hashing import file_digest
+from bucketline.files.atomic_write import copy_some, refuse_existing, refuse_too_little_disk, staged_folder
+from bucketline.store.format.block import file_digest
 from bucketline.store.format.manifest import sealed, write_manifest
-from bucketline.store.format.text_codec import TextError
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.format.text import TextError
+from bucketline.store.read.files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.shard.sidecar import open_listed
 from bucketline.store.write.publish import prepare_store

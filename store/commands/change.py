@@ -14,7 +14,7 @@ from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, LocalStore, NewStore, StorePlace, shown
 
 if TYPE_CHECKING:
-    from bucketline.store.change.garbage_collect import Collected
+    from bucketline.store.change.compact import Collected
     from bucketline.store.change.repair import Repaired, RepairedShard
 
 
@@ -41,7 +41,7 @@ class Drop(ChangingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.change.drop import drop, read_ids
+        from bucketline.store.change.commit import drop, read_ids
 
         ids = (*self.ids, *(read_ids(self.from_file) if self.from_file else ()))
         done = drop(self.path_or_objects(self.store), ids, match=self.match, dry_run=self.dry_run)

@@ -48,7 +48,7 @@ class Export(ReadingArguments):
     def run(self) -> int:
         from bucketline.store.commands.place import bar_of_samples
         from bucketline.store.export.exporter import check_samples, export, open_export
-        from bucketline.store.read.iter_samples import buckets_of
+        from bucketline.store.read.samples import buckets_of
 
         request, store = self._request(), self.open_store(self.store)
         exporter = open_export(store, request)
@@ -72,7 +72,7 @@ class Export(ReadingArguments):
 
     def _request(self) -> ExportRequest:
         from bucketline.store.export.exporter import EXPORTERS, ExportRequest
-        from bucketline.store.read.iter_samples import Selection
+        from bucketline.store.read.samples import Selection
 
         if self.format not in EXPORTERS:
             raise UsageError(f"--format is {self.format!r:.80}, expected {', '.join(EXPORTERS)}")

@@ -20,15 +20,15 @@ from bucketline.command_line import (
 )
 from bucketline.options import Arg, Positional
 from bucketline.store.commands.place import ChangingArguments, ReadingArguments, StorePlace, show_each, shown
-from bucketline.store.format.columns import LATENT
+from bucketline.store.format.block import LATENT
 from bucketline.store.remote.urls import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.store.folder import Folder
-    from bucketline.store.read.iter_samples import Listed
-    from bucketline.store.read.lost_files import LostShard
+    from bucketline.store.read.files import LostShard
+    from bucketline.store.read.samples import Listed
     from bucketline.store.read.store import Store
     from bucketline.store.verify.verify import Verified
 
@@ -53,8 +53,8 @@ class Info(ReadingArguments):
         return show_each(self)
 
     def look(self) -> tuple[dict[str, Any], int]:
+        from bucketline.store.read.files import lost_shards
         from bucketline.store.read.info import info
-        from bucketline.store.read.lost_files import lost_shards
 
         store = self.open_store(self.store)
         lost = lost_shards(store.folder, store.manifest.shards)
@@ -85,7 +85,7 @@ def _print_info(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from bucketline.store.format.text_codec import TextError
+    from bucketline.store.format.text import TextError
 
     console = Console()
     disk, payload = report["disk_bytes"], report["payload_bytes"]
@@ -154,7 +154,7 @@ class Ls(ReadingArguments):
     """Print JSON Lines: one object per sample with its row (in the store's bucket), shard, captions and source."""
 
     def run(self) -> int:
-        from bucketline.store.read.iter_samples import Selection, live_samples
+        from bucketline.store.read.samples import Selection, live_samples
 
         store, num_listed = self.open_store(self.store), 0
         for listed in live_samples(store, Selection(split=self.split, bucket=self.bucket, match=self.match)):
@@ -201,8 +201,8 @@ class Get(ReadingArguments):
     """Print the sample's record as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.files.atomic_folder import refuse_existing
-        from bucketline.store.read.verified_sample import write_sample
+        from bucketline.files.atomic_write import refuse_existing
+        from bucketline.store.read.samples import write_sample
 
         refuse_existing(self.output, "file")
         report = write_sample(self.open_store(self.store), self.id, self.output)

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from bucketline.command_line import one_line, print_json
+from bucketline.command_line import one_line, print_json, progress_bar
 from bucketline.errors import UsageError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 from bucketline.option_value import ByteSize
 from bucketline.options import Arg
-from bucketline.progress import progress_bar
-from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
-from bucketline.store.remote.urls import is_url, refuse_misspelt
+from bucketline.store.remote.urls import ObjectArguments, RemoteArguments, is_url, refuse_misspelt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,7 +92,7 @@ class AboutStore(Protocol):
 
 def show_each(command: AboutStore) -> int:
     """Run a command for its store, or for all stores of a data set's folder; return the worst exit code."""
-    from bucketline.store.format.mixture_file import read_mixture
+    from bucketline.store.format.manifest import read_mixture
 
     members = read_mixture(command.store) if isinstance(command.store, Path) else None
     if members is None:

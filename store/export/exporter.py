@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.extensions import Extensions
-from bucketline.files.atomic_folder import refuse_existing, staged_folder
+from bucketline.files.atomic_write import refuse_existing, staged_folder
 from bucketline.files.paths import Overlap, overlap
-from bucketline.store.format.hashing import sample_digest, text_bytes
-from bucketline.store.read.iter_samples import buckets_of, live_samples
-from bucketline.store.read.verified_sample import record_as_json, sample_file
+from bucketline.store.format.block import sample_digest, text_bytes
+from bucketline.store.read.samples import buckets_of, live_samples, record_as_json, sample_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.read.iter_samples import Selection
+    from bucketline.store.read.samples import Selection
     from bucketline.store.read.store import Store
 
 

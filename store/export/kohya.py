@@ -16,7 +16,7 @@ import numpy as np
 from bucketline.errors import StoreError
 from bucketline.store.export.exporter import Exporter
 from bucketline.store.export.sample_arrays import columns_beside, form_of
-from bucketline.store.format.hashing import text_bytes
+from bucketline.store.format.block import text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import StoreError
 from bucketline.store.export.exporter import Exporter
 from bucketline.store.export.sample_arrays import columns_beside, form_of
-from bucketline.store.format.columns import FLIPPED_SUFFIX
-from bucketline.store.format.hashing import text_bytes
+from bucketline.store.format.block import FLIPPED_SUFFIX, text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.format.columns import FLIPPED, LATENT, POOLED, TOKENS, LatentKind
-from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, METADATA
+from bucketline.store.format.block import DTYPES, FLIPPED, LATENT, LENGTH_BYTES, METADATA, POOLED, TOKENS, LatentKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

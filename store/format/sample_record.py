@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.hashing import DIGEST_BYTES, checksum, text_bytes
+from bucketline.store.format.block import DIGEST_BYTES, checksum, text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,22 +12,26 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.forks import cached_property
-from bucketline.store.format.block import CHECKSUM, ID, IMAGE_AXES, BlockSpec, Column, fixed_columns
-from bucketline.store.format.columns import (
+from bucketline.store.format.block import (
+    CHECKSUM,
     FLIPPED,
     FLIPPED_SUFFIX,
+    ID,
+    IMAGE_AXES,
     LATENT,
     NAME,
     PRESENT_PREFIX,
     RAGGED_PREFIX,
     ROLE,
     SAME,
+    BlockSpec,
+    Column,
     EntriesOf,
+    fixed_columns,
     role_of,
     stored_name,
 )
-from bucketline.store.format.text_block import DIGEST, STARTS, TEXT_GROUP, RaggedSpec, TextSpec
-from bucketline.store.format.text_codec import refuse_strange_form
+from bucketline.store.format.text import DIGEST, STARTS, TEXT_GROUP, RaggedSpec, TextSpec, refuse_strange_form
 from bucketline.typed_json import Json, encode
 
 if TYPE_CHECKING:

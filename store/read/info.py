@@ -6,15 +6,15 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.format.block import RAGGED_PREFIX
+from bucketline.store.read.files import files_of
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.store.read.lost_files import LostShard
+    from bucketline.store.read.files import LostShard
     from bucketline.store.read.store import Store
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.redact import redacted
-from bucketline.pages.charts import histogram, scatter
-from bucketline.pages.page import Card, Finding, Section, document, parts, percent, refuse_page, worst_first
+from bucketline.files.paths import redacted
+from bucketline.pages.page import Card, Finding, Section, document, histogram, parts, percent, refuse_page, scatter, worst_first
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
 from bucketline.store.report.facts import (
@@ -363,7 +362,7 @@ class ReportOptions:
 SECTIONS: Extensions[Callable[[Store, ReportOptions], Section | None]] = Extensions(
     "a section of `store report` called",
     "bucketline.report_sections",
-    {"plan": "bucketline.loader.plan_section:plan_section"},
+    {"plan": "bucketline.loader.peek:plan_section"},
     callable,
 )
 
@@ -442,7 +441,7 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
     if options.decoder is not None:
         job = {"vae": vae, **options.decoder, "shapes": [latent.shape for latent in found.values()]}
         data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in found.values())
-        shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.sheet.decoded:thumbnails", job, data))
+        shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.peek:thumbnails", job, data))
         return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder['model']}"
     made, how = latent_images(list(found.values()), vae, PREVIEW_PX)
     return dict(zip(found, made, strict=True)), how
@@ -458,5 +457,5 @@ def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str
     for bucket in worst_buckets(facts):
         boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
     job = {"source": options.source, "boxes": boxes}
-    images = call_elsewhere("bucketline.ingest.sheet.source_images:source_images", job)
+    images = call_elsewhere("bucketline.ingest.peek:source_images", job)
     return {name: base64.b64decode(jpeg) if jpeg else problem for name, (jpeg, problem) in images.items()}

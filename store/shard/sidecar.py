@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
-from bucketline.store.format.hashing import bytes_digest, checksum
-from bucketline.store.format.safetensors_header import (
+from bucketline.files.paths import open_regular
+from bucketline.store.format.block import (
     DTYPES,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     Tensor,
+    bytes_digest,
+    checksum,
     header_bytes_for,
     lay_out,
     read_header,
     write_header,
 )
-from bucketline.store.shard import map_budget
-from bucketline.store.shard.address_range import AddressRange, MapRefusedError, map_file
+from bucketline.store.shard import mapped
+from bucketline.store.shard.mapped import AddressRange, MapRefusedError, map_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +102,7 @@ class PagedFile:
             if expected_bytes == 0:
                 raise CorruptError(f"{path} is empty")
             data: memoryview | None = None
-            if not plain_reads and map_budget.may_map_one():
+            if not plain_reads and mapped.may_map_one():
                 with suppress(MapRefusedError):
                     data = map_file(fd, expected_bytes)
             if data is None:

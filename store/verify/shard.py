@@ -17,17 +17,28 @@ import xxhash
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
-from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
-from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, TOKENS, TOKENS_SCALE, EntriesOf
-from bucketline.store.format.hashing import LINE_BYTES, LineSums, bytes_digest, file_digest
-from bucketline.store.format.text_block import TEXT_GROUP, is_bucket, read_text_block
-from bucketline.store.format.text_codec import is_storable
+from bucketline.files.paths import open_regular
+from bucketline.store.format.block import (
+    CAPTIONS,
+    FLIPPED_SUFFIX,
+    ID,
+    LINE_BYTES,
+    PRESENT_PREFIX,
+    TOKENS,
+    TOKENS_SCALE,
+    EntriesOf,
+    LineSums,
+    bad_rows,
+    bytes_digest,
+    decode_block,
+    file_digest,
+)
+from bucketline.store.format.text import TEXT_GROUP, is_bucket, is_storable, read_text_block
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile, read_exactly
 from bucketline.store.write.describe import COLUMN_FIELDS, entry_of_extents, ids_by_row
-from bucketline.store.write.shard_contents import ShardContents, read_contents
+from bucketline.store.write.seal import ShardContents, read_contents
 from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
@@ -37,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.format.text_block import TextBlock
+    from bucketline.store.format.text import TextBlock
     from bucketline.store.read.store import Store
 
 

@@ -25,15 +25,14 @@ from bucketline.store.format.manifest import (
     parse_manifest,
     sealed,
 )
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generation_name, listed_generations, newest_generation
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.remote.retries import asked_again
-from bucketline.store.transfer.files import Downloader
+from bucketline.store.remote.objects import ObjectFolder, asked_again
+from bucketline.store.transfer import Downloader
 from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
-from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 from bucketline.store.write.describe import MAKING
+from bucketline.store.write.publish import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,24 +21,35 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import create_held, move_durably, write_durably, write_or_explain
-from bucketline.files.disk_space import remedy_for_failed_write
-from bucketline.files.regular_file import read_regular
-from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column, encode_block
-from bucketline.store.format.hashing import file_digest, line_sums
-from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, pending_path, shard_paths
+from bucketline.files.atomic_write import create_held, move_durably, remedy_for_failed_write, write_durably, write_or_explain
+from bucketline.files.paths import read_regular
+from bucketline.store.format.block import (
+    ID,
+    IMAGE_AXES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    BlockSpec,
+    Column,
+    encode_block,
+    file_digest,
+    line_sums,
+    read_header,
+)
 from bucketline.store.format.manifest import (
     COLUMN_SHARD_NAME,
+    FORMAT_VERSION,
+    META_KEY,
     ColumnShardEntry,
     FileEntry,
     RaggedTotals,
     ShardEntry,
+    block_key,
     group_entry,
+    pending_path,
+    shard_paths,
 )
-from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.schema import BucketEntry, ColumnEntry, bucket_entry, column_entries
-from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.text_codec import TextError
+from bucketline.store.format.text import TEXT_GROUP, TextError, is_bucket
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile

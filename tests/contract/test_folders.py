@@ -16,7 +16,7 @@ import pytest
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files import atomic_write
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.folder import ExistsError, Folder, LocalFolder, MissingObjectError, folder_time
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder

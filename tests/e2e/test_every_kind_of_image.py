@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bucketline.ingest.images.rejects import Reason
+from bucketline.ingest.images.crop import Reason
 from bucketline.store import Store
 from bucketline.store.report.facts import collect_facts
 from tests.commands import call

@@ -11,11 +11,10 @@ import datasets
 import pytest
 
 from bucketline.errors import AccountError
-from bucketline.ingest.parallel.item_parts import ItemParts
-from bucketline.ingest.parallel.shares import Share, rank_of
+from bucketline.ingest.parallel.exchange import ItemParts, Share, rank_of
 from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.store.shard.reader import as_keys
 from tests.commands import call, forked_ranks
 from tests.fault.same_store import compare

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from bucketline.ingest.held_out import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from tests.commands import BIN, call, spawn, torchrun
 from tests.kit import by_id
 from tests.photographs import encoded_by_hand

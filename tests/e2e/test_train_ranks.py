@@ -18,10 +18,9 @@ from PIL import Image
 
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
-from bucketline.train.config import Base, Precision, WeightDtype
+from bucketline.train.config import Base, MemoryLimit, Precision, Sharding, WeightDtype
 from bucketline.train.log import read_metrics
 from bucketline.train.run import train
-from bucketline.train.values import MemoryLimit, Sharding
 from tests.commands import ROOT, kept_port
 from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit

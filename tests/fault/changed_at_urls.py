@@ -24,10 +24,9 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.store import PartWriter, Store
 from bucketline.store.change.add_column import add_column
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect, compact
+from bucketline.store.format.block import sample_digest
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
 from tests.fault.apart import Apart, Ended, How, apart

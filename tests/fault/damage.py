@@ -30,13 +30,11 @@ from numpy.typing import NDArray
 
 from bucketline.errors import BucketlineError, StoreError
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect
 from bucketline.store.change.repair import repair
-from bucketline.store.format.block import CHECKSUM, row_checksum
-from bucketline.store.format.hashing import bytes_digest, checksum
+from bucketline.store.format.block import CHECKSUM, LENGTH_BYTES, bytes_digest, checksum, row_checksum
 from bucketline.store.format.manifest import MANIFEST, generations, read_manifest
-from bucketline.store.format.safetensors_header import LENGTH_BYTES
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish

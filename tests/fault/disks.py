@@ -32,7 +32,7 @@ import numpy as np
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.block import bytes_digest
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.constrained import SmallDisk

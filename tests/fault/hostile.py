@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bucketline.files.atomic_folder import FILES, LOCK, staging_path
+from bucketline.files.atomic_write import FILES, LOCK, staging_path
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from tests.commands import BIN
 from tests.fault.apart import Ended, apart
 from tests.fault.ground import (

@@ -37,10 +37,10 @@ HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look h
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),
-    "load": ("bucketline.ingest.pipeline.model.load_encoders", "load_text_encoder"),
+    "load": ("bucketline.ingest.pipeline.load_encoders", "load_text_encoder"),
     "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
-    "end": ("bucketline.ingest.pipeline.row_writer", "RowWriter.__exit__"),  # only the last shard is to be sealed
+    "end": ("bucketline.ingest.pipeline.slice_packer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),
     "compact": ("bucketline.store.write.seal", "_write_anew"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
@@ -48,9 +48,9 @@ MOMENTS = {
     "finish": ("bucketline.ingest.pack", "finish"),
     "publish": ("bucketline.store.write.publish", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
-    "send": ("bucketline.store.transfer.files", "Uploader._send"),
-    "note": ("bucketline.store.transfer.sender", "note_description"),
-    "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
+    "send": ("bucketline.store.transfer", "Uploader._send"),
+    "note": ("bucketline.store.transfer", "note_description"),
+    "shorten": ("bucketline.store.transfer", "make_sparse"),
     "url-commit": ("bucketline.store.change.commit", "commit"),
     "let-go": ("bucketline.store.sync.working", "WorkingStore._let_go"),
     "never": ("bucketline.store.change.compact", "compact"),  # no pack calls it

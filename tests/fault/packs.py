@@ -30,8 +30,7 @@ from typing import Any
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
-from bucketline.store.write.change_base import newest_manifest
-from bucketline.store.write.publish import LocalTarget
+from bucketline.store.write.publish import LocalTarget, newest_manifest
 from tests.commands import ROOT
 from tests.fault.apart import HANG_S, Apart
 from tests.fault.ground import expect_sound, import_for_packs

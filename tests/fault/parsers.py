@@ -26,19 +26,17 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.cache import Crops, ListRequest
-from bucketline.ingest.importers.listing import listed
-from bucketline.ingest.importers.registry import IMPORTERS
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.importers.cache import IMPORTERS, Crops, ListRequest
+from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.sources.captions.caption_text import captions_of_json, captions_of_text
-from bucketline.ingest.sources.tar.tar_reader import Tar
-from bucketline.store.format.hashing import bytes_digest, checksum
+from bucketline.ingest.sources.captions.files import captions_of_json, captions_of_text
+from bucketline.ingest.sources.tar import Tar
+from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
 from bucketline.store.format.manifest import MANIFEST, parse_manifest
-from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import decode_record, encode_record
-from bucketline.store.format.text_block import TEXT_GROUP, read_text_block
+from bucketline.store.format.text import TEXT_GROUP, read_text_block
 from bucketline.store.shard.reader import INDEX_FORMAT
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.format.hashing import bytes_digest, identity
+from bucketline.store.format.block import bytes_digest, identity
 from tests.fault.apart import apart
 from tests.fault.ground import (
     COMMAND_S,

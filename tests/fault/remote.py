@@ -34,18 +34,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from bucketline.bench.fixtures.pushed_store import pushed
-from bucketline.bench.fixtures.random_values import random_f16
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.bench.fixtures.server_process import ServerProcess, control
-from bucketline.bench.fixtures.synthetic_store import MAX_CAPTIONS, MAX_SHARD_BYTES, StoreShape, kept_store, make_store
+from bucketline.bench.fixtures.stores import (
+    MAX_CAPTIONS,
+    MAX_SHARD_BYTES,
+    StoreShape,
+    kept_store,
+    make_store,
+    pushed,
+    random_f16,
+)
 from bucketline.errors import BucketlineError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.config import Remainder
 from bucketline.store import Store, StoreWriter
-from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import dump_manifest, read_manifest, sealed
+from bucketline.store.format.block import LINE_BYTES
+from bucketline.store.format.manifest import dump_manifest, read_manifest, sealed, shard_paths
 from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, PRESENT_SUFFIX
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.remote_source import cached_paths

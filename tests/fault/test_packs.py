@@ -25,7 +25,7 @@ import pytest
 
 from bucketline.command_line import launch_name
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.pipeline.model import load_encoders
+from bucketline.ingest.pipeline import load_encoders
 from bucketline.store import Store
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.sync.push_pull import pull

@@ -17,7 +17,7 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.bench.fixtures.server_process import ServerProcess, control
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
-from bucketline.store.format.hashing import LINE_BYTES, checksum
+from bucketline.store.format.block import LINE_BYTES, checksum
 from bucketline.store.remote.cache import folder as cache_folder
 from bucketline.store.remote.cache.cached_shard import ABSENT, PINNED, RING
 from tests.fault.apart import Apart, How

@@ -26,7 +26,7 @@ import pytest
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.store import Store
-from bucketline.store.format.text_block import TEXT_GROUP, caption_checksum
+from bucketline.store.format.text import TEXT_GROUP, caption_checksum
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.ingest.importers.registry import IMPORTERS
+from bucketline.ingest.importers.cache import IMPORTERS
 from tests.commands import ROOT, call, spawn
 from tests.fault import families, fuzz
 from tests.fault.apart import How, apart

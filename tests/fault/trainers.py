@@ -85,7 +85,7 @@ def begun(folder: Path, output: Path) -> Apart:
 
 
 def _is_saving(output: Path) -> bool:
-    from bucketline.files.run_marker import CHECKPOINTS
+    from bucketline.files.paths import CHECKPOINTS
     from bucketline.train.checkpoint import CHECKPOINT_NAME
 
     return any(not CHECKPOINT_NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
@@ -180,7 +180,7 @@ def _lies(newest: Path, canary: Path) -> dict[str, tuple[str, bytes]]:
 
 def _resumed(ground: Ground, whole: Path, checkpoint: str, name: str, data: bytes) -> Outcome:
     """Put other bytes in a checkpoint, let its list of digests agree, and resume."""
-    from bucketline.store.format.hashing import file_digest
+    from bucketline.store.format.block import file_digest
 
     run = ground.fresh() / "run"
     shutil.copytree(whole, run)

@@ -17,9 +17,8 @@ def encoding() -> None:
     """A VAE of SD's size: batches that do not fit are halved, what comes out is the same, and what dtypes cost."""
     import diffusers
 
-    from bucketline.ingest.encoders.latents import LatentColumns
     from bucketline.ingest.encoders.model_folder import open_model
-    from bucketline.ingest.encoders.vae import VaeEncoder
+    from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
 
     folder = ROOM / "vae.model"
     if not folder.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.errors import MissingExtraError, UsageError
-from bucketline.extras import extra_named
+from bucketline.extensions import extra_named
 from tests.commands import spawn
 from tests.kit import make_store, samples_of
 from tests.unit.train.tiny_run import make_training_store

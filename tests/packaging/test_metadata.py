@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 
 import bucketline
-from bucketline.extras import EXTRAS
+from bucketline.extensions import EXTRAS
 from tests.commands import ROOT, spawn
 from tests.packaging.minimums import minimums
 
@@ -49,9 +49,9 @@ def imported(folder: str) -> set[str]:
     """Return the libraries that a folder's code imports, but for the standard library's and our own."""
     if folder == "bucketline":  # these are imported only by folders whose extra has torch, or diffusers as well
         with_torch = (
-            "allocator.py",
-            "attention.py",
-            "fingerprint.py",
+            "torch_setup.py",
+            "torch_setup.py",
+            "model_file.py",
             "model_file.py",
             "quantised_linear.py",
             "torch_dtypes.py",

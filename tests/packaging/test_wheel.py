@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from bucketline.extras import EXTRAS
+from bucketline.extensions import EXTRAS
 from tests.commands import ROOT, spawn
 
 LINKS = sorted(path.name for path in (ROOT / "bucketline").iterdir() if path.is_symlink())

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bucketline.loader.config import Remainder
-from bucketline.loader.plan.lanes import ShardRuns
+from bucketline.loader.plan.epoch_steps import ShardRuns
 from bucketline.loader.plan.plan import Plan, PlanBucket
 
 SHARDS, ROWS, BATCH, WINDOW, EPOCHS = 64, 512, 64, 1024, 5

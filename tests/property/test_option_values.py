@@ -22,8 +22,7 @@ from bucketline.loader.mixture import StoreArgument
 from bucketline.option_value import ByteSize, Duration, OptionValue, value_fields
 from bucketline.store.commands.change import Compact
 from bucketline.store.commands.export import Export
-from bucketline.train.config import TrainConfig
-from bucketline.train.values import (
+from bucketline.train.config import (
     Betas,
     Ema,
     LossWeight,
@@ -33,6 +32,7 @@ from bucketline.train.values import (
     Sharding,
     TimestepRange,
     Timesteps,
+    TrainConfig,
 )
 
 TYPED: dict[type[OptionValue], tuple[str, ...]] = {

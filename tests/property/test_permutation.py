@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketline.loader.plan import permutation
-from bucketline.loader.plan.permutation import SORTED_BELOW, extend_key, key_of, mix, mix_word, permute, permute_all
+from bucketline.loader.plan import order as permutation
+from bucketline.loader.plan.order import SORTED_BELOW, extend_key, key_of, mix, mix_word, permute, permute_all
 
 KEYS = st.integers(0, (1 << 64) - 1)
 WORST = [SORTED_BELOW + 1, SORTED_BELOW + 2, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, (1 << 18) + 1, 200_003]

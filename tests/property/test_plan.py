@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from bucketline.errors import PlanError
 from bucketline.loader.config import Remainder
 from bucketline.loader.plan import plan as plan_module
-from bucketline.loader.plan.lanes import ShardRuns
-from bucketline.loader.plan.permutation import permute_all
+from bucketline.loader.plan.epoch_steps import ShardRuns
+from bucketline.loader.plan.order import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
 
 SIZES = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 70), st.sampled_from([255, 256, 257])), min_size=1, max_size=5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bucketline.loader.config import Remainder
-from bucketline.loader.plan.lanes import ShardRuns
+from bucketline.loader.plan.epoch_steps import ShardRuns
 from bucketline.loader.plan.plan import PLAN_VERSION, Plan, PlanBucket
 
 SIZES = [1, 2, 7, 255, 256, 257, 65_535, 65_536, 65_537, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 10**6, 10**12, (1 << 40) + 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bucketline.loader.config import Remainder
-from bucketline.loader.plan.permutation import SORTED_BELOW
+from bucketline.loader.plan.order import SORTED_BELOW
 from bucketline.loader.plan.plan import Plan, PlanBucket
 
 EPOCHS = 6

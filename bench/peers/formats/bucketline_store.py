@@ -16,7 +16,7 @@ from bucketline.bench.peers.registry import Opened, Remote
 from bucketline.bench.peers.samples import sample
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Column, LatentColumn, StoreWriter, new_record
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

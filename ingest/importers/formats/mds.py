@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading import read_part
-from bucketline.store.format.columns import FLIPPED_SUFFIX
+from bucketline.store.format.block import FLIPPED_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

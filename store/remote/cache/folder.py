@@ -23,7 +23,7 @@ from bucketline.command_line import human_bytes
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
-from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import (
     ABSENT,

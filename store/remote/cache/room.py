@@ -16,7 +16,7 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.store.remote.cache.cached_shard import FULL, RangeLocks, fallocate
-from bucketline.store.shard.address_range import map_file
+from bucketline.store.shard.mapped import map_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

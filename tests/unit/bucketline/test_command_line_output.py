@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import guarded, human_number
-from bucketline.progress import stderr_console
+from bucketline.command_line import guarded, human_number, stderr_console
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from tests.commands import BIN, ROOT, call
 from tests.kit import make_sample, make_store, samples_of
 

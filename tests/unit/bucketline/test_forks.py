@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.forks import ForkSafeLock, OwnerProcess
+from bucketline.forks import ForkSafeLock, JoinableThread, OwnerProcess
 from bucketline.ingest.parallel.exchange import Exchange
-from bucketline.ingest.pipeline.row_writer import EncodedBatch, RowWriter
-from bucketline.joinable_thread import JoinableThread
+from bucketline.ingest.pipeline.slice_packer import EncodedBatch, RowWriter
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.folder import LocalFolder

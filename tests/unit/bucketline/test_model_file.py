@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.fingerprint import weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.model_file import open_model_file
+from bucketline.model_file import DIFFUSERS, TRANSFORMERS, open_model_file, variant_of, weights_hash
 from bucketline.store import Store
-from bucketline.train.load import open_model_config
-from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
+from bucketline.train.model import open_model_config
 from tests.commands import call
 from tests.family_models import write_pipeline
 from tests.models import SMALL, png, write_images
@@ -252,7 +250,7 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
 
 def test_the_trainer_compares_a_vae_of_a_variant_alone_with_the_stores(own: Path, tmp_path: Path) -> None:
     from bucketline.store import Store
-    from bucketline.train.load import open_model_config, read_vae
+    from bucketline.train.model import open_model_config, read_vae
     from tests.unit.train.tiny_run import write_unet
 
     as_variant(own, "fp16")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bucketline.progress import progress_bar, stderr_console
+from bucketline.command_line import progress_bar, stderr_console
 
 
 class Terminal(io.StringIO):

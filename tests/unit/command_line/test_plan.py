@@ -34,7 +34,7 @@ def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tu
 
 
 def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
-    from bucketline.store.format.hashing import sample_digest
+    from bucketline.store.format.block import sample_digest
 
     listed = call("loader", "plan", packed[1], "--batch", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
     with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2)) as loader:
@@ -46,7 +46,7 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
 def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     packed: tuple[Path, Path], tmp_path: Path, window: int | None
 ) -> None:
-    from bucketline.store.format.hashing import sample_digest
+    from bucketline.store.format.block import sample_digest
 
     one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
     two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path

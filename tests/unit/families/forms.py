@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.loader import Batch
-from bucketline.store.format.columns import CLASS_LABELS, POOLED, TOKENS
-from bucketline.train.load import open_model_config
+from bucketline.store.format.block import CLASS_LABELS, POOLED, TOKENS
+from bucketline.train.model import open_model_config
 from tests.family_models import FORMS, tiny_model
 
 CHANNELS = 4  # of every tiny model's latents

@@ -20,16 +20,16 @@ from bucketline.families.chroma import Chroma
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import Embedding, TextSettings
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Batch
-from bucketline.loader.latent_scale import LatentScale, RecordedScale
+from bucketline.loader.batch import LatentScale, RecordedScale
 from bucketline.train.config import Precision, TrainConfig
-from bucketline.train.ema import Average
 from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.lora import ADAPTER, Layers, add_adapters, layers_by_word
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
+from bucketline.train.optim import Average
 from bucketline.train.step import Training
 from tests.commands import ROOT
 from tests.family_models import FORMS, open_pipeline, tiny_model

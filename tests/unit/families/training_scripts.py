@@ -25,7 +25,7 @@ from torch.nn.functional import mse_loss, pixel_shuffle, pixel_unshuffle
 
 from bucketline.families.family import Family
 from bucketline.loader import Batch
-from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.loader.plan.order import Purpose, normal, uniform
 from bucketline.train.config import Objective, TrainConfig
 
 T = 1000

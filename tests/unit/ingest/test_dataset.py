@@ -11,7 +11,7 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.loader.mixture import parse_stores
 from bucketline.store import Store
-from bucketline.store.format.mixture_file import MIXTURE, read_mixture
+from bucketline.store.format.manifest import MIXTURE, read_mixture
 from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import by_id

@@ -12,18 +12,17 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.ingest.pipeline import slice_packer
-from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
-from bucketline.store import Store
+from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING
+from bucketline.store import Store, transfer
 from bucketline.store.change import commit as commit_module
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.folder import ListedFile
 from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer import files
-from bucketline.store.transfer.sender import ShardSender
+from bucketline.store.transfer import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
@@ -156,7 +155,7 @@ def test_an_interrupted_pack_is_continued(
         uploaded, newest = interrupted_before_the_commit(monkeypatch, source, place, model), find_newest(place)
         assert (0 if newest is None else newest.samples) == before
         with monkeypatch.context() as patched:
-            patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
+            patched.setattr(transfer.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
             again = pack(source, place, model).done().json
         assert (again["packed"], again["unchanged"], sent(place)) == (0, count, uploaded)
         assert newest_generation(place).samples == count
@@ -203,7 +202,7 @@ def test_shards_leave_the_disk_while_others_are_made(
     assert {f"shards/{name}.lmdb" for name in json.loads(in_memory.read(note))} == uploaded
 
     with monkeypatch.context() as patched:  # nothing is sent or encoded again
-        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
+        patched.setattr(transfer.Uploader, "_parts", lambda *_: 1 / 0)
         patched.setattr(slice_packer, "ShardWriter", lambda *_, **__: 1 / 0)
         again = pack_in_pairs(source, in_memory, model, work)
     assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 28)
@@ -270,15 +269,15 @@ def test_an_object_that_a_list_does_not_show_yet_counts(
 def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, parts = tmp_path / "work", files.Uploader._parts
+    work, parts = tmp_path / "work", transfer.Uploader._parts
 
-    def failing(uploader: files.Uploader, file: files._File) -> object:
+    def failing(uploader: transfer.Uploader, file: transfer._File) -> object:
         if file.path.suffix == ".lmdb" and len(sent(in_memory)) == 3:
             raise StoreError("the network is gone")
         return parts(uploader, file)
 
     with monkeypatch.context() as patched:
-        patched.setattr(files.Uploader, "_parts", failing)
+        patched.setattr(transfer.Uploader, "_parts", failing)
         done = pack_in_pairs(source, in_memory, model, work)
     assert (done.code, "the network is gone" in done.err) == (1, True)
     assert whole_shards(work) > 0

@@ -13,7 +13,7 @@ from bucketline.ingest.images.crop import CropLoss, note_crop_loss
 from bucketline.ingest.images.decode import Reason, RejectedError
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
-from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE, StageTimer, slowest_of
+from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, StageTimer, slowest_of
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bucketline.ingest.packing.meanwhile import Meanwhile
-from bucketline.ingest.pipeline.row_writer import RowWriter
+from bucketline.ingest.packing.finish import Meanwhile
+from bucketline.ingest.pipeline.slice_packer import RowWriter
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.push_pull import pull

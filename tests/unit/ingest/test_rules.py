@@ -13,10 +13,10 @@ from PIL import Image
 
 from bucketline.errors import UsageError
 from bucketline.ingest.images import decode as decode_module
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.pipeline import image_reader
 from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
-from bucketline.ingest.sources import local_files
+from bucketline.ingest.sources import source as local_files
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from tests.commands import Ran, call

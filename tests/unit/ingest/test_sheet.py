@@ -13,11 +13,20 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import Placement, bucket_placement
-from bucketline.ingest.sheet import crops as sheet_module
-from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, MAX_REJECTS, Cropped, reject_section, with_box, worst
-from bucketline.ingest.sheet.source_images import THUMBNAIL_PX, source_images
+from bucketline.ingest import peek as sheet_module
+from bucketline.ingest.images.crop import Placement, bucket_placement
+from bucketline.ingest.images.grid import parse_grid
+from bucketline.ingest.peek import (
+    MAX_IN_ALL,
+    MAX_PER_BUCKET,
+    MAX_REJECTS,
+    THUMBNAIL_PX,
+    Cropped,
+    reject_section,
+    source_images,
+    with_box,
+    worst,
+)
 from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
 from tests.models import SMALL, colour_image, encoded, png, write_files, write_images

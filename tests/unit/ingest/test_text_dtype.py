@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.any_transformer import TextEncoder
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
+from bucketline.ingest.encoders.text_encoders import TextEncoder, load_caption_encoder
 from bucketline.store import Store
-from bucketline.store.format.text_codec import dequantise, quantise
+from bucketline.store.format.text import dequantise, quantise
 from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, in_file, pack, write_model

@@ -14,8 +14,8 @@ import torch
 
 from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.prefetch.threads import ThreadStream
+from bucketline.loader.collate.buffers import BufferPool
+from bucketline.loader.prefetch.stream import ThreadStream
 from tests.epoch_oracle import Oracle, epochs_of, micros, rows_of
 from tests.kit import make_store, samples_of
 from tests.serving import serving_here

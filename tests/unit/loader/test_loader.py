@@ -17,10 +17,10 @@ import torch
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.buffer_pool import FilledBuffer
+from bucketline.loader.collate.buffers import FilledBuffer
 from bucketline.loader.collate.window import CopyPlan
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from tests.kit import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
 

@@ -15,7 +15,7 @@ from bucketline.errors import FingerprintError, StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader.mixture import StoreArgument, join, open_shares
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.store.format.manifest import read_manifest
 from tests.kit import Sample, embedding, make_store, rewrite_manifest, samples_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig, loader
-from bucketline.loader.plan.make_plan import plan_of
+from bucketline.loader.plan.plan import plan_of
 from bucketline.store import Store
 from tests.kit import add_samples, make_store, samples_of, store_writer
 

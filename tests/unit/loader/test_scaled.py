@@ -15,7 +15,7 @@ from bucketline.families.family import Family
 from bucketline.families.ideogram4 import Ideogram4
 from bucketline.families.packing import pack
 from bucketline.loader import Batch, LatentScale, Loader, LoaderConfig
-from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.loader.plan.order import Purpose, normal
 from bucketline.store import Axis, RowColumn, Store, StoreWriter
 from bucketline.train.noise import FlowSchedule, Prep
 from tests.serving import serving_here

@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.recorded_run import PLANS, append_plan
+from bucketline.loader.seen import PLANS, append_plan
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import push

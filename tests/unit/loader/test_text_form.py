@@ -13,10 +13,10 @@ import torch
 
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
-from bucketline.loader.collate import dequantise_field as dequantise_module
-from bucketline.loader.dequantise import dequantised
+from bucketline.loader.batch import dequantised
+from bucketline.loader.collate import buffers as dequantise_module
 from bucketline.store import Store
-from bucketline.store.format.text_codec import dequantise, quantise
+from bucketline.store.format.text import dequantise, quantise
 from tests.kit import POOLED_WIDTH, loud_tokens, make_store, quantised, samples_of
 from tests.serving import serving
 

@@ -14,18 +14,15 @@ from pathlib import Path
 import pytest
 
 from bucketline.errors import BucketlineError, StoreError
-from bucketline.files.atomic_folder import staged_folder, staging_path
-from bucketline.files.atomic_write import write_durably
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FileLock, staged_folder, staging_path, write_durably
 from bucketline.store import Store
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect, compact
 from bucketline.store.change.merge import merge
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import push
-from bucketline.store.transfer.sender import remove_pending
+from bucketline.store.transfer import remove_pending
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.fault.apart import How, apart

@@ -18,18 +18,17 @@ from safetensors.numpy import load_file
 from bucketline.dtype_names import dtype_name
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
 from bucketline.store import Store
+from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.export.exporter import ExportRequest, export, open_export
-from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.store.format.block import caption_digest, sample_digest
 from bucketline.store.format.manifest import parse_manifest
-from bucketline.store.format.text_block import encode_text_block, quantised_caption
-from bucketline.store.format.text_codec import TextError, dequantise, measured_error, quantise
+from bucketline.store.format.text import TextError, dequantise, encode_text_block, measured_error, quantise, quantised_caption
 from bucketline.store.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.read.info import info
-from bucketline.store.read.iter_samples import Selection
+from bucketline.store.read.samples import Selection
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from tests.commands import call

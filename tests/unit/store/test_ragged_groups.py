@@ -16,14 +16,14 @@ from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageE
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.window import PendingBatch
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import Column, RaggedGroup, RowColumn, Store
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.shard.mapped import ZERO_BYTES
 from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer

@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bucketline.allocator import set_up_torch
 from bucketline.errors import UsageError
-from bucketline.train.config import Objective
+from bucketline.torch_setup import set_up_torch
+from bucketline.train.config import Ema, LrSchedule, Objective
 from bucketline.train.log import read_metrics
 from bucketline.train.model import recomputed
 from bucketline.train.run import train
-from bucketline.train.values import Ema, LrSchedule
 from tests.unit.train.tiny_run import ALONE, built, config, train_in_two_parts
 
 CHOICES: dict[str, dict[str, Any]] = {

@@ -20,14 +20,13 @@ from bucketline.families.lumina2 import Lumina2
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.registry import family_of_pipeline
 from bucketline.families.sana import Sana
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.loader.batch import LatentScale
+from bucketline.loader.plan.order import Purpose, normal
 from bucketline.options import options_of
-from bucketline.train.config import ObjectiveOptions, TrainConfig
+from bucketline.train.config import LossWeight, ObjectiveOptions, Timesteps, TrainConfig
 from bucketline.train.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.step import loss_of
-from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.tiny_run import config, facts, make_batch, make_training

@@ -24,14 +24,13 @@ from bucketline.train import data
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import compile_blocks, example_batches, flops_of, peak_flops, warm_up
 from bucketline.train.config import Compile, Objective
-from bucketline.train.ema import Average
 from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.log import graphs_compiled
 from bucketline.train.noise import Prep, sample_noise
+from bucketline.train.optim import Average
 from bucketline.train.parallel import TrainRanks, repeated_blocks
 from bucketline.train.run import train
-from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.validation import validate
+from bucketline.train.step import Training, loss_of, train_step, validate
 from tests.family_models import tiny_vae
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
 from tests.unit.train.forked import fork_ranks

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train.ema import Average, decay_at, rounded
-from bucketline.train.values import EmaPlace
+from bucketline.train.config import EmaPlace
+from bucketline.train.optim import Average, decay_at, rounded
 
 PLACES = pytest.mark.parametrize("place", EmaPlace)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.loader.recorded_run import read_run
-from bucketline.store.change.drop import drop
+from bucketline.loader.seen import read_run
+from bucketline.store.change.commit import drop
 from bucketline.train import run as run_module
 from bucketline.train.log import read_metrics
 from bucketline.train.run import train

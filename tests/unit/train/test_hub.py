@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, constants
 
 from bucketline.errors import UsageError
 from bucketline.families.registry import FAMILIES
-from bucketline.train.hub import HubUpload, card_fields
+from bucketline.train.export import HubUpload, card_fields
 from bucketline.train.run import train
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, config

@@ -37,9 +37,9 @@ from bucketline.train.images import (
     prompt_batches,
     write_images,
 )
-from bucketline.train.load import facts_of
-from bucketline.train.loss_curve import draw_loss_curve
+from bucketline.train.model import facts_of
 from bucketline.train.noise import sample_noise
+from bucketline.train.report import draw_loss_curve
 from bucketline.train.run import train
 from tests.commands import call
 from tests.family_models import tiny_vae

@@ -12,11 +12,10 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
-from bucketline.train.config import ObjectiveOptions
+from bucketline.train.config import ObjectiveOptions, TimestepRange, Timesteps
 from bucketline.train.noise import draw_timesteps, squared_error
 from bucketline.train.run import train
 from bucketline.train.step import loss_of, mean_weight
-from bucketline.train.values import TimestepRange, Timesteps
 from tests.unit.train.tiny_run import (
     ALONE,
     add_to_store,

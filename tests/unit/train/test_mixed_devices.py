@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bucketline.loader.batch import as_fields
-from bucketline.train.step import Training, train_step
-from bucketline.train.validation import validate
+from bucketline.train.step import Training, train_step, validate
 from tests.unit.train.tiny_run import facts, load, make_batch, make_training, write_unet
 
 BATCHES = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]

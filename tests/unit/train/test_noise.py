@@ -13,10 +13,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3, compute_snr
 
 from bucketline.loader import Batch
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.loader.plan.rng import Purpose, normal
-from bucketline.store.format.columns import LatentKind
-from bucketline.train.config import Objective, ObjectiveOptions
+from bucketline.loader.batch import LatentScale
+from bucketline.loader.plan.order import Purpose, normal
+from bucketline.store.format.block import LatentKind
+from bucketline.train.config import LossWeight, Objective, ObjectiveOptions, Timesteps
 from bucketline.train.noise import (
     FlowSchedule,
     Mixing,
@@ -30,7 +30,6 @@ from bucketline.train.noise import (
     target,
     weights_of_errors,
 )
-from bucketline.train.values import LossWeight, Timesteps
 from tests.unit.train.tiny_run import make_batch
 
 CPU = torch.device("cpu")

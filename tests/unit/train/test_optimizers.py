@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bucketline.errors import MissingExtraError, UsageError
-from bucketline.extras import extra_named
+from bucketline.extensions import extra_named
 from bucketline.train import step as of_step
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.log import graphs_compiled

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
-from bucketline.files.run_marker import CHECKPOINTS
+from bucketline.files.paths import CHECKPOINTS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_together, host_group
 from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
 from bucketline.train.config import Precision
-from bucketline.train.ema import Average
 from bucketline.train.lora import add_adapters
 from bucketline.train.model import place_model, replicated
+from bucketline.train.optim import Average
 from bucketline.train.parallel import (
     TrainRanks,
     fill_from_rank_zero,

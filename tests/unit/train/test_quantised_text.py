@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig, TextForm
-from bucketline.loader.dequantise import dequantised
-from bucketline.loader.latent_scale import LatentScale
+from bucketline.loader.batch import LatentScale, dequantised
 from bucketline.store import Store
 from bucketline.train import data as data_module
 from bucketline.train import noise as noise_module
-from bucketline.train.load import facts_of
+from bucketline.train.model import facts_of
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.run import train
 from tests.kit import quantised

@@ -10,10 +10,10 @@ import pytest
 
 from bucketline.errors import BucketlineError, LockedError, ModelError, StateError, TrainError, UsageError
 from bucketline.loader.commands.batch_options import BatchSize
-from bucketline.store.change.garbage_collect import collect
+from bucketline.store.change.compact import collect
 from bucketline.store.format.block import Column
 from bucketline.store.format.schema import TextEntry, column_entries
-from bucketline.store.format.text_block import TextSpec
+from bucketline.store.format.text import TextSpec
 from bucketline.store.write.publish import lock_store
 from bucketline.train.config import Objective, WeightDtype
 from bucketline.train.log import lock_folder

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
-from bucketline.store.format.mixture_file import MixedStore, write_mixture
+from bucketline.store.format.manifest import MixedStore, write_mixture
 from bucketline.train import checkpoint, images, log, memory
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module

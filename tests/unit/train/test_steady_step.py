@@ -14,8 +14,7 @@ from bucketline.train import run as run_module
 from bucketline.train.log import read_metrics
 from bucketline.train.parallel import StopRequest
 from bucketline.train.run import train
-from bucketline.train.step import train_step
-from bucketline.train.validation import validate
+from bucketline.train.step import train_step, validate
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:

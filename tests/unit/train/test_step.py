@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bucketline.train.config import ObjectiveOptions
+from bucketline.train.config import LossWeight, ObjectiveOptions
 from bucketline.train.noise import squared_error
 from bucketline.train.step import train_step, update
-from bucketline.train.values import LossWeight
 from tests.unit.train.tiny_run import make_batch, make_training
 
 
@@ -30,7 +29,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
     batch = make_batch(4)
     outcome = train_step(training, iter([batch]), 0)
 
-    from bucketline.loader.plan.rng import Purpose, normal, uniform
+    from bucketline.loader.plan.order import Purpose, normal, uniform
 
     noise = normal(batch.keys, Purpose.NOISE, shape=(2, 8, 8))
     timesteps = (uniform(batch.keys, Purpose.TIMESTEP) * 1000).long()

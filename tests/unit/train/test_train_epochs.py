@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.loader.plan.make_plan import make_plan
+from bucketline.loader.plan.plan import make_plan
 from bucketline.store import Store
+from bucketline.train.config import LrSchedule
 from bucketline.train.run import train
-from bucketline.train.values import LrSchedule
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
 if TYPE_CHECKING:

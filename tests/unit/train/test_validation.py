@@ -10,7 +10,7 @@ import torch
 
 from bucketline.loader import Batch
 from bucketline.train.config import Objective
-from bucketline.train.validation import ValidationResult, validate
+from bucketline.train.step import ValidationResult, validate
 from tests.unit.train.tiny_run import make_batch, make_training
 
 FAR = 1000

@@ -197,7 +197,7 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
 
 def load(folder: Path, store: StoreFacts, seed: int, **more: Any) -> tuple[Family, nn.Module]:
     """Load the model of a folder."""
-    from bucketline.train import load as loading
+    from bucketline.train import model as loading
 
     return loading.load(loading.open_model_config(folder), store, seed, **more)
 
@@ -213,9 +213,9 @@ def make_training(
     **changes: Any,
 ) -> Training:
     """Return a training of the tiny UNet, or of a family and its model that were `loaded`, without a store."""
-    from bucketline.loader.latent_scale import LatentScale
-    from bucketline.train.ema import Average
+    from bucketline.loader.batch import LatentScale
     from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
+    from bucketline.train.optim import Average
     from bucketline.train.step import Training
 
     family, model = loaded or load(write_unet(folder), facts(), seed=0)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bucketline.bench.harness import cpu_s, descendants, read_bytes
 from bucketline.bench.peers.registry import BY_NAME, ENTRIES, Way
 from bucketline.bench.peers.samples import SetShape, expected
 from bucketline.bench.peers.worker import gate, own_folder, read_expected, timed, write, write_expected
-from bucketline.bench.process_usage import cpu_s, descendants, read_bytes
 from tests.commands import spawn
 
 SHAPE = SetShape(buckets=((8, 8, 4), (8, 16, 8)), batch_size=2, tokens=(2, 5), token_width=8)

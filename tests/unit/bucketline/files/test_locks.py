@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FileLock
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests.commands import spawn
 from tests.kit import empty_store, open_writer
 
-HOLD = "import sys; from pathlib import Path; from bucketline.files.locks import FileLock; FileLock(Path(sys.argv[1]))"
+HOLD = "import sys; from pathlib import Path; from bucketline.files.atomic_write import FileLock; FileLock(Path(sys.argv[1]))"
 
 
 def test_a_second_holder_is_refused_with_the_first_one_named(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from PIL import Image
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.registry import family_named
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.class_labels import ClassLabels
-from bucketline.ingest.encoders.text.registry import load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
+from bucketline.ingest.encoders.text_encoders import ClassLabels, load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store

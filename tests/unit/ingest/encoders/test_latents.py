@@ -18,15 +18,13 @@ from PIL import Image
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.packing import PATCH
 from bucketline.families.vaes import PACKED_VAES, vae_decode, vae_encode
-from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.text_model import load_text_part
-from bucketline.ingest.encoders.vae import VaeEncoder, seed_of
-from bucketline.ingest.images.model_sizes import latent_sizes
+from bucketline.ingest.encoders.vae import LatentColumns, OomRetry, VaeEncoder, seed_of
+from bucketline.ingest.images.grid import latent_sizes
 from bucketline.quantised_linear import QuantisedLinear
 from bucketline.store import Store
-from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.block import LatentKind
 from tests.commands import Ran, call
 from tests.family_models import t5_tokenizer, tiny_dc, tiny_flux2_vae, tiny_qwen21_vae, tiny_qwen_vae, tiny_vae
 from tests.models import SMALL, colour_image, png, write_files, write_images, write_model

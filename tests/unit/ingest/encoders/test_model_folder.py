@@ -19,12 +19,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError
-from bucketline.fingerprint import config_hash, weights_hash
-from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
+from bucketline.ingest.encoders.model_folder import open_model, refuse_incomplete
 from bucketline.ingest.encoders.text_columns import TextSettings
-from bucketline.ingest.encoders.weights import refuse_incomplete
-from bucketline.model_file import MODULAR_INDEX
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
+from bucketline.model_file import MODULAR_INDEX, config_hash, weights_hash
 from tests.commands import BIN, Ran, call, spawn
 from tests.family_models import write_pipeline
 from tests.kit import edit_json

@@ -13,7 +13,7 @@ import pytest
 from bucketline.errors import ModelError
 from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import text_family_of
+from bucketline.ingest.encoders.text_encoders import text_family_of
 from bucketline.store import Store
 from tests.commands import call
 from tests.models import write_files, write_images

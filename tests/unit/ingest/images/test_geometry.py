@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
 from bucketline.ingest.held_out import SplitBy, held_out
-from bucketline.ingest.images.bucket_grid import MAX_SIDE_PX, MAX_TOKENS, Grid, Size, parse_grid
-from bucketline.ingest.images.crop import Crop, Framing, crop_draw, crop_limit
-from bucketline.ingest.images.geometry import DRAW_BITS, NoBucketError, bucket_placement
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import (
+    DRAW_BITS,
+    Crop,
+    Framing,
+    NoBucketError,
+    RejectedError,
+    bucket_placement,
+    crop_draw,
+    crop_limit,
+)
+from bucketline.ingest.images.grid import MAX_SIDE_PX, MAX_TOKENS, Grid, Size, parse_grid
 
 STEPS = (8, 16, 32, 64)
 SD15 = """256x832 256x896 256x960 256x1024 320x704 320x768 384x640 448x576 512x512

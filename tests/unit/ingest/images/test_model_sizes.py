@@ -10,8 +10,7 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.bucket_grid import Grid
-from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.images.grid import Grid, model_grid
 from tests.commands import call
 
 DIT = {"_class_name": "DiTTransformer2DModel", "sample_size": 32, "patch_size": 2, "in_channels": 4}

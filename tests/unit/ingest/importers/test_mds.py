@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.cache import ListRequest
 from bucketline.ingest.importers.formats.mds import IMPORTER
-from bucketline.ingest.importers.listing import listed
+from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import read_entry
 from bucketline.store import Store
 from tests.commands import call

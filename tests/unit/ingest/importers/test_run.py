@@ -16,16 +16,15 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.model_folder import ModelFolder
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
-from bucketline.ingest.importers import captions, run
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
+from bucketline.ingest.importers import rows, run
 from bucketline.ingest.importers.rows import row_of
 from bucketline.loader.commands.batch_options import BatchSize
-from bucketline.store import Store
+from bucketline.store import Store, transfer
 from bucketline.store.change import commit as commit_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer import files
 from bucketline.store.verify.verify import verify_folder
 from bucketline.train.config import TrainConfig
 from bucketline.train.run import train
@@ -141,7 +140,7 @@ def test_captions_are_encoded_in_full_batches_so_that_they_have_the_bits_of_pack
         monkeypatch.setattr(encoder, "encode", counted)
         return encoder
 
-    monkeypatch.setattr(captions, "load_caption_encoder", noted)
+    monkeypatch.setattr(rows, "load_caption_encoder", noted)
     run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode", "--batch-size", 4).done()
     assert set(sizes) == {4}
     assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
@@ -358,7 +357,7 @@ def test_an_interrupted_import_sends_nothing_again_and_the_next_adds_what_is_new
             to_url(source, place, own)
     assert newest_generation_or_none(place) is None
     with monkeypatch.context() as patched:
-        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
+        patched.setattr(transfer.Uploader, "_parts", lambda *_: 1 / 0)
         again = to_url(source, place, own).done().json
     assert (again["imported"], again["unchanged"]) == (0, 3)
     later.rename(source / "cats")

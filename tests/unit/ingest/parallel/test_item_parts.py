@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError
 from bucketline.ingest.images.crop import CropLoss
-from bucketline.ingest.listing_diff import not_in_source, unknown
-from bucketline.ingest.parallel.item_parts import ItemParts, take_apart
-from bucketline.ingest.pipeline.packed_index import PackedIndex
+from bucketline.ingest.packed_index import PackedIndex, not_in_source, unknown
+from bucketline.ingest.parallel.exchange import ItemParts, take_apart
 from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.ingest.summary import Reject, RunSummary
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.change.commit import drop
+from bucketline.store.format.block import sample_digest
 from bucketline.store.format.sample_record import captions_checksum
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import decode, encode

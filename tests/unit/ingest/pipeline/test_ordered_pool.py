@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.pipeline.decode_notes import FOLDER, DecodeNotes
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.store.format.hashing import identity
+from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
+from bucketline.store.format.block import identity
 from tests.commands import BIN, call, spawn
 from tests.models import SMALL, png, write_images
 

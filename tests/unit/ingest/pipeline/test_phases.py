@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.pipeline import slice_packer
+from bucketline.ingest.pipeline import load_encoders, slice_packer
+from bucketline.ingest.pipeline import model as phases
 from bucketline.ingest.pipeline.captions import FreshCaptions
-from bucketline.ingest.pipeline.model import load_encoders, phases
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks

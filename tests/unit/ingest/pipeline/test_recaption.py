@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bucketline.ingest.encoders.latents import LatentColumns
+from bucketline.ingest.encoders.vae import LatentColumns
 from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
-from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.block import caption_digest
 from tests.commands import call
 from tests.family_models import write_dit
 from tests.kit import by_id, flip_row, tree

@@ -11,8 +11,8 @@ import lmdb
 import pytest
 
 from bucketline.errors import StoreError
-from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING, EncodedBatch, RowWriter
-from bucketline.store.format.hashing import caption_digest
+from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING, EncodedBatch, RowWriter
+from bucketline.store.format.block import caption_digest
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, lock_store, publish
 from bucketline.store.write.shard_writer import ShardWriter

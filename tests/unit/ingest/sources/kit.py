@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.dataset_file import open_source, source_as_json, source_from_json
 from bucketline.ingest.sources.source import Listing
 
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.dataset_file import open_source
+from bucketline.ingest.sources.source import SourceOptions
 from tests.commands import call
 from tests.models import SMALL, png
 from tests.unit.ingest.sources.kit import captions, listing_of, write_members

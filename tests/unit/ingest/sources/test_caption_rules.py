@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.ingest.sources.captions.caption_rules import CaptionRules
-from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES
+from bucketline.ingest.sources.captions.files import MAX_CAPTIONS_BYTES, CaptionRules
 from bucketline.ingest.sources.source import Listing, SourceItem
 from tests.commands import call
 from tests.models import SMALL, png, write_files

@@ -13,7 +13,7 @@ from bucketline.ingest.images.crop import Crop
 from bucketline.ingest.rules import Phases
 from bucketline.ingest.sources.dataset_file import DatasetFile, is_dataset_file, read_dataset_file
 from bucketline.ingest.sources.folder import list_folder
-from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.source import SourceOptions
 from bucketline.options import options_of, parse_options
 from bucketline.typed_json import decode, encode
 from tests.commands import ROOT

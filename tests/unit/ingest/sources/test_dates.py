@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.ingest.sources.hf_dataset import DatasetSource
-from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import SourceItem, Stamp
 from bucketline.store.format.sample_record import MAX_MTIME_NS
 from tests.commands import call

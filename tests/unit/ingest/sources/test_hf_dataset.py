@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.splits import Splits
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.sources.dataset_file import open_source
+from bucketline.ingest.sources.hf_dataset import Splits
 from bucketline.store import Store
 from tests.commands import call
 from tests.kit import edit_json

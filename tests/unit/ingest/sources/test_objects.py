@@ -14,12 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError, StoreError, UsageError
-from bucketline.ingest.sources.objects import object_file
-from bucketline.ingest.sources.objects.object_file import FileWindow
-from bucketline.ingest.sources.objects.place import refuse_overlapping_urls, stamp_of
-from bucketline.ingest.sources.objects.source import ObjectFolderSource
-from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
-from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources import objects as object_file
+from bucketline.ingest.sources.dataset_file import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.objects import FileWindow, ObjectFolderSource, refuse_overlapping_urls, stamp_of
+from bucketline.ingest.sources.source import SourceOptions
 from bucketline.store import Store
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.objects import ObjectFolder
@@ -140,9 +138,9 @@ def test_a_table_is_the_same_as_on_a_disk(photos: Path, tmp_path: Path, model: P
 def test_tars_are_the_same_as_on_a_disk(
     objects: ObjectFolder, photos: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.ingest.sources.tar import tar_source
+    from bucketline.ingest.sources import tar
 
-    monkeypatch.setattr(tar_source, "STREAM_PART_BYTES", 1 << 12)  # several parts
+    monkeypatch.setattr(tar, "STREAM_PART_BYTES", 1 << 12)  # several parts
     tars = tmp_path / "tars"
     for n, folder in enumerate("ab"):
         members = [(path.name, path.read_bytes()) for path in sorted((photos / folder).iterdir())]

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
-from bucketline.ingest.sources.parquet_chunks import MAX_CHUNK_BYTES, why_too_large
-from bucketline.ingest.sources.parquet_images import ParquetSource
-from bucketline.ingest.sources.tar.tar_source import TarSource
+from bucketline.ingest.sources.captions.table import MAX_CHUNK_BYTES, why_too_large
+from bucketline.ingest.sources.dataset_file import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.parquet import ParquetSource
+from bucketline.ingest.sources.tar import TarSource
 from bucketline.store import Store
 from tests.commands import call, spawn
 from tests.kit import by_id
@@ -29,8 +29,8 @@ import sys
 from pathlib import Path
 
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.parquet_chunks import why_too_large
-from bucketline.ingest.sources.parquet_images import ParquetSource, has_images
+from bucketline.ingest.sources.captions.table import why_too_large
+from bucketline.ingest.sources.parquet import ParquetSource, has_images
 
 path, what, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 whole, refused = path.read_bytes(), 0

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.splits import Splits, split_in_folders, split_in_path
+from bucketline.ingest.sources.dataset_file import open_source
+from bucketline.ingest.sources.hf_dataset import Splits, split_in_folders, split_in_path
+from bucketline.ingest.sources.source import SourceOptions
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
 from tests.models import SMALL, in_file, png, write_files

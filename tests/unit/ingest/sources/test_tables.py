@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.sources.dataset_file import open_source
 from tests.models import png, write_files
 from tests.unit.ingest.sources.kit import captions, listing_of
 

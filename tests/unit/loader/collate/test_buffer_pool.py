@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
-from bucketline.loader.prefetch.delivery import FIRST_DEPTH
+from bucketline.loader.collate.buffers import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
+from bucketline.loader.prefetch.stream import FIRST_DEPTH
 from bucketline.store import Store
 from tests.leftovers import wait_until
 

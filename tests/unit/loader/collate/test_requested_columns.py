@@ -14,10 +14,10 @@ import torch
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.collate.window import Window
-from bucketline.loader.plan.rng import Purpose, uniform_on_host
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.loader.plan.order import Purpose, uniform_on_host
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import RowColumn, Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.torch_dtypes import as_stored
 from tests.kit import ANY, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
 from tests.serving import serving_here

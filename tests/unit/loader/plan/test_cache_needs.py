@@ -11,10 +11,8 @@ import pytest
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.config import LEAST_WINDOW, USUAL_WINDOW
-from bucketline.loader.plan import cache_needs
-from bucketline.loader.plan.cache_needs import CacheNeeds, cache_for
-from bucketline.loader.plan.make_plan import make_plan, plan_of
-from bucketline.loader.plan.plan import Plan
+from bucketline.loader.plan import plan as cache_needs
+from bucketline.loader.plan.plan import CacheNeeds, Plan, cache_for, make_plan, plan_of
 from bucketline.store import Store
 from bucketline.store.read.store import OpenShards
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share

@@ -19,11 +19,10 @@ from bucketline.errors import PlanError, StateError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.mixture import join
-from bucketline.loader.plan import lanes as lanes_module
-from bucketline.loader.plan.lanes import ShardRuns
-from bucketline.loader.plan.make_plan import make_plan
-from bucketline.loader.plan.permutation import permute_all
-from bucketline.loader.plan.plan import Plan, PlanBucket
+from bucketline.loader.plan import epoch_steps as lanes_module
+from bucketline.loader.plan.epoch_steps import ShardRuns
+from bucketline.loader.plan.order import permute_all
+from bucketline.loader.plan.plan import Plan, PlanBucket, make_plan
 from bucketline.store import Store
 from tests.kit import make_store, samples_of
 

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.plan.permutation import mix
+from bucketline.loader.plan.order import Purpose, keys_of_rows, mix, normal, uniform, uniform_on_host
 from bucketline.loader.plan.plan import PassRows, rows_per_pass
-from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, uniform, uniform_on_host
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.store.read.store import StoreRows
 from tests.kit import make_store, samples_of
 

@@ -11,11 +11,11 @@ import torch
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.prefetch import readahead
-from bucketline.loader.prefetch.cuda_copy import CudaCopier
-from bucketline.loader.prefetch.readahead import WARM_AFTER, WINDOW, ColdDetector, Readahead
+from bucketline.loader.prefetch import ahead
+from bucketline.loader.prefetch.ahead import WARM_AFTER, WINDOW, ColdDetector, Readahead
+from bucketline.loader.prefetch.stream import CudaCopier
 from bucketline.store import Store
-from bucketline.store.shard.address_range import AddressRange
+from bucketline.store.shard.mapped import AddressRange
 
 Pair = tuple[int, int]
 
@@ -23,7 +23,7 @@ Pair = tuple[int, int]
 class Recorder:
     """Takes the place of a builder, and notes what it is asked to do, in order."""
 
-    buffer_bytes = readahead.AHEAD_BYTES // 2  # two batches between stages
+    buffer_bytes = ahead.AHEAD_BYTES // 2  # two batches between stages
 
     def __init__(self, bad: int | None = None) -> None:
         self.bad = bad
@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_be_located_fails_in_its_turn_after_all_before_it() 
 def test_a_read_now_and_then_leaves_a_cached_store_warm_and_a_cold_one_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """46 page faults in 16,000 batches kept a third of them cold."""
     count, random = 0, Random(0)
-    monkeypatch.setattr(readahead, "_reads", lambda: count)
+    monkeypatch.setattr(ahead, "_reads", lambda: count)
     shares = []
     for share_of_reads in (46 / 16_000, 0.5):
         cold, num_cold = ColdDetector(is_warm=True), 0
@@ -152,7 +152,7 @@ def test_a_read_now_and_then_leaves_a_cached_store_warm_and_a_cold_one_is_cold(m
 
 def test_heat_ends_after_a_while_without_reads_and_begins_again_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
-    monkeypatch.setattr(readahead, "_reads", lambda: count)
+    monkeypatch.setattr(ahead, "_reads", lambda: count)
     cold = ColdDetector()
     for _ in range(WARM_AFTER):
         assert cold.is_cold

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
+from bucketline.loader.prefetch.stream import ReorderBuffer
 from tests.leftovers import wait_until
 
 

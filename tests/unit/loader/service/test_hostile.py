@@ -19,7 +19,7 @@ import pytest
 
 from bucketline.errors import BucketlineError, DeliveryError, StoreError
 from bucketline.loader import Loader, LoaderConfig, ServiceAddress
-from bucketline.loader.plan.make_plan import plan_of
+from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.service import wire
 from bucketline.loader.service.ring import CONTROL_BYTES, ControlPage, Word, map_shared
 from bucketline.loader.service.sockets import Security, connected

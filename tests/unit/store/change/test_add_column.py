@@ -14,21 +14,17 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
-from bucketline.files.atomic_write import create_aside
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FileLock, create_aside
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, add_column
-from bucketline.store.change.commit import restore
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
+from bucketline.store.change.commit import drop, restore
+from bucketline.store.change.compact import collect, compact
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
-from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.layout import COPY_PREFIX
-from bucketline.store.format.manifest import parse_manifest, read_manifest
+from bucketline.store.format.block import bytes_digest
+from bucketline.store.format.manifest import COPY_PREFIX, parse_manifest, read_manifest
 from bucketline.store.read.info import info
-from bucketline.store.read.verified_sample import sample_file
+from bucketline.store.read.samples import sample_file
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError, StoreError, UsageError
-from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.files.atomic_write import refuse_too_little_disk
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.option_value import Duration
 from bucketline.store import Store, read_manifest
-from bucketline.store.change import garbage_collect
-from bucketline.store.change.compact import compact, plan_runs
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
+from bucketline.store.change import compact as garbage_collect
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect, compact, plan_runs
 from bucketline.store.format.manifest import Manifest, parse_manifest
 from bucketline.store.write.publish import adopt, changing, lock_store
 from tests.commands import call

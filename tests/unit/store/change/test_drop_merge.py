@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from bucketline.errors import FingerprintError, LockedError, StoreError, UsageError
-from bucketline.files.atomic_folder import staging_path
+from bucketline.files.atomic_write import staging_path
 from bucketline.store import Store, read_manifest
-from bucketline.store.change.commit import restore
+from bucketline.store.change.commit import drop, read_ids, restore
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop, read_ids
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.verify.verify import verify

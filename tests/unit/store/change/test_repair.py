@@ -13,9 +13,9 @@ import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store, read_manifest
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.change.repair import Repaired, repair
-from bucketline.store.format.hashing import file_digest
+from bucketline.store.format.block import file_digest
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify

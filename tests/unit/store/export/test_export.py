@@ -20,13 +20,12 @@ from safetensors import safe_open
 from safetensors.numpy import load, load_file
 
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
-from bucketline.files.atomic_folder import staged_folder, staging_path
+from bucketline.files.atomic_write import staged_folder, staging_path
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.export.exporter import ExportRequest, check_samples, export, open_export
-from bucketline.store.format.hashing import sample_digest
-from bucketline.store.read.iter_samples import Selection, live_samples
-from bucketline.store.read.verified_sample import write_sample
+from bucketline.store.format.block import sample_digest
+from bucketline.store.read.samples import Selection, live_samples, write_sample
 from tests.commands import BIN, call, spawn
 from tests.fault.apart import How, apart
 from tests.kit import Sample, embedding, flip_bit, flip_caption, flip_row, make_sample, make_store, samples_of, tree

@@ -17,35 +17,39 @@ from safetensors.numpy import save
 
 from bucketline.errors import CorruptError
 from bucketline.store import BlockSpec, Column
-from bucketline.store.format.block import MAX_ROWS, Row, bad_rows, decode_block, encode_block, fixed_columns, make_row
-from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.safetensors_header import (
+from bucketline.store.format.block import (
     DTYPES,
     HEADER_ALIGN_BYTES,
+    MAX_ROWS,
+    Row,
+    bad_rows,
+    caption_digest,
+    decode_block,
+    encode_block,
+    fixed_columns,
     header_bytes_for,
     lay_out,
+    make_row,
     read_header,
     write_header,
 )
-from bucketline.store.format.text_block import (
+from bucketline.store.format.text import (
     DIGEST,
     Caption,
+    TextError,
     TextSpec,
+    as_e4m3,
     delivered,
+    dequantise,
+    e4m3_values,
     encode_text_block,
+    is_storable,
     make_caption,
+    measured_error,
+    quantise,
     quantised_caption,
     quantised_spec,
     read_text_block,
-)
-from bucketline.store.format.text_codec import (
-    TextError,
-    as_e4m3,
-    dequantise,
-    e4m3_values,
-    is_storable,
-    measured_error,
-    quantise,
 )
 from tests.kit import read_with_safetensors
 

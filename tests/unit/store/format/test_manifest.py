@@ -134,7 +134,7 @@ def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: st
 
 def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, manifest = tree(copy), read_manifest(copy)
-    for module in ("format.manifest", "write.change_base", "verify.verify"):
+    for module in ("format.manifest", "write.publish", "verify.verify"):
         monkeypatch.setattr(f"bucketline.store.{module}.MAX_MANIFEST_BYTES", 1000)
     with pytest.raises(StoreError, match=r"of 2 shards and 4 buckets has \d+ bytes, at most 1000 are read.*larger shards"):
         write_manifest(copy, replace(manifest, generation=9))

@@ -19,7 +19,7 @@ from bucketline.errors import LockedError, RankError, SourceError, UsageError
 from bucketline.store import RowColumn, Store, StoreWriter, write_store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer.sender import ShardSender, send_shard
+from bucketline.store.transfer import ShardSender, send_shard
 from tests.commands import ROOT, spawn
 from tests.fault.apart import HANG_S, How, apart
 
@@ -225,7 +225,7 @@ def test_a_store_at_a_url_is_published_when_all_is_sent(workers: int, tmp_path: 
         return publish(own, *arguments)
 
     finish = ShardSender.finish
-    monkeypatch.setattr("bucketline.store.transfer.sender.send_shard", sent_when_awaited)
+    monkeypatch.setattr("bucketline.store.transfer.send_shard", sent_when_awaited)
     monkeypatch.setattr(ShardSender, "finish", waiting)
     monkeypatch.setattr(StoreWriter, "publish", published)
     (tmp_path / "bucket").mkdir()

@@ -17,15 +17,15 @@ import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import FileGather, Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.folder import LocalFolder
-from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
-from bucketline.store.read.iter_samples import Selection, live_samples
-from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
-from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange
+from bucketline.store.format.block import sample_digest
+from bucketline.store.format.text import EMPTY_CAPTION_ROW
+from bucketline.store.read.files import lost_shards, refuse_lost_shards
+from bucketline.store.read.samples import Selection, live_samples
+from bucketline.store.shard.mapped import ZERO_BYTES, AddressRange
 from bucketline.store.shard.sidecar import encode_paged
 from tests.commands import BIN, call
 from tests.kit import IMAGES, Sample, embedding, flip_caption, flip_row, make_sample, make_store, samples_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bucketline.errors import CorruptError, StoreError, UsageError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 from bucketline.ingest.commands.pack import Pack
 from bucketline.loader.config import LoaderConfig
 from bucketline.options import parse_options

@@ -16,9 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.pages.charts import Line, lines
-from bucketline.pages.image_files import png
-from bucketline.pages.page import Finding, parts
+from bucketline.pages.page import Finding, Line, lines, parts, png
 from bucketline.store import RowColumn, Store, StoreWriter
 from bucketline.store.report import facts as facts_module
 from bucketline.store.report.facts import check_latents, collect_facts, collect_lists, near_duplicates, vae_of

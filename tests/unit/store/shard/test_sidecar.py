@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.change.merge import merge
-from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import DroppedEntry, ShardEntry, read_manifest
-from bucketline.store.shard import address_range, map_budget
+from bucketline.store.format.block import bytes_digest
+from bucketline.store.format.manifest import DroppedEntry, ShardEntry, read_manifest, shard_paths
+from bucketline.store.shard import mapped as address_range
+from bucketline.store.shard import mapped as map_budget
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, BlockTable, _first_false
 from bucketline.store.shard.sidecar import PAGE_BYTES, PagedFile, encode_paged
 from tests.kit import flip_bit, ids_of, make_store, replace_file, samples_of
@@ -332,7 +332,7 @@ def test_plain_reads_map_nothing_at_all_and_read_the_same(many: Path) -> None:
 def test_a_sidecar_under_plain_reads_that_is_truncated_or_cannot_be_read_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from bucketline.store.change.drop import drop
+    from bucketline.store.change.commit import drop
 
     make_store(tmp_path / "s", samples_of({"train/64x64": 300}))
     drop(tmp_path / "s", [Store.open(tmp_path / "s").bucket("train/64x64").sample_ids(np.array([2]))[0]], dry_run=False)

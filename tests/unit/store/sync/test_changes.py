@@ -16,15 +16,13 @@ from bucketline.bench.fixtures.range_server import RangeServer
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
-from bucketline.store.change.commit import restore
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import UNLISTED_S, collect
+from bucketline.store.change.commit import drop, restore
+from bucketline.store.change.compact import UNLISTED_S, collect, compact
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.generations import commit, listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull, push
-from bucketline.store.transfer.sender import pending_shards
+from bucketline.store.transfer import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import call
 from tests.kit import add_samples, everything, ids_of, samples_of, store_writer, tree
@@ -293,7 +291,7 @@ def test_a_slow_collection_hides_nothing_that_is_committed_meanwhile(
         return pending_shards(*arguments)
 
     # called once the collection has read which generation is the newest
-    monkeypatch.setattr("bucketline.store.change.garbage_collect.pending_shards", overtaken)
+    monkeypatch.setattr("bucketline.store.change.compact.pending_shards", overtaken)
     collect(objects, 86400)
     assert newest_generation(objects).generation == 4
 

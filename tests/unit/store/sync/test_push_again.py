@@ -14,16 +14,14 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
-from bucketline.store.change.commit import restore
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import UNLISTED_S, collect
-from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.change.commit import drop, restore
+from bucketline.store.change.compact import UNLISTED_S, collect, compact
+from bucketline.store.format.block import bytes_digest
 from bucketline.store.format.manifest import dump_manifest, read_manifest
 from bucketline.store.remote.generations import commit, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer.sender import pending_shards
+from bucketline.store.transfer import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.kit import add_samples, everything, make_sample, make_store, rewrite_manifest, samples_of, store_writer
 from tests.object_storage import in_memory

@@ -13,18 +13,16 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import CorruptError, StoreError, UsageError
-from bucketline.store import Store
+from bucketline.store import Store, transfer
+from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import commit, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.parts import PartStore, SentShard, take_sent
 from bucketline.store.sync.push_pull import pull, push
-from bucketline.store.sync.working import WorkingStore
-from bucketline.store.transfer import files
+from bucketline.store.sync.working import PartStore, SentShard, WorkingStore, take_sent
 from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import call
 from tests.kit import (
@@ -90,7 +88,7 @@ def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, copy: Pa
 def test_a_file_of_many_parts_is_whole(
     folder: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (files, objects_module):
+    for module in (transfer, objects_module):
         monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
     push(copy, folder)
     for name in ("g0.lmdb", "g1.lmdb", "g0.index"):
@@ -185,7 +183,7 @@ def test_what_was_left_long_ago_is_sent_again(copy: Path, monkeypatch: pytest.Mo
     with pytest.raises(ZeroDivisionError):
         push(copy, folder)
     monkeypatch.undo()
-    monkeypatch.setattr(files, "FRESH_S", -60.0)
+    monkeypatch.setattr(transfer, "FRESH_S", -60.0)
     assert push(copy, folder).files == 6
     assert push(copy, folder).files == 0  # a generation lists it now
 

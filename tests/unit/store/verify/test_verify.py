@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from bucketline.errors import CorruptError
 from bucketline.store import Store
 from bucketline.store.change.repair import repair
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.store.format.sample_record import encode_record
-from bucketline.store.read.verified_sample import checked_row
+from bucketline.store.read.samples import checked_row
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify import shard
 from bucketline.store.verify.verify import verify

@@ -17,8 +17,8 @@ from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
 from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
+from bucketline.store.format.block import DTYPES
 from bucketline.store.format.manifest import parse_manifest
-from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.kit import (

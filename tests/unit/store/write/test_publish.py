@@ -19,20 +19,29 @@ import pytest
 from numpy.typing import NDArray
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FileLock
 from bucketline.store import BlockSpec, Store
-from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import LINE_BYTES, READ_BYTES, LineSums, caption_digest, checksum, sample_digest
+from bucketline.store.change.commit import drop
+from bucketline.store.format.block import LINE_BYTES, READ_BYTES, LineSums, caption_digest, checksum, sample_digest
 from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
-from bucketline.store.format.text_block import TEXT_GROUP, make_caption
+from bucketline.store.format.text import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.verify.verify import FolderCheck
 from bucketline.store.write import shard_writer
-from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, seal_rest, take_shards
-from bucketline.store.write.publish import adopt, changing, lock_store, prepare_store, publish
-from bucketline.store.write.seal import may_have_commits, seal
-from bucketline.store.write.shard_contents import _read_back, _UnconfirmedError
+from bucketline.store.write.publish import (
+    adopt,
+    attempt_path,
+    begin_attempt,
+    begin_attempts,
+    changing,
+    lock_store,
+    prepare_store,
+    publish,
+    seal_rest,
+    take_shards,
+)
+from bucketline.store.write.seal import _read_back, _UnconfirmedError, may_have_commits, seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import (
     IMAGES,

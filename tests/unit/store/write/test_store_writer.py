@@ -18,7 +18,7 @@ import pytest
 from bucketline.errors import BucketlineError, FingerprintError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.store import Column, LatentColumn, PartWriter, SampleRecord, Store, StoreWriter, TextSpec, new_record
-from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.block import caption_digest
 from bucketline.store.format.manifest import generations
 from bucketline.store.write.publish import lock_store
 from tests.constrained import SmallDisk

@@ -19,8 +19,8 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
-from bucketline.files.run_marker import CHECKPOINTS, METRICS
-from bucketline.store.format.hashing import file_digest
+from bucketline.files.paths import CHECKPOINTS, METRICS
+from bucketline.store.format.block import file_digest
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import (
     Output,
@@ -35,7 +35,7 @@ from bucketline.train.checkpoint import (
     read_state,
     set_aside,
 )
-from bucketline.train.ema import Average
+from bucketline.train.optim import Average
 from bucketline.train.step import Training
 from bucketline.train.weight_layout import WholeModel
 from tests.commands import spawn

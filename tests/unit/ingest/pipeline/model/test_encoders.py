@@ -12,8 +12,8 @@ import torch
 
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.model_folder import ModelFolder
-from bucketline.ingest.pipeline.model import load_encoders
-from bucketline.ingest.pipeline.model.device import chosen_device
+from bucketline.ingest.pipeline import load_encoders
+from bucketline.ingest.pipeline.device import chosen_device
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import spawn

@@ -15,13 +15,13 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.store.cli import main
 from bucketline.store.folder import MissingObjectError
-from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache import cached_shard, fetch_threads, folder, line_fetcher
+from bucketline.store.format.block import LINE_BYTES
+from bucketline.store.remote.cache import cached_shard, fetch, folder
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
 from bucketline.store.remote.cache.folder import MARK, CacheFolder, is_cache
 from bucketline.store.remote.cache.remote_source import store_key
 from bucketline.store.remote.cache.room import Room
-from bucketline.store.remote.retries import IN_TIME
+from bucketline.store.remote.objects import IN_TIME
 from tests.fault.apart import Apart, How
 from tests.leftovers import wait_until
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
@@ -87,7 +87,7 @@ def test_a_hole_is_never_taken_for_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", line_of(1)[:-1], bytes(LINE_BYTES), line_of(2)], ids=["none", "short", "zeros", "other"])
 def test_bytes_that_are_not_the_lines_are_requested_again(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 0.0)
+    monkeypatch.setattr(fetch, "pause_after", lambda _: 0.0)
     left = [data or b"x", data or b"y"]
     opened = open_shard(tmp_path / "cache", Objects(fault=lambda _: left.pop() if left else None))
     opened.read(1)
@@ -96,7 +96,7 @@ def test_bytes_that_are_not_the_lines_are_requested_again(data: bytes, tmp_path:
 
 
 def test_an_object_that_stays_wrong_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 0.0)
+    monkeypatch.setattr(fetch, "pause_after", lambda _: 0.0)
     opened = open_shard(tmp_path / "cache", Objects(fault=lambda _: bytes(LINE_BYTES)))
     with pytest.raises(StoreError, match=r"s3://bucket/a.store/shards/g0.lmdb, line 1 .*do not match the line's checksum"):
         opened.read(1)
@@ -132,7 +132,7 @@ def test_a_silent_store_is_an_error_within_the_deadline_and_may_come_back(
 def test_one_stalled_line_is_an_error_within_the_deadline_though_others_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch_threads, "FIRST_BYTES_S", 1 << 30)  # more than one at a time, within so short a deadline
+    monkeypatch.setattr(fetch, "FIRST_BYTES_S", 1 << 30)  # more than one at a time, within so short a deadline
     pause, deadline_s = Pause(2), 2.0
     opened = open_shard(tmp_path / "cache", Objects(fault=pause), deadline_s=deadline_s)
     begun, errors = time.monotonic(), []
@@ -278,7 +278,7 @@ def test_a_line_that_another_process_fetches_is_not_missing_for_want_of_room(tmp
 
 
 def test_a_line_that_is_tried_again_much_later_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 60.0)
+    monkeypatch.setattr(fetch, "pause_after", lambda _: 60.0)
 
     def refused(number: int) -> None:
         if number in (0, 3):

@@ -1,1 +1,0 @@
-"""WebDataset tars as a source, in files or in object storage; nothing is extracted."""
