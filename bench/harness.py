@@ -360,7 +360,6 @@ def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- process usage
-
 # CPU time of a process and its descendants, bytes that they read from the disk, and pages dropped so that they do.
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------------- progress
-
 # Progress on stderr: bars if that is a terminal, which only this file decides, and lines that may be lost.
 
 

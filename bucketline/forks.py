@@ -97,7 +97,6 @@ class cached_property(Generic[T]):  # noqa: N801 - named as the standard library
 
 
 # ------------------------------------------------------------------------------------------------------------- joinable thread
-
 # A thread that can be joined whatever has become of its start, which Ctrl-C may interrupt.
 
 

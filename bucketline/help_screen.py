@@ -159,7 +159,6 @@ def _filled(line: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------ completion
-
 # Completion of command lines in bash, zsh and fish: scripts that cyclopts writes of all commands, those of packages too.
 
 

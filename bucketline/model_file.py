@@ -275,7 +275,6 @@ def error_line(error: Exception) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- weight files
-
 # Find a model component's weight files: plain ones, or a variant such as `diffusion_pytorch_model.fp16.safetensors`.
 #
 # diffusers and transformers load a variant only by its name; otherwise they report a missing `.bin`.
@@ -332,7 +331,6 @@ def safetensors_of(names: Iterable[str], bases: tuple[str, ...], variant: str | 
 
 
 # ----------------------------------------------------------------------------------------------------------------- fingerprint
-
 # Digests that identify the encoder of a store's columns, so that a different one is detected.
 
 

@@ -275,7 +275,6 @@ def _variants(form: str) -> list[list[str]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- option types
-
 # Options as fields of a dataclass: their metadata, and checks of the types that a program passes.
 
 

@@ -87,7 +87,6 @@ def attempt(make: Callable[[], T]) -> T | NoRoom:
 
 
 # ------------------------------------------------------------------------------------------------------------------- attention
-
 # The choice of PyTorch's kernels for attention.
 
 

@@ -139,7 +139,6 @@ def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict
 
 
 # ---------------------------------------------------------------------------------------------------------------- listing diff
-
 # Compare a listing with a store: which images are new, which are gone, and which of those may be dropped.
 
 

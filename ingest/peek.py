@@ -91,7 +91,6 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: st
 
 
 # ----------------------------------------------------------------------------------------------------------------------- crops
-
 # Contact sheets of a source: which images to show, each with its crop drawn in, and the checks of the page's path.
 
 
@@ -246,7 +245,6 @@ def _span(begin: float, end: float, length: int) -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------------------- source images
-
 # Thumbnails of images of a source for `store report`, with their crops drawn in, also of images that were rejected.
 
 
@@ -284,7 +282,6 @@ def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_
 
 
 # --------------------------------------------------------------------------------------------------------------------- decoded
-
 # Latents decoded by the VAE that made them, as thumbnails for pages.
 
 

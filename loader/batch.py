@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------ dequantise
-
 # Quantised tokens as F16, on any device, in one expression that compiles.
 #
 # It gives the bits that `store.format.text_codec` defines. Letters: B rows, L tokens (padded), D token width, S scales.
@@ -49,7 +48,6 @@ def dequantised(tokens: Tensor, scale: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------- latent scale
-
 # How stored latents become those that a model is trained on: drawn if they are moments, then shifted and scaled by their VAE.
 #
 # The trainer and `Batch.scaled` share it. Letters: B rows, C latent channels, h and w latent height and width.

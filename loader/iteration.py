@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- state
-
 # The loader's state: the next micro-batch, and every setting that must match for that number to mean the same.
 
 
@@ -180,7 +179,6 @@ def state_as_json(state: LoaderState) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- stats
-
 # Statistics of an iteration: what was delivered, and how long was waited.
 
 

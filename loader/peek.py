@@ -104,7 +104,6 @@ def _notes(row: dict[str, Any]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan section
-
 # The section of `store report` about an epoch, found by its name: the store's folder imports no loader.
 
 

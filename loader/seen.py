@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------- recorded run
-
 # The record that a run leaves of its order: a line of `plans.jsonl` for each plan that it had; and their plans, made again.
 #
 # A plan tells what a step read, so a line needs only the loader's state where the plan begins, and the run's step there:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- part worker
-
 # A worker of `write_store`: encode one item after another, and add its samples to a part of the store.
 
 
@@ -204,7 +203,6 @@ def _arguments(task: Task, sample: object) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------- worker pool
-
 # The pool of `write_store`: start the workers, hand each one task after another, and end them.
 
 

@@ -351,7 +351,6 @@ def is_there(path: Path, expected: FileEntry | DroppedEntry) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- sender
-
 # Send shards as soon as they are sealed, while others are made, and keep nothing of them on the disk but their sidecars.
 #
 # A shard that is in the bucket, and that no generation there lists yet, has its description noted next to it

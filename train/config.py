@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- values
-
 # The values of training's options that have several parts: each is a word on the command line and in a file.
 
 

@@ -77,7 +77,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------------- hub
-
 # For a hub: the model card next to the weights, and the upload of the last export to huggingface.co.
 
 

@@ -81,7 +81,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------------ load
-
 # Load a model: find its family, check it and its encoders against the store, read its weights or initialize them at random.
 
 

@@ -162,7 +162,6 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------------------- ema
-
 # The exponential moving average (EMA) of the trained weights.
 
 

@@ -197,7 +197,6 @@ def is_whole_on_gpu(tensor: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------------ validation
-
 # Validation: every held-out sample at fixed timesteps, with fixed noise per sample and the averaged weights.
 #
 # A sample's noise depends only on the sample, so the curve does not jitter with batches, ranks or steps.

@@ -84,7 +84,6 @@ def grid_ids(like: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------- image positions
-
 # The place of an image behind its own caption, for a model that takes padding for places of the caption.
 #
 # Letters: B samples, T tokens of text, S of text and image, F angles of the first axis and D of all.

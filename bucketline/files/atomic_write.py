@@ -134,7 +134,6 @@ def sync_folder(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ copy bytes
-
 # Copy bytes between two open files; they share blocks if the file system supports it.
 
 
@@ -157,7 +156,6 @@ def copy_some(source: int, target: int, num_bytes: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------------ disk space
-
 # Free disk space: checked before the work starts, and named when a write has failed.
 
 
@@ -193,7 +191,6 @@ def remedy_for_failed_write(folder: Path, *, is_full: bool = False) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------- sparse file
-
 # Files of a length and without content, which stand for others.
 
 
@@ -208,7 +205,6 @@ def make_sparse(path: Path, num_bytes: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- locks
-
 # Advisory file locks that record their holder.
 
 
@@ -280,7 +276,6 @@ def _open_own(path: Path) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- atomic folder
-
 # A folder that appears complete or not at all (atomic rename).
 #
 # It is written in a hidden folder next to it, under a lock, and renamed at the end. The next run with the same output removes

@@ -132,7 +132,6 @@ def refuse_overlap(source: Path, store: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- redact
-
 # Redact sources and names for messages: remove passwords, tokens of signed URLs, and arguments of commands.
 
 
@@ -204,7 +203,6 @@ def _without_secrets(found: re.Match[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------ run marker
-
 # The files of a training run's folder, and how ingest and trainer recognise it: its images must never become samples.
 
 
@@ -237,7 +235,6 @@ def is_status(data: bytes) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------- regular file
-
 # Open regular files for reading, or links to them; never a pipe or a device, which could block or never end.
 #
 # Links are followed, because large shards may be on another disk. Writes and removals never follow one (`atomic_write`,

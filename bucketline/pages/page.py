@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- image files
-
 # The image files of pages, by Pillow: a page encodes the images that it shows, and never decodes a file of somebody else.
 
 
@@ -212,7 +211,6 @@ def print_page(report: Mapping[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- charts
-
 # Charts: where ticks and marks are, in pixels of an SVG that `parts.chart` draws in the page's colours.
 
 

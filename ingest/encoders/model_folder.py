@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------- part weights
-
 # How many weights a part of a model has and in which dtype, from the headers of its files.
 
 
@@ -59,7 +58,6 @@ def part_weights(model: ModelFolder, name: str, bases: tuple[str, ...]) -> tuple
 
 
 # --------------------------------------------------------------------------------------------------------------------- weights
-
 # Check that loaded weights are complete, and compute digests of weights and tokenizers.
 
 
@@ -108,7 +106,6 @@ def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers to
 
 
 # ------------------------------------------------------------------------------------------------------------------------- hub
-
 # Look up a model on a hub, and in the hub's local cache if the hub cannot be reached.
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------- any transformer
-
 # Encode captions with any transformers text encoder, as its last hidden state.
 #
 # The stored tokens are those that the model sees. Pipelines attend to a CLIP text encoder at every position, so all
@@ -117,7 +116,6 @@ class TextEncoder:
 
 
 # ------------------------------------------------------------------------------------------------------------ pipeline encoder
-
 # Encode captions with a family's own pipeline: `encode_prompt` of diffusers, with only the text parts loaded.
 #
 # Letters: B captions, T tokens, D width of a token.
@@ -222,7 +220,6 @@ class PromptEncoder:
 
 
 # ---------------------------------------------------------------------------------------------------------------- class labels
-
 # Class labels instead of captions, for class-conditional models (diffusers' DiT).
 #
 # A caption is the name or number of a class and is stored as one token, the number. The empty caption is the null class,

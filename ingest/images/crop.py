@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------------- geometry
-
 # Compute bucket, resize and crop from an image's size and a grid, with a pure function in integer arithmetic.
 #
 # All sizes are computed here, so that no two stages can round differently.
@@ -134,7 +133,6 @@ def _round(numerator: int, denominator: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------- rejects
-
 # Reasons for rejecting an image: a reason to count by, and a detail that names what was found.
 
 

@@ -163,7 +163,6 @@ def _layouts(num_tokens: int) -> list[tuple[int, int]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------- model sizes
-
 # Image sizes of a model: its default grid, its latent sizes, and the sizes that it cannot take.
 
 

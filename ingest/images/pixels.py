@@ -220,7 +220,6 @@ def _colourants(primaries: tuple[float, ...]) -> NDArray[np.float64]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- sixteen bits
-
 # Convert colours of 16 bits per channel to 8 bits by rounding: v becomes round(v * 255 / 65535).
 #
 # Pillow keeps the high byte of each value, which is up to one level too dark. It can be made to read the low byte instead,
@@ -291,7 +290,6 @@ def _with_layout(tile: Any, layout: str) -> Any:  # noqa: ANN401 - Pillow's
 
 
 # ------------------------------------------------------------------------------------------------------------------------ srgb
-
 # Convert any pixels to sRGB: 16 bits to 8, apply colour profiles, blend transparency onto a background.
 
 

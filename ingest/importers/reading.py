@@ -178,7 +178,6 @@ def text_of(caption: str, tokens: Tensor, pooled: Tensor | None = None) -> Text:
 
 
 # --------------------------------------------------------------------------------------------------------------------- listing
-
 # List a cache: the samples that a format finds, with their ids, and with their captions as the trainer made them of files.
 #
 # A trainer may take a file as one caption or a line of it, and put a trigger word in. If its text embeddings are called by a

@@ -218,7 +218,6 @@ def _as_recorded(found: Geometry, placed: Placement) -> Placement:
 
 
 # -------------------------------------------------------------------------------------------------------------------- captions
-
 # Captions of imported samples: embeddings of the cache or of the model's encoders, and the rows that wait for them.
 
 

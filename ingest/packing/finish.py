@@ -161,7 +161,6 @@ def _write_long_captions(path: Path, store: Store, sealed: list[str], account: R
 
 
 # ------------------------------------------------------------------------------------------------------------------- meanwhile
-
 # `--publish-every`: publish during packing what is packed so far.
 #
 # When a period is over, each rank ends its shard. It tells rank 0 of each of its shards that is sealed (and sent, if the store

@@ -253,7 +253,6 @@ def _this_process() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- shares
-
 # The assignment of samples to ranks.
 
 
@@ -276,7 +275,6 @@ class Share:
 
 
 # ------------------------------------------------------------------------------------------------------------------ item parts
-
 # Split a listing: each rank keeps the items that it packs, as JSON; rank 0 keeps an outline of all items.
 #
 # An item takes 430 to 610 bytes as Python objects, about the size of its id and captions when packed, and about 24 bytes in

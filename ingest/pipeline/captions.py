@@ -103,7 +103,6 @@ class FreshCaptions:
 
 
 # --------------------------------------------------------------------------------------------------------------- kept captions
-
 # Embeddings of captions that are kept on the disk until the rows with them are written: what phases = "two" encodes first.
 #
 # They are stores of their own in `pending/captions/`, with a row for each caption by the digest of its text, so that commits,

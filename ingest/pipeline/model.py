@@ -92,7 +92,6 @@ def _number(value: Json) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- phases
-
 # The order of a pack's encoders: with two phases, all captions come first, and VAE and text encoders never share memory.
 
 
@@ -168,7 +167,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------------- encoders
-
 # The encoders of a run: each is loaded when something is to be encoded by it, and compared with the store's.
 
 

@@ -149,7 +149,6 @@ def _yield_to_others() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ read ahead
-
 # Read the images of a source in object storage ahead, many at a time, as far as bounded memory allows.
 
 
@@ -194,7 +193,6 @@ def _as_remote(source: Source) -> ObjectSource | TarSource | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- stage timer
-
 # Measure which stage of packing is the bottleneck: decoding, encoding or writing.
 
 

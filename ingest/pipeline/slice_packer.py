@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------ row writer
-
 # Writer thread: writes encoded rows to shards while the next ones are decoded and encoded.
 
 

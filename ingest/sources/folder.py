@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------- kohya folders
-
 # Folders named as kohya's trainers have them: `10_sks dog` is read ten times per pass, `reg` is for prior preservation.
 
 

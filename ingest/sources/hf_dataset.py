@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- splits
-
 # Splits of a source: which images are trained on, held out, or left out.
 #
 # A split is in a column `split`, in the path (a folder of it, then a word of a table's, tar's or Parquet file's name), or in a

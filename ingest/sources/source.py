@@ -117,7 +117,6 @@ def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------- options
-
 # Options of a source, common to `ingest pack` and `ingest scan`.
 
 
@@ -170,7 +169,6 @@ class SourceOptions(ObjectArguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------- local files
-
 # Local image files: their size, mtime and bytes.
 
 

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------ tar reader
-
 # Iterate over a tar, forwards only; damage raises an error instead of shortening the list.
 #
 # Like the webdataset package, this uses the standard library's tarfile. On its own, tarfile takes a damaged or missing
@@ -192,7 +191,6 @@ class Tar:
 
 
 # ---------------------------------------------------------------------------------------------------------------- tar grouping
-
 # WebDataset's convention: members with the same key are one sample, and the extension after the first dot is their type.
 
 

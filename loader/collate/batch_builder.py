@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- verify
-
 # Verification of a filled micro-batch against the checksums of its rows, captions and ragged entries. Letters: B rows.
 
 

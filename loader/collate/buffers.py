@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- buffer pool
-
 # Buffers: memory allocated once, that batches are gathered into and lent to the caller from.
 #
 # A buffer goes back to the pool when the last tensor over it is gone. That is noticed on the numpy array that lends the
@@ -339,7 +338,6 @@ def _stored_places(text: RaggedSpec, out: Field, num_bytes: int) -> tuple[dict[s
 
 
 # ------------------------------------------------------------------------------------------------------------ dequantise field
-
 # Dequantise tokens on the CPU, in a batch's buffer. Letters: L tokens (padded), D token width, S scales.
 
 
@@ -394,7 +392,6 @@ def _scale_groups(rows: Tensor, scales: Tensor) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------- columns
-
 # The columns of a batch: those requested, captions chosen by keyed draws, flips and crops; checks that the store has them.
 
 

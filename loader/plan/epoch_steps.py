@@ -222,7 +222,6 @@ class Cursor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- lanes
-
 # Windows of some rows: whole shards are dealt to lanes, and each lane mixes the rows of a few of its shards at a time.
 #
 # A store that is read over a network is fetched in lines, 8 MiB of a shard's file. This order lets one machine fetch a line,

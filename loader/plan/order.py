@@ -210,7 +210,6 @@ def _hash(values: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uin
 
 
 # ------------------------------------------------------------------------------------------------------------------------- rng
-
 # Counter-based random numbers, keyed by (seed, step, position in the global batch), never by a rank's generator.
 #
 # So two ranks draw what one rank draws, no random state has to be saved, and a resumed run is exact. The code is integer

@@ -365,7 +365,6 @@ class PassRows:
 
 
 # ----------------------------------------------------------------------------------------------------------------- cache needs
-
 # The needs of an order from a machine's cache: room for the lines that it reads at a time, next to those that the cache keeps.
 #
 # A window is read as a part of each shard of a group, and its rows are mixed. So all lines of these parts are needed from the
@@ -518,7 +517,6 @@ def cache_for(num_bytes: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------------- make plan
-
 # Make the plan of a store and a configuration: the buckets' batches, the lanes, and the window that a cache allows.
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- lines ahead
-
 # The lines of batches that are read from object storage: requested far ahead, in the order of the plan.
 #
 # A batch needs two rounds. The lines of its rows' blocks are requested when it is located; its captions, which are drawn from

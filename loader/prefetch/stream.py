@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------- reorder buffer
-
 # A bounded reorder buffer between the prefetch threads and the training thread; either side can end it cleanly.
 #
 # Each prefetch thread fills the next micro-batch that no other one fills. None waits for another: a micro-batch that is
@@ -146,7 +145,6 @@ class ReorderBuffer(Generic[T]):
 
 
 # ------------------------------------------------------------------------------------------------------------------- cuda copy
-
 # Copying a filled buffer to a CUDA device on a side stream, with events and without a global synchronise.
 
 
@@ -196,7 +194,6 @@ class CudaCopier:
 
 
 # -------------------------------------------------------------------------------------------------------------------- delivery
-
 # Filled buffers of this process, and their copies on a CUDA device: each waits for its turn and the caller.
 
 

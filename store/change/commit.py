@@ -265,7 +265,6 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
 
 
 # ------------------------------------------------------------------------------------------------------------------------ drop
-
 # Drop samples: their rows are added to the shards' sorted lists; nothing is rewritten.
 
 

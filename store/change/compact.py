@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------- garbage collect
-
 # Garbage collection: remove old generations, and the files that only they list, on a disk and in object storage.
 #
 # The order makes every crash harmless: shards' own files go first, their indexes last of theirs, then the generations'

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------- columns
-
 # Names and roles of the columns that encoders fill, which writers write and the loader and trainer read.
 
 
@@ -89,7 +88,6 @@ class LatentKind(StrEnum):
 
 
 # ---------------------------------------------------------------------------------------------------------- safetensors header
-
 # The header of a safetensors file, written at a fixed length and read within bounds.
 #
 # The `safetensors` package can read these files. It is not used to write, because tensor order and header length must be fixed
@@ -221,7 +219,6 @@ def _read_entry(name: str, entry: dict[str, Any]) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------- hashing
-
 # The format's digests, one per purpose.
 #
 # - `identity`: which item is it? BLAKE2b, 16 bytes; keys samples by id, captions by text, sources by content.

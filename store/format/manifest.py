@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- layout
-
 # The file layout of a store, and the keys in a shard.
 
 
@@ -503,7 +502,6 @@ def refuse_difference(stored: Json, present: Json) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- mixture file
-
 # `mixture.json`: names the stores of a folder that are read together, each with its repeats.
 #
 # `ingest pack` writes it for a data set file. The loader and the trainer take such a folder wherever they take a store.

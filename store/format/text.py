@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------ text codec
-
 # The codec of captions' tokens: stored as I8 or F8_E4M3 with scales, delivered as F16; and the error that this makes.
 #
 # Shape letters: T tokens, D a token's width, S scales per token, N captions. FORMAT.md has the rules, which give the same bits

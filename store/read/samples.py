@@ -115,7 +115,6 @@ def live_positions(shard: SealedShard, bucket: str) -> NDArray[np.uint32]:
 
 
 # ------------------------------------------------------------------------------------------------------------- verified sample
-
 # Read one sample and verify everything: its row, its captions, their ragged entries, and that its record matches them.
 #
 # For samples that leave the store (`get`, `export`, `ingest peek`): damaged bytes are an error here. A sample's file is a

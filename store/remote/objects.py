@@ -468,7 +468,6 @@ class ObjectFolder:
 
 
 # --------------------------------------------------------------------------------------------------------------------- retries
-
 # Requests that are made again, and which failures may pass.
 
 

@@ -198,7 +198,6 @@ def parse_url(url: str) -> Address:
 
 
 # ------------------------------------------------------------------------------------------------------------------- arguments
-
 # The options of every command that takes a store's URL.
 
 

@@ -164,7 +164,6 @@ class AddressRange:
 
 
 # ------------------------------------------------------------------------------------------------------------------ map budget
-
 # Budget of memory maps: Linux limits them per process (`vm.max_map_count`), and a store needs one per file.
 #
 # At the limit, other operations fail too: starting a thread, a large allocation. Address ranges therefore reserve maps for all

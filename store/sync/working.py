@@ -212,7 +212,6 @@ def sender_to(target: StoreTarget, manifest: Manifest, run: str, *, is_first: bo
 
 
 # ----------------------------------------------------------------------------------------------------------------------- parts
-
 # Make shards in several processes, of which one publishes: each in a folder of its own, from which that one takes them.
 #
 # On a disk that all of them share, each attempt has a folder in the store's (`AttemptStore`). Otherwise the store is in object

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------------- attempts
-
 # Folders in which a task makes shards that count only once the store's writer has taken them.
 #
 # A task that a cluster runs may be lost, or run twice. Each attempt therefore has a folder of its own, laid out as a store, in
@@ -132,7 +131,6 @@ def remove_attempts(store: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- change base
-
 # The generation that a change starts from: how it is found, its shards, and where new shards and lists of dropped rows go.
 #
 # `generations/G.json` is written before `manifest.json` is replaced, so a crash between the two leaves an older

@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------- shard contents
-
 # Describe a shard's file: walk it through LMDB, check that its rows and records go together, make its extents and its index.
 #
 # Sealing does this with the file that it has written, and refuses one with a fault. `store verify` does it again, and

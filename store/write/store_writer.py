@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- part writer
-
 # Add rows to a store's shards: check them, begin a new shard when one is full, commit on request.
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------- caption text
-
 # Parse captions from text (one per line) or a JSON field, and choose the names of columns and extensions to try.
 
 
@@ -294,7 +293,6 @@ class CaptionFiles:
 
 
 # --------------------------------------------------------------------------------------------------------------- caption rules
-
 # Caption rules: make stored captions from those of the source, by a trigger word, templates and shuffled tags.
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------- parquet chunks
-
 # Open Parquet files, and bound the memory that reading a column takes before it is read: a few kB can hold gigabytes.
 
 

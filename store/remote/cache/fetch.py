@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------- fetch threads
-
 # The threads that fetch lines: which line is next, how many bytes are requested at a time, and a line's state.
 
 

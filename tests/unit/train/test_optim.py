@@ -7,21 +7,34 @@ import dataclasses
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from diffusers import optimization
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import get_wsd_schedule
 
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extensions import extra_named
 from bucketline.train import step as of_step
-from bucketline.train.config import Precision, WeightDtype
+from bucketline.train.config import EmaPlace, Precision, WeightDtype
 from bucketline.train.log import graphs_compiled
-from bucketline.train.optim import NAMED, find_optimizer, learning_rate_at, make_optimizer, refuse_combinations
+from bucketline.train.optim import (
+    NAMED,
+    Average,
+    decay_at,
+    find_optimizer,
+    learning_rate_at,
+    make_optimizer,
+    refuse_combinations,
+    rounded,
+)
 from bucketline.train.optimizers import make_8bit
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import Training, loss_of, train_step, update
@@ -33,6 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.loader import Batch
+    from bucketline.train.config import TrainConfig
+
 
 STEPS = 4
 DECAY = 0.1
@@ -321,3 +336,239 @@ def test_a_missing_library_is_told_with_its_extra(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=rf"pip install 'bucketline\[{extra}\]'"), extra_named("train"):
         find_optimizer(config(tmp_path, optimizer=name))
+
+
+# The learning rate of each step, held against the schedules of a plain library.
+
+
+RATED_STEPS, WARM = 20, 4
+FALLING = ("cosine", "cosine-restarts:2", "linear", "wsd:3", "polynomial:2")
+
+
+def asked(folder: Path, **changes: Any) -> TrainConfig:
+    return config(folder, **{"max_steps": RATED_STEPS, "warmup_steps": WARM, "learning_rate": 1.0, **changes})
+
+
+def library(schedule: Any, **named: Any) -> list[float]:
+    """Return the rates of a library's schedule, without the first of its warm-up, which is 0."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    made = schedule(optimizer=optimizer, **named)
+    rates = []
+    for _ in range(RATED_STEPS + 1):
+        rates.append(made.get_last_lr()[0])
+        optimizer.step()
+        made.step()
+    return [*rates[1 : WARM + 1], *rates[WARM:RATED_STEPS]]
+
+
+def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path: Path) -> None:
+    short, long = (config(tmp_path, max_steps=steps, warmup_steps=4, learning_rate=1.0) for steps in (5, 500))
+    rates = [learning_rate_at(step, short) for step in range(6)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates == [learning_rate_at(step, long) for step in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        ("cosine", partial(optimization.get_scheduler, "cosine")),
+        ("cosine-restarts:3", partial(optimization.get_cosine_with_hard_restarts_schedule_with_warmup, num_cycles=3)),
+        ("linear", partial(optimization.get_scheduler, "linear")),
+        # it ends at 1e-7 whatever the learning rate
+        *((f"polynomial:{power}:1e-07", partial(optimization.get_scheduler, "polynomial", power=power)) for power in (1, 2.5)),
+    ],
+)
+def test_a_schedule_is_the_librarys(tmp_path: Path, schedule: str, theirs: Any) -> None:
+    own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(RATED_STEPS)]
+    assert own == pytest.approx(library(theirs, num_warmup_steps=WARM, num_training_steps=RATED_STEPS), abs=1e-12)
+
+
+def test_a_piecewise_constant_rate_is_the_librarys_whose_steps_are_ends(tmp_path: Path) -> None:
+    rules = "1:6,0.5:7,2e-2:15,0.25"
+    run = asked(tmp_path, lr_schedule=f"piecewise-constant:{rules}", warmup_steps=0)
+    made = optimization.get_scheduler("piecewise_constant", torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), rules)
+    assert isinstance(made, torch.optim.lr_scheduler.LambdaLR)
+    theirs = [made.lr_lambdas[0](step) for step in range(RATED_STEPS)]
+    assert [learning_rate_at(step, run) for step in range(RATED_STEPS)] == theirs == [1] * 6 + [0.5] + [0.02] * 8 + [0.25] * 5
+    warmed = [learning_rate_at(step, replace(run, warmup_steps=WARM)) for step in range(RATED_STEPS)]
+    assert warmed == [0.25, 0.5, 0.75, *theirs[WARM - 1 :]]
+
+
+def test_wsd_is_the_librarys(tmp_path: Path) -> None:
+    own = [learning_rate_at(step, asked(tmp_path, lr_schedule="wsd:6")) for step in range(RATED_STEPS)]
+    theirs = library(
+        get_wsd_schedule, num_warmup_steps=WARM, num_decay_steps=6, num_stable_steps=RATED_STEPS - WARM - 6, decay_type="linear"
+    )
+    assert own == pytest.approx(theirs, abs=1e-12)
+    fifth = [learning_rate_at(step, asked(tmp_path, lr_schedule="wsd")) for step in range(RATED_STEPS)]
+    assert fifth[WARM - 1 : RATED_STEPS - 4] == [1.0] * (RATED_STEPS - WARM - 3)
+    assert fifth[RATED_STEPS - 4 :] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("warm", [0, 1, WARM, RATED_STEPS - 1, RATED_STEPS, 2 * RATED_STEPS])
+@pytest.mark.parametrize(
+    "schedule", ["constant", "cosine", "cosine-restarts:3", "linear", "wsd", "polynomial:3", "piecewise-constant:1:2,0.1"]
+)
+def test_every_step_of_a_run_has_a_rate_above_0(tmp_path: Path, schedule: str, warm: int) -> None:
+    """A step at rate 0 costs as much as any other and changes nothing: not the first of a warm-up, nor a schedule's last."""
+    for steps in (1, 2, RATED_STEPS):
+        run = asked(tmp_path, lr_schedule=schedule, max_steps=steps, warmup_steps=warm)
+        assert min(learning_rate_at(step, run) for step in range(steps)) > 0
+
+
+@pytest.mark.parametrize("schedule", FALLING)
+def test_steps_after_a_schedule_that_ends_at_0_are_refused(tmp_path: Path, schedule: str) -> None:
+    message = f"the learning rate is 0 from step 20 on: these steps would change nothing; give --lr-schedule {schedule}@21, or"
+    with pytest.raises(UsageError, match=message):
+        asked(tmp_path, lr_schedule=f"{schedule}@{RATED_STEPS}", max_steps=RATED_STEPS + 1)
+    asked(tmp_path, lr_schedule=f"{schedule}:0.1@{RATED_STEPS}", max_steps=RATED_STEPS + 1)
+
+
+@pytest.mark.parametrize("schedule", FALLING)
+def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedule: str) -> None:
+    short = asked(tmp_path, lr_schedule=f"{schedule}:0.1@{RATED_STEPS}", max_steps=5)
+    long = replace(short, max_steps=500)
+    rates = [learning_rate_at(step, long) for step in range(2 * RATED_STEPS)]
+    assert rates == [learning_rate_at(step, short) for step in range(2 * RATED_STEPS)]
+    assert rates[RATED_STEPS:] == pytest.approx([0.1] * RATED_STEPS)
+    assert min(rates[:RATED_STEPS]) > 0.1
+    assert min(rates[WARM:]) == pytest.approx(0.1)
+
+
+# The average of the weights.
+
+
+PLACES = pytest.mark.parametrize("place", EmaPlace)
+
+
+def averaged(model: nn.Linear, average: Average) -> torch.Tensor:
+    with average.applied():
+        return model.weight.detach().clone()
+
+
+def test_the_decay_rises_with_the_steps_up_to_the_one_asked_for() -> None:
+    assert decay_at(0, 0.9999) == pytest.approx(0.1)
+    assert decay_at(90, 0.9999) == pytest.approx(0.91)
+    assert decay_at(10**7, 0.9999) == pytest.approx(0.9999)
+
+
+@PLACES
+def test_the_average_follows_the_weights_by_the_decay(place: EmaPlace) -> None:
+    model = nn.Linear(3, 2)
+    average = Average(model, 0.5, place=place)
+    before = averaged(model, average)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.update(step=1000)
+    torch.testing.assert_close(averaged(model, average), before + 0.5)
+
+
+def test_the_average_follows_weights_that_were_given_new_memory() -> None:
+    """Accelerate does so when it prepares a model, and an average over the old memory would stand still."""
+    model = nn.Linear(3, 2)
+    average = Average(model, 0.0)
+    model.weight.data = model.weight.data.clone() + 1.0
+    average.update(step=1000)
+    assert torch.equal(averaged(model, average), model.weight)
+
+
+@PLACES
+def test_weights_of_any_layout_are_exchanged_with_their_averages_and_the_same_bits_again_after(place: EmaPlace) -> None:
+    model = nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    average = Average(model, 0.5, place=place)
+    first = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 / 3)
+    before = [(parameter.detach().clone(), parameter.data_ptr()) for parameter in model.parameters()]
+    for _ in range(2):
+        with average.applied():
+            assert all(torch.equal(*pair) for pair in zip(model.parameters(), first, strict=True))
+        for parameter, (weight, memory) in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, weight)
+            assert parameter.data_ptr() == memory  # compiled blocks and optimizers hold it
+
+
+class NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Let every allocation fail."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (
+            torch.ops.aten.empty,
+            torch.ops.aten.empty_like,
+            torch.ops.aten._to_copy,
+            torch.ops.aten.clone,
+        ):
+            raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@PLACES
+def test_the_weights_come_back_though_memory_has_ended_meanwhile(place: EmaPlace) -> None:
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    average = Average(model, 0.5, place=place)
+    with torch.no_grad():
+        model.weight.mul_(1 / 3)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError), average.applied():
+        pass
+    assert torch.equal(model.weight, weights[0])
+    applied = average.applied()
+    applied.__enter__()
+    assert not torch.equal(model.weight, weights[0])
+    with NoMemory():
+        applied.__exit__(None, None, None)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
+
+
+@PLACES
+def test_an_update_every_few_steps_has_the_decay_of_all_of_them(place: EmaPlace) -> None:
+    """Of weights that stand still, it is the same average; the host's is the device's to the bit."""
+    model = nn.Linear(3, 2)
+    each, third = Average(model, 0.9), Average(model, 0.9, place=place, every=3)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    for step in range(6):
+        each.update(step)
+        before = averaged(model, third)
+        third.update(step)
+        assert torch.equal(averaged(model, third), before) is (step % 3 != 2)
+    torch.testing.assert_close(averaged(model, third), averaged(model, each))
+
+
+def test_without_an_average_the_weights_themselves_are_evaluated() -> None:
+    model = nn.Linear(3, 2)
+    average = Average(model, None)
+    average.update(0)
+    assert torch.equal(averaged(model, average), model.weight)
+    assert average._averages == []
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_are_rounded_to_a_neighbour_in_bf16_and_right_on_average(sign: int) -> None:
+    value = sign * (1.0 + 2.0**-7 / 4)  # a quarter of the way from one bf16 to the next
+    found = rounded(torch.full((200, 2, 10, 10), value).to(memory_format=torch.channels_last))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert set(found.flatten().tolist()) == {sign * 1.0, sign * (1.0 + 2.0**-7)}
+    torch.testing.assert_close(found.mean().item(), value, rtol=2e-4, atol=0)
+
+
+def test_what_a_bf16_holds_stays_and_infinities_stay_infinite() -> None:
+    values = torch.cat([torch.randn(1000).bfloat16().float(), torch.tensor([0.0, -0.0, float("inf"), -float("inf")])])
+    assert torch.equal(rounded(values), values)
+
+
+@PLACES
+def test_a_bf16_average_moves_by_less_than_its_last_bit_on_average(place: EmaPlace) -> None:
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    average = Average(model, 0.999, place=place)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for step in range(9991, 10_091):
+        average.update(step)
+    mean = averaged(model, average).float().mean().item()
+    assert abs(mean - (2.0 - 0.999**100)) < 0.005  # rounded to the nearest it would be 1
