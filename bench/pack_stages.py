@@ -15,8 +15,8 @@ from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import LatentColumns
+from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.images.decode import Decoded, decode_image
-from bucketline.ingest.images.grid import model_grid
 from bucketline.ingest.pack import pack_images
 from bucketline.ingest.pipeline.captions import as_caption
 from bucketline.ingest.pipeline.device import chosen_device

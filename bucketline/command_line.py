@@ -119,7 +119,6 @@ def progress_bar(
 
 # ---------------------------------------------------------------------------------------------------------------- command line
 
-
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -157,8 +156,7 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
 
 def parse_command(command: type[_C], args: Sequence[str], prog: str) -> _C:
     """Return a command's options from its command line."""
-    from bucketline.help_screen import asked_for_help, command_help
-    from bucketline.options import parse_options
+    from bucketline.options import asked_for_help, command_help, parse_options
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
@@ -178,8 +176,7 @@ def run_one_of(
     """
 
     def parse_and_run() -> int:
-        from bucketline.help_screen import HELP, group_help
-        from bucketline.options import suggestion
+        from bucketline.options import HELP, group_help, suggestion
 
         name, *rest = [*(sys.argv[1:] if args is None else args)] or [""]
         if name == "version":

@@ -93,7 +93,6 @@ def _package(point: EntryPoint) -> str:
 # ---------------------------------------------------------------------------------------------------------------------- extras
 # Map a missing library to the extra that installs it.
 
-
 # Import names of the libraries of each extra in pyproject.toml; tests/packaging/test_wheel.py compares the two.
 EXTRAS = {
     "loader": ("torch", "prometheus_client"),

@@ -279,7 +279,6 @@ def error_line(error: Exception) -> str:
 #
 # diffusers and transformers load a variant only by its name; otherwise they report a missing `.bin`.
 
-
 DIFFUSERS = ("diffusion_pytorch_model",)
 TRANSFORMERS = ("model", "pytorch_model")
 # adapters, as diffusers and peft load them
@@ -332,7 +331,6 @@ def safetensors_of(names: Iterable[str], bases: tuple[str, ...], variant: str | 
 
 # ----------------------------------------------------------------------------------------------------------------- fingerprint
 # Digests that identify the encoder of a store's columns, so that a different one is detected.
-
 
 # fields that differ between library versions or machines
 _VOLATILE = ("transformers_version", "torch_dtype", "dtype")

@@ -9,18 +9,25 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
-from bucketline.ingest.images.grid import refuse_other_form
+from bucketline.ingest.images.crop import (
+    DEFAULT_MAX_CROP,
+    Crop,
+    Framing,
+    crop_limit,
+    parse_background,
+    refuse_other_form,
+    upscale_limit,
+)
 from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.files import CaptionRules
 from bucketline.ingest.sources.source import SourceOptions, caption_rest
 from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Hidden, Positional, Repeated
-from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
+from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 if TYPE_CHECKING:
-    from bucketline.ingest.images.grid import Grid
+    from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.sources.source import Listing, Source
 
 

@@ -15,14 +15,13 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.text_encoders import text_family_of
 from bucketline.ingest.encoders.vae import refuse_latents
-from bucketline.ingest.images.crop import RejectedError
-from bucketline.ingest.images.grid import latent_sizes, model_grid
+from bucketline.ingest.images.crop import RejectedError, latent_sizes, model_grid
 from bucketline.ingest.other_options import recorded_rules, refuse_other_options
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
 from bucketline.ingest.packed_index import PackedIndex, SampleChanges, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.exchange import take_apart
-from bucketline.ingest.parallel.signals import Stopped, exit_code_of
+from bucketline.ingest.parallel.ranks import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.progress import look_at, look_limits
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.ingest.images.grid import Grid
+    from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.sources.source import SourceItem
 

@@ -12,12 +12,11 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.ingest.packing.finish import Meanwhile, PackResult, finish
 from bucketline.ingest.packing.run import PackRun, target_of
 from bucketline.ingest.parallel.exchange import ItemParts
-from bucketline.ingest.parallel.ranks import PackRanks
-from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
+from bucketline.ingest.parallel.ranks import ECHO_S, Interrupts, PackRanks, Stopped, exit_code_of
 from bucketline.ingest.pipeline.model import Encoders, facts_without_weights
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import caption_progress, packing_progress
-from bucketline.store.commands.place import bar_of_bytes
+from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.sync.working import sender_to
 

@@ -18,9 +18,8 @@ from bucketline.files.atomic_write import refuse_existing, write_or_explain
 from bucketline.files.paths import overlap, redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.images.crop import Framing, RejectedError
+from bucketline.ingest.images.crop import Framing, Grid, RejectedError, Size
 from bucketline.ingest.images.decode import decode_image, placed_by_header
-from bucketline.ingest.images.grid import Grid, Size
 from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
 from bucketline.ingest.progress import look_at
 from bucketline.ingest.sources.dataset_file import open_source
@@ -92,7 +91,6 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: st
 
 # ----------------------------------------------------------------------------------------------------------------------- crops
 # Contact sheets of a source: which images to show, each with its crop drawn in, and the checks of the page's path.
-
 
 MAX_PER_BUCKET = 24
 MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
@@ -247,7 +245,6 @@ def _span(begin: float, end: float, length: int) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------------------- source images
 # Thumbnails of images of a source for `store report`, with their crops drawn in, also of images that were rejected.
 
-
 THUMBNAIL_PX = 160  # the longer side
 _ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
 
@@ -283,7 +280,6 @@ def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_
 
 # --------------------------------------------------------------------------------------------------------------------- decoded
 # Latents decoded by the VAE that made them, as thumbnails for pages.
-
 
 DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
 

@@ -11,9 +11,8 @@ from bucketline.command_line import counted
 from bucketline.files.paths import redacted
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.crop import Reason, RejectedError, crop_losses_as_json
+from bucketline.ingest.images.crop import Grid, Reason, RejectedError, crop_losses_as_json, latent_sizes, model_grid, parse_grid
 from bucketline.ingest.images.decode import decode_image, placed_by_header
-from bucketline.ingest.images.grid import Grid, latent_sizes, model_grid, parse_grid
 from bucketline.ingest.progress import look_at, look_limits
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file

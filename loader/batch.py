@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 #
 # It gives the bits that `store.format.text_codec` defines. Letters: B rows, L tokens (padded), D token width, S scales.
 
-
 _F16_OF_E4M3 = 256.0  # F8_E4M3's bits, moved into the places of F16's, are 2⁻⁸ times the value
 
 
@@ -51,7 +50,6 @@ def dequantised(tokens: Tensor, scale: Tensor) -> Tensor:
 # How stored latents become those that a model is trained on: drawn if they are moments, then shifted and scaled by their VAE.
 #
 # The trainer and `Batch.scaled` share it. Letters: B rows, C latent channels, h and w latent height and width.
-
 
 _PATCH = 2  # of a VAE's `batch_norm`, by the store's format
 LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
@@ -174,7 +172,6 @@ def posterior_noise(latents: Tensor, kind: LatentKind, keys: Tensor) -> Tensor |
 
 
 # ----------------------------------------------------------------------------------------------------------------------- batch
-
 
 MAX_SHOWN_TENSORS = 18  # of a printed batch
 LATENTS = "latents"  # the target's name when a batch's tensors are listed by name

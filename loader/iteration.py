@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------------- state
 # The loader's state: the next micro-batch, and every setting that must match for that number to mean the same.
 
-
 STATE_VERSION = 1
 
 
@@ -232,7 +231,6 @@ class Stats:
 
 
 # ------------------------------------------------------------------------------------------------------------------- iteration
-
 
 CLOSED = "close() was called"  # which ends an iterator without an error
 

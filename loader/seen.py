@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.loader import Loader
     from bucketline.loader.plan.plan import Plan, PlannedStep
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 #
 #     {"step": 0, "loader": {…}}
 #     {"step": 1200, "loader": {…}}       on other ranks, by another generation of a store, or by a new plan
-
 
 PLANS = "plans.jsonl"
 _CHECKPOINT = re.compile(r"step-([0-9]+)")  # one that is not complete has a suffix
@@ -195,7 +194,6 @@ def open_plan(line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOpt
 
 
 # ------------------------------------------------------------------------------------------------------------------------ seen
-
 
 _CHUNK_STEPS, _CHUNK_ROWS = 4096, 1 << 22  # planned at a time, at most
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from bucketline.store.change.add_column import ColumnAdded, add_column
     from bucketline.store.format.block import BlockSpec, Column
     from bucketline.store.format.manifest import Manifest, read_manifest
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.format.text import TextSpec, quantised_spec
     from bucketline.store.parallel import WriteSummary, write_store
     from bucketline.store.read.files import FileGather
@@ -54,7 +54,7 @@ _PLACES = {
     "PartWriter": "write.store_writer",
     "RaggedGroup": "write.row_form",
     "RowColumn": "write.row_form",
-    "SampleRecord": "format.sample_record",
+    "SampleRecord": "format.schema",
     "Store": "read.store",
     "StoreWriter": "write.store_writer",
     "TextSpec": "format.text",

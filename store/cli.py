@@ -24,9 +24,9 @@ COMMANDS = commands(
         "merge": "bucketline.store.commands.change:Merge",
         "repair": "bucketline.store.commands.change:Repair",
         "restore": "bucketline.store.commands.change:Restore",
-        "cache": "bucketline.store.commands.remote:Cache",
-        "push": "bucketline.store.commands.remote:Push",
-        "pull": "bucketline.store.commands.remote:Pull",
+        "cache": "bucketline.store.commands.change:Cache",
+        "push": "bucketline.store.commands.change:Push",
+        "pull": "bucketline.store.commands.change:Pull",
     },
 )
 

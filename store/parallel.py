@@ -23,7 +23,7 @@ from bucketline import errors
 from bucketline.command_line import progress_bar
 from bucketline.errors import BucketlineError, RankError, SourceError, UsageError
 from bucketline.option_value import unlike
-from bucketline.store.commands.place import bar_of_bytes
+from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.format.block import sample_digest
 from bucketline.store.sync.working import sender_to, target_at
 from bucketline.store.write.publish import unlisted
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 # ----------------------------------------------------------------------------------------------------------------- part worker
 # A worker of `write_store`: encode one item after another, and add its samples to a part of the store.
-
 
 READY = "ready"  # the first message of a worker
 _POLL_S = 1.0  # between two looks whether the process that publishes is still there
@@ -204,7 +203,6 @@ def _arguments(task: Task, sample: object) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------------------- worker pool
 # The pool of `write_store`: start the workers, hand each one task after another, and end them.
-
 
 StartMethod = Literal["spawn", "fork"]
 QUEUED = 2  # tasks of a worker, so that it need not wait for the next one
@@ -367,7 +365,6 @@ def raised(message: Outcome | Failure) -> Outcome:
 
 
 # ----------------------------------------------------------------------------------------------------------------- write store
-
 
 MOST_WORKERS = 1 << 10
 

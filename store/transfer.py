@@ -357,7 +357,6 @@ def is_there(path: Path, expected: FileEntry | DroppedEntry) -> bool:
 # (`shards/NAME.sent`). In the bucket, `pending/RUN` lists the shards of a run: garbage collection leaves alone what a fresh
 # one lists.
 
-
 PENDING = "pending"
 MOST_WAITING = 1  # sealed shards that wait to be sent, or are being sent, when another is begun
 REPEAT_S = FRESH_S / 2  # the note in the bucket is written again after this time

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bucketline.ingest.images.crop import bucket_placement
-from bucketline.ingest.images.grid import parse_grid
+from bucketline.ingest.images.crop import bucket_placement, parse_grid
 from bucketline.store import Column, LatentColumn, RowColumn, Store, TextSpec
 from bucketline.store.format.block import sample_digest
 from bucketline.store.format.text import dequantise, quantise, quantised_spec

@@ -15,8 +15,7 @@ from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
 from bucketline.files.paths import redacted
-from bucketline.help_screen import asked_for_help
-from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.loader.commands.plan import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.option_value import (
     A_SHARE,
@@ -29,7 +28,7 @@ from bucketline.option_value import (
     FieldForm,
     OptionValue,
 )
-from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, parse_fields
+from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, asked_for_help, parse_fields
 from bucketline.store.remote.urls import is_url
 from bucketline.train.run_file import files_of
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------------------------------------------------- values
 # The values of training's options that have several parts: each is a word on the command line and in a file.
-
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
 _SHARE = r"[0-9]{1,9}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?"
@@ -218,7 +216,6 @@ DDP, USUAL_SAVES = Sharding(), SaveTimes(seconds=1800.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- config
-
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 BASE_OFF = "off"  # value of --base

@@ -79,7 +79,6 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------------------------------- hub
 # For a hub: the model card next to the weights, and the upload of the last export to huggingface.co.
 
-
 _LOADING, _DATA = "## Load it\n", "## Data, configuration and versions\n"
 _CACHED = "models--"  # how huggingface_hub's cache begins the name of a model's folder, with -- for each /
 _OURS = "bucketline"  # a tag
@@ -259,7 +258,6 @@ class HubUpload:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- export
-
 
 log = logging.getLogger(__name__)
 

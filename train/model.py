@@ -83,7 +83,6 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------------------------------ load
 # Load a model: find its family, check it and its encoders against the store, read its weights or initialize them at random.
 
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 VAE_FOLDER = "vae"
 DENOISER_FOLDERS = ("unet", "transformer")  # folders of a model
@@ -351,7 +350,6 @@ def _difference(folder: Path, what: str, found: Mapping[str, str], stored: Mappi
 
 
 # ----------------------------------------------------------------------------------------------------------------------- model
-
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.schedules import SCALED_LINEAR, flow, shifted
+from bucketline.families.packing import SCALED_LINEAR, flow, shifted
 from bucketline.loader.batch import LatentScale, dequantised, noise_like, posterior_noise
 from bucketline.loader.plan.order import Purpose, normal, uniform
 from bucketline.train.config import Objective, ObjectiveOptions
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.families.schedules import NoiseLevels
+    from bucketline.families.packing import NoiseLevels
     from bucketline.loader import Batch
     from bucketline.train.config import LossWeight
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------------------------ loss curve
 # The loss curve of a run as an image file.
 
-
 CURVES: dict[str, dict[str, Any]] = {
     "loss": {"color": "tab:blue", "linewidth": 1, "label": "training loss, mean per window"},
     "val_loss": {"color": "tab:orange", "marker": "o", "label": "validation: squared error, averaged weights"},
@@ -75,7 +74,6 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- report
-
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -219,7 +219,7 @@ def read_cold(asked: dict[str, Any]) -> Read:
 
 def direct(run: ColdRun, plan: Plan) -> Prepared:
     """Read the plan's ranges with O_DIRECT in threads, each from the start of its first sector."""
-    from bucketline.bench.memcpy import in_threads
+    from bucketline.bench.harness import in_threads
 
     store = _opened(run.store)
     fds = [os.open(shard.paths.lmdb, os.O_RDONLY | os.O_DIRECT) for shard in store.shards]

@@ -60,7 +60,7 @@ class Hot(StoreCase):
     """Numbers of prefetch threads; each is measured."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.memcpy import Copies
+        from bucketline.bench.harness import Copies
         from bucketline.loader import Loader, LoaderConfig
         from bucketline.store import Store
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.apart import apart
-from bucketline.bench.fixtures.random_model import ModelShape, kept_model
-from bucketline.bench.fixtures.trained_model import Pieces, kept_photographs
+from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs
+from bucketline.bench.fixtures.trained_model import kept_random_model as kept_model
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, not_measured, summarise
 from bucketline.errors import BucketlineError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Expected, Family, refuse_unsquare
-from bucketline.families.schedules import LINEAR
+from bucketline.families.packing import LINEAR
 from bucketline.store.format.block import CLASS_LABELS
 
 if TYPE_CHECKING:

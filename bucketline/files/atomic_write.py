@@ -136,7 +136,6 @@ def sync_folder(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------------ copy bytes
 # Copy bytes between two open files; they share blocks if the file system supports it.
 
-
 _READ_BYTES = 1 << 20
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -157,7 +156,6 @@ def copy_some(source: int, target: int, num_bytes: int) -> int:
 
 # ------------------------------------------------------------------------------------------------------------------ disk space
 # Free disk space: checked before the work starts, and named when a write has failed.
-
 
 FULL_BYTES = 1 << 24  # a disk with less free space counts as full
 
@@ -282,7 +280,6 @@ def _open_own(path: Path) -> int:
 # what a killed run left, because nobody holds its lock. The hidden folder's name is predictable and its parent may be writable
 # by others (`/tmp`). So it is used only if it is our folder and nobody else can write in it, and only files with our names are
 # removed from it.
-
 
 LOCK, FILES = "lock", "files"
 

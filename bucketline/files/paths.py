@@ -134,7 +134,6 @@ def refuse_overlap(source: Path, store: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------- redact
 # Redact sources and names for messages: remove passwords, tokens of signed URLs, and arguments of commands.
 
-
 HIDDEN = "…"
 PIPE = "pipe:"
 _URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s'"`]*@)?(?P<place>[^?#\s'"`]*)(?P<rest>[?#][^\s'"`]*)?""")
@@ -205,7 +204,6 @@ def _without_secrets(found: re.Match[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------------ run marker
 # The files of a training run's folder, and how ingest and trainer recognise it: its images must never become samples.
 
-
 STATUS = "status.json"  # written first in a run's folder and never removed
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
@@ -239,7 +237,6 @@ def is_status(data: bytes) -> bool:
 #
 # Links are followed, because large shards may be on another disk. Writes and removals never follow one (`atomic_write`,
 # `locks`).
-
 
 NO_FILE = "it is a pipe, a device or a folder, expected a file"
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: do not block if a pipe has just replaced the file

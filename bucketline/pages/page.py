@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------- image files
 # The image files of pages, by Pillow: a page encodes the images that it shows, and never decodes a file of somebody else.
 
-
 with extra_named("report"):
     from PIL import Image
 
@@ -63,7 +62,6 @@ def data_url(image: bytes) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------------ page
-
 
 with extra_named("report"):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -212,7 +210,6 @@ def print_page(report: Mapping[str, Any]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------- charts
 # Charts: where ticks and marks are, in pixels of an SVG that `parts.chart` draws in the page's colours.
-
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import print_json
 from bucketline.options import Positional  # noqa: TC001 - commands read their annotations at run time
-from bucketline.store.commands.place import ReadingArguments, StorePlace
+from bucketline.store.commands.look import ReadingArguments, StorePlace
 from bucketline.store.read.samples import Selection, live_samples
 
 if TYPE_CHECKING:

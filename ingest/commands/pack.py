@@ -24,7 +24,7 @@ from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.ingest.other_options import STORED_OPTIONS
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
-from bucketline.store.commands.place import shown
+from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
-        from bucketline.ingest.parallel.signals import exit_code_of
+        from bucketline.ingest.packing.run import naming_packed_model, with_packed_model
+        from bucketline.ingest.parallel.ranks import exit_code_of
 
         if self.engine is not None:
             _prepare_environment(self)
@@ -206,7 +206,7 @@ _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
-    from bucketline.ingest.parallel.signals import Stopped
+    from bucketline.ingest.parallel.ranks import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
         return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------------------- part weights
 # How many weights a part of a model has and in which dtype, from the headers of its files.
 
-
 WEIGHT_BYTES = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "int8": 1.1, "nf4": 0.6}  # quantised: with scales and what stays in BF16
 
 
@@ -108,7 +107,6 @@ def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers to
 # ------------------------------------------------------------------------------------------------------------------------- hub
 # Look up a model on a hub, and in the hub's local cache if the hub cannot be reached.
 
-
 _TIMEOUT_S = 10.0
 _CONFIG = "/config.json"
 
@@ -174,7 +172,6 @@ def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- model folder
-
 
 DENOISERS = ("transformer", "unet")
 ENCODERS = ("vae", "text_encoder", "text_conditioner")  # what the names of parts that ingest loads begin with

@@ -11,8 +11,15 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Padding
 from bucketline.families.registry import FAMILIES, class_name, family_of_model, family_of_pipeline, known_pipelines
 from bucketline.ingest.encoders.text_columns import Cut, Embedding, TextSettings, text_spec
-from bucketline.ingest.encoders.text_limits import PromptLengths, make_pipeline
-from bucketline.ingest.encoders.text_model import UNNAMED, architecture_of, cut_of, load_text_part, token_counts
+from bucketline.ingest.encoders.text_model import (
+    UNNAMED,
+    PromptLengths,
+    architecture_of,
+    cut_of,
+    load_text_part,
+    make_pipeline,
+    token_counts,
+)
 from bucketline.model_file import json_hash
 from bucketline.store.format.block import CLASS_LABELS, PLAIN_FAMILY, TOKENS, Column
 from bucketline.store.format.text import TextSpec
@@ -32,7 +39,6 @@ if TYPE_CHECKING:
 #
 # The stored tokens are those that the model sees. Pipelines attend to a CLIP text encoder at every position, so all
 # positions are stored, padding included. Of any other encoder, only the valid tokens are stored.
-
 
 _MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
 
@@ -119,7 +125,6 @@ class TextEncoder:
 # Encode captions with a family's own pipeline: `encode_prompt` of diffusers, with only the text parts loaded.
 #
 # Letters: B captions, T tokens, D width of a token.
-
 
 LONGER = "a caption of some words"  # than none
 
@@ -225,7 +230,6 @@ class PromptEncoder:
 # A caption is the name or number of a class and is stored as one token, the number. The empty caption is the null class,
 # numbered after the last one, so a caption dropped by the loader becomes what the model was trained to see without a class.
 
-
 MAX_DIGITS = 18
 
 
@@ -316,7 +320,6 @@ def _by_name(model: ModelFolder, labels: Mapping[str, Any], num_classes: int) ->
 
 
 # -------------------------------------------------------------------------------------------------------------------- registry
-
 
 # Encoders that models take the last hidden state of. A language model gets a prompt around the caption, or another layer
 # is taken, and only its pipeline knows which.

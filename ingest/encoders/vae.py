@@ -156,7 +156,6 @@ def vae_provenance(kind: str, constants: Mapping[str, Any], **made: Json) -> dic
 # ------------------------------------------------------------------------------------------------------------------- oom retry
 # Retry in halves when a batch does not fit into GPU memory.
 
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -89,7 +89,6 @@ def described(data: bytes) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------- decode
 
-
 __all__ = ["Decoded", "Reason", "RejectedError", "decode_image", "placed_by_header"]
 
 _MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger images count as decompression bombs

@@ -228,7 +228,6 @@ def _colourants(primaries: tuple[float, ...]) -> NDArray[np.float64]:
 # Some images remain at the high byte, because Pillow has no other way to read them: TIFFs with premultiplied alpha or
 # planar channels, and JPEG 2000.
 
-
 STRIP_PX = 1 << 20  # processed together, to bound the extra memory of a large image
 HALF = 129  # v / 257 is high + (low - high) / 257, which rounds to another level if |low - high| is 129 or more
 _OTHER_END = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
@@ -291,7 +290,6 @@ def _with_layout(tile: Any, layout: str) -> Any:  # noqa: ANN401 - Pillow's
 
 # ------------------------------------------------------------------------------------------------------------------------ srgb
 # Convert any pixels to sRGB: 16 bits to 8, apply colour profiles, blend transparency onto a background.
-
 
 PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 WITHOUT_ALPHA = {"LA": "L", "PA": "RGB", "RGBA": "RGB"}

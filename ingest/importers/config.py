@@ -13,7 +13,7 @@ from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace
+from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]

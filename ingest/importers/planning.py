@@ -34,7 +34,7 @@ from bucketline.ingest.packed_index import PackedIndex
 from bucketline.ingest.packing.run import newest_store
 from bucketline.store.format.block import FLIPPED, draw
 from bucketline.store.format.manifest import refuse_difference
-from bucketline.store.format.sample_record import captions_checksum
+from bucketline.store.format.schema import captions_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,16 +20,14 @@ from bucketline.families.registry import family_of_pipeline
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.text_encoders import load_caption_encoder, text_family_of
 from bucketline.ingest.held_out import HeldOut, held_out
-from bucketline.ingest.images.crop import Placement, Reason, RejectedError, bucket_placement
-from bucketline.ingest.images.grid import Grid, Size
+from bucketline.ingest.images.crop import Grid, Placement, Reason, RejectedError, Size, bucket_placement
 from bucketline.ingest.importers.cache import Crops, Scaling, damaged, odd_files_rejected
 from bucketline.ingest.pipeline.captions import FreshCaptions
 from bucketline.ingest.pipeline.device import chosen_device
 from bucketline.ingest.sources.source import LEADS_OUT, LinkedOutError, file_stamp
 from bucketline.store import Axis, RowColumn, SampleRecord
 from bucketline.store.format.block import FLIPPED_SUFFIX, PLAIN_FAMILY, TARGET, TOKENS, checksum, identity
-from bucketline.store.format.sample_record import UNKNOWN_BOX, storable_mtime_ns
-from bucketline.store.format.schema import bucket_name
+from bucketline.store.format.schema import UNKNOWN_BOX, bucket_name, storable_mtime_ns
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -219,7 +217,6 @@ def _as_recorded(found: Geometry, placed: Placement) -> Placement:
 
 # -------------------------------------------------------------------------------------------------------------------- captions
 # Captions of imported samples: embeddings of the cache or of the model's encoders, and the rows that wait for them.
-
 
 _ENCODE, PLAIN, _NONE = "encode", "plain", "none"
 _MOST_KNOWN = 64  # captions whose embeddings are kept, since a later sample may have them too

@@ -18,14 +18,14 @@ from bucketline.ingest.importers.planning import not_stored, plan_import
 from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_named, row_of
 from bucketline.ingest.packed_index import PackedIndex
 from bucketline.ingest.packing.run import target_of
-from bucketline.ingest.parallel.signals import Interrupts
+from bucketline.ingest.parallel.ranks import Interrupts
 from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
-from bucketline.store.commands.place import bar_of_bytes, shown
+from bucketline.store.commands.look import bar_of_bytes, shown
 from bucketline.store.sync.working import sender_to
 from bucketline.torch_setup import keep_freed_memory
 

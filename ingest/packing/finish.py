@@ -12,7 +12,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import read_regular
 from bucketline.ingest.images.crop import crop_losses_as_json
 from bucketline.ingest.packed_index import NAMED_IDS, SampleChanges, StoredIds, sample_changes
-from bucketline.ingest.packing.packed_model import note_model
+from bucketline.ingest.packing.run import note_model
 from bucketline.ingest.pipeline.captions import remove_kept_captions
 from bucketline.ingest.pipeline.model import NOT_COMPARED
 from bucketline.ingest.pipeline.pool import slowest_of
@@ -166,7 +166,6 @@ def _write_long_captions(path: Path, store: Store, sealed: list[str], account: R
 # When a period is over, each rank ends its shard. It tells rank 0 of each of its shards that is sealed (and sent, if the store
 # is in object storage). Rank 0 publishes what it was told of a little after each period, or as soon as there is something: the
 # ranks need not agree on a moment, and none waits for another.
-
 
 SEALING = 0.1  # of a period, in which ranks seal the shards that they ended with it
 

@@ -280,7 +280,6 @@ class Share:
 # An item takes 430 to 610 bytes as Python objects, about the size of its id and captions when packed, and about 24 bytes in
 # the outline (`python -m bucketline.bench scale --listing`).
 
-
 _PART_ITEMS = 1000  # items per part
 
 

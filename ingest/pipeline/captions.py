@@ -108,7 +108,6 @@ class FreshCaptions:
 # They are stores of their own in `pending/captions/`, with a row for each caption by the digest of its text, so that commits,
 # kills and checksums are those of any store. Each process writes into one of its own, and reads all.
 
-
 # JSON: whether the caption is truncated, its cuts, and what quantising it cost
 _NOTE = RowColumn(role="features/note", dtype="U8", shape=("length",))
 _NOTE_BYTES = 256  # notes are filled up with spaces, so that few lengths make few buckets

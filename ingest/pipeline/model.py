@@ -11,7 +11,7 @@ from bucketline.command_line import human_bytes
 from bucketline.errors import ModelError
 from bucketline.families.family import Padding
 from bucketline.ingest.encoders.model_folder import WEIGHT_BYTES, open_model, part_weights
-from bucketline.ingest.images.grid import latent_sizes
+from bucketline.ingest.images.crop import latent_sizes
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
 from bucketline.ingest.rules import Phases
@@ -93,7 +93,6 @@ def _number(value: Json) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------- phases
 # The order of a pack's encoders: with two phases, all captions come first, and VAE and text encoders never share memory.
-
 
 SMALL_BYTES = 1 << 30  # of all weights: nobody gains by freeing some of them
 SHARE = 0.5  # of the free memory that weights may take; the rest is for what encoding a batch takes, and for images

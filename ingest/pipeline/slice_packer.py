@@ -20,8 +20,7 @@ from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.packed_index import PackedIndex
 from bucketline.ingest.pipeline.captions import FreshCaptions, KeptCaptions
-from bucketline.ingest.pipeline.decode_notes import DecodeNotes
-from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
+from bucketline.ingest.pipeline.image_reader import DecodeNotes, ImageReader, ReadImage, record_of
 from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, OrderedPool, WorkLimits, read_ahead
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
@@ -40,20 +39,19 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut
     from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
-    from bucketline.ingest.images.grid import Grid
+    from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.parallel.exchange import Share
     from bucketline.ingest.pipeline.captions import CaptionWriter
     from bucketline.ingest.pipeline.pool import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.format.text import Caption
     from bucketline.store.transfer import ShardSender
 
 
 # ------------------------------------------------------------------------------------------------------------------ row writer
 # Writer thread: writes encoded rows to shards while the next ones are decoded and encoded.
-
 
 BATCHES_WAITING = 4  # encoded batches in the queue
 _POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
@@ -175,7 +173,6 @@ def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- slice packer
-
 
 _PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in passing them on than in comparing them
 PARTS_PER_THREAD = 4  # in a window, so that threads rarely wait for the slowest

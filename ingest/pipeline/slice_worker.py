@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.images.grid import latent_sizes, model_grid
+from bucketline.ingest.images.crop import latent_sizes, model_grid
 from bucketline.ingest.parallel.exchange import Share
 from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.pool import StageTimer

@@ -6,9 +6,8 @@ import resource
 import sys
 from contextlib import suppress
 
-from bucketline.ingest.images.crop import Framing, RejectedError
+from bucketline.ingest.images.crop import Framing, Grid, RejectedError, Size
 from bucketline.ingest.images.decode import decode_image
-from bucketline.ingest.images.grid import Grid, Size
 
 _ANY = Framing(grid=Grid(name="64x64", sizes=(Size(64, 64),)))
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------- open source
 # Choose the kind of source by what SOURCE is; and sources as JSON, for ranks that do not choose again.
 
-
 _EXPECTED_KINDS = (
     "a folder of images, of tars or of Parquet files with images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, "
     "a pattern or a URL), the URL of a folder, table or tars in object storage, or a dataset saved on disk"
@@ -152,7 +151,6 @@ def source_from_json(value: Json) -> Source:
 
 
 # ---------------------------------------------------------------------------------------------------------------- dataset file
-
 
 _SUFFIX = ".toml"
 MAX_REPEATS = 1_000_000

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------------------- kohya folders
 # Folders named as kohya's trainers have them: `10_sks dog` is read ten times per pass, `reg` is for prior preservation.
 
-
 _REPEATED = re.compile(r"([1-9][0-9]{0,2})_(.+)")  # not 2019_summer
 _REGULARIZATION = re.compile(r"([0-9]+_)?reg(ulari[sz]ation)?([ _-].*)?", re.IGNORECASE)
 
@@ -71,7 +70,6 @@ def _some(names: list[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- folder
-
 
 _NAMED_LINKS = 3
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # A split is in a column `split`, in the path (a folder of it, then a word of a table's, tar's or Parquet file's name), or in a
 # saved dataset. Train stays train, validation becomes val, test is left out unless requested.
 
-
 TRAIN, VAL = "train", "val"
 _TARGETS = {
     **dict.fromkeys(("train", "training"), TRAIN),
@@ -258,7 +257,6 @@ def side_notes(kinds: Iterable[str]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------------ hf dataset
-
 
 MARKS = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`; the folder of a split also has state.json
 _ROWS = 1000  # rows per batch

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------------- place
 # The place of a source in object storage, its objects' sizes and times of change, and errors of reading it.
 
-
 _SCHEMES = ("s3", "gs", "az", "memory", *NEAR)
 _SECOND_NS = 1_000_000_000
 
@@ -236,7 +235,6 @@ class ObjectFile(ByteWindow):
 
 
 # ---------------------------------------------------------------------------------------------------------------------- source
-
 
 CAPTIONS_AT_ONCE = 32
 IMAGES_AHEAD = 64  # of which the captions are read ahead, each of at most MAX_CAPTIONS_BYTES

@@ -38,7 +38,7 @@ from bucketline.ingest.sources.source import (
     note_place,
     refuse_too_large,
 )
-from bucketline.store.format.sample_record import storable_mtime_ns
+from bucketline.store.format.schema import storable_mtime_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

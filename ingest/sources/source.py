@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.store.format.sample_record import storable_mtime_ns
+from bucketline.store.format.schema import storable_mtime_ns
 from bucketline.store.remote.urls import ObjectArguments
 
 if TYPE_CHECKING:

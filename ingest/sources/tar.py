@@ -54,7 +54,7 @@ from bucketline.ingest.sources.source import (
     note_place,
     refuse_too_large,
 )
-from bucketline.store.format.sample_record import storable_mtime_ns
+from bucketline.store.format.schema import storable_mtime_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 # Like the webdataset package, this uses the standard library's tarfile. On its own, tarfile takes a damaged or missing
 # header for the end of the archive, and silently loses the images after it. This module therefore checks the last block
 # that tarfile read.
-
 
 END_MARK = bytes(tarfile.BLOCKSIZE)
 _MAGIC_BYTES = 6
@@ -192,7 +191,6 @@ class Tar:
 
 # ---------------------------------------------------------------------------------------------------------------- tar grouping
 # WebDataset's convention: members with the same key are one sample, and the extension after the first dot is their type.
-
 
 _META = re.compile(r"__[^/]*__($|/)")  # names that webdataset skips
 
@@ -349,7 +347,6 @@ def _captions_for(extension: str, sample: _Sample, names: CaptionNames) -> tuple
 
 
 # ------------------------------------------------------------------------------------------------------------------ tar source
-
 
 TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")  # what a tar's name ends in
 _CHUNK_BYTES = 1 << 20

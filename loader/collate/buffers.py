@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 # buffer's memory to the tensors: a tensor's own finalizer runs while other tensors still share its storage, this array's does
 # not. A finalizer may run inside any allocation, so it only puts the buffer on a `SimpleQueue`, and takes no lock.
 
-
 ALIGN_BYTES = 64
 HUGE_PAGE_BYTES = 2 << 20
 _NUMPY_DTYPES = {  # those that numpy has; others are seen as integers first
@@ -207,7 +206,6 @@ class BufferPool:
 
 # --------------------------------------------------------------------------------------------------------------- buffer layout
 
-
 COPY_ALIGN_BYTES = 16  # where a copy may begin; see `Gather.take`
 
 
@@ -340,7 +338,6 @@ def _stored_places(text: RaggedSpec, out: Field, num_bytes: int) -> tuple[dict[s
 # ------------------------------------------------------------------------------------------------------------ dequantise field
 # Dequantise tokens on the CPU, in a batch's buffer. Letters: L tokens (padded), D token width, S scales.
 
-
 CHUNK_ITEMS = 1 << 18  # values converted at a time, so that they stay in the cache (`bench hot --text`)
 
 
@@ -393,7 +390,6 @@ def _scale_groups(rows: Tensor, scales: Tensor) -> None:
 
 # --------------------------------------------------------------------------------------------------------------------- columns
 # The columns of a batch: those requested, captions chosen by keyed draws, flips and crops; checks that the store has them.
-
 
 _FIXED = {column.name for column in fixed_columns(1)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bucketline.options import Arg, Positional, Repeated
-from bucketline.store.commands.place import shown
+from bucketline.store.commands.look import shown
 from bucketline.store.remote.urls import RemoteArguments
 
 if TYPE_CHECKING:

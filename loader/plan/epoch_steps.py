@@ -243,7 +243,6 @@ class Cursor:
 #
 # Letters: n rows of a bucket, G its global batch, L lanes, h = G / L, S shards of a bucket, U of all buckets, K of a group.
 
-
 _DEAL, _VISIT, _MIX, _TURN = 4, 5, 6, 7  # purposes of keys; the plan uses 1 and 2, draws use 3
 TURNS = 8  # places in a part at which a shard may begin; with one, a lane of a single shard would have the same windows again
 

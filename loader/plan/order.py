@@ -217,7 +217,6 @@ def _hash(values: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uin
 #
 # Letters: B rows of a batch.
 
-
 _KEYS = 3  # purpose of a key; the plan uses 1 and 2
 
 

@@ -375,7 +375,6 @@ class PassRows:
 # All is computed from the manifest and options that every rank has, so a window that is chosen by the size of the cache is the
 # same on every machine.
 
-
 RING_OF_USE = 2.0  # bytes of a ring by those of the lines in use at a time: others arrive meanwhile
 LEAST_RING = 1.1  # likewise: with less the order is refused, since lines would be fetched again at nearly each use
 _AT_ONCE = 2  # windows or batches

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # the rows, say which text blocks' lines come next. Its copies are planned once all of them are present, and they are held
 # until it is copied.
 
-
 MAX_PENDING = 512  # micro-batches whose lines are held at most
 PENDING_BYTES = 1 << 30  # of these micro-batches
 PATIENCE_S = (0.1, 0.6)  # before the first micro-batch's own lines are released too; drawn between these
@@ -154,7 +153,6 @@ def _is_ready(batch: PendingBatch | StoreError) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------------- readahead
-
 
 WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one
 AHEAD_BYTES = 8 << 20  # between two stages: 64 requests of 128 KiB; twice as many and more gave less

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # Each prefetch thread fills the next micro-batch that no other one fills. None waits for another: a micro-batch that is
 # finished early stays in the buffer until the turns before it are taken.
 
-
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.5  # while it waits, the consumer checks that a prefetch thread is still alive
@@ -196,7 +195,6 @@ class CudaCopier:
 # -------------------------------------------------------------------------------------------------------------------- delivery
 # Filled buffers of this process, and their copies on a CUDA device: each waits for its turn and the caller.
 
-
 FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
 
 
@@ -268,7 +266,6 @@ class Delivery:
 
 
 # --------------------------------------------------------------------------------------------------------------------- threads
-
 
 MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
 

@@ -267,7 +267,6 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
 # ------------------------------------------------------------------------------------------------------------------------ drop
 # Drop samples: their rows are added to the shards' sorted lists; nothing is rewritten.
 
-
 NAMED_SAMPLES = 5  # ids that an error lists by name
 
 

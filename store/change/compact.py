@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 # The order makes every crash harmless: shards' own files go first, their indexes last of theirs, then the generations'
 # manifests. What is left in between is known to be retired and is never adopted.
 
-
 UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
 _FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|dropped-[0-9]+)")
 
@@ -199,7 +198,6 @@ def _read_if_whole(folder: Folder, number: int, newest: Manifest) -> Manifest | 
 
 
 # --------------------------------------------------------------------------------------------------------------------- compact
-
 
 SMALL = 4  # shards below 1/4 of the shard size are small: joining them at least halves their number
 OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shards

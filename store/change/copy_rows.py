@@ -20,7 +20,7 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, RAGGED_PREFIX, bad_rows, decode_block
 from bucketline.store.format.manifest import COPY_PREFIX, pending_path, shard_paths
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES
+from bucketline.store.format.schema import MAX_RECORD_BYTES
 from bucketline.store.format.text import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.samples import caption_entries, compare_with_record, live_positions, row_entries
 from bucketline.store.shard.reader import SealedShard
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.format.text import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import IndexEntry

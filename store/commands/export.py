@@ -10,7 +10,7 @@ from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.option_value import ByteSize
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
+from bucketline.store.commands.look import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.export.exporter import ExportRequest
@@ -46,7 +46,7 @@ class Export(ReadingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.place import bar_of_samples
+        from bucketline.store.commands.look import bar_of_samples
         from bucketline.store.export.exporter import check_samples, export, open_export
         from bucketline.store.read.samples import buckets_of
 

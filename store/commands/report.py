@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from bucketline.command_line import refuse_below
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each
+from bucketline.store.commands.look import ReadingArguments, StorePlace, show_each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.export.exporter import Exporter
-from bucketline.store.export.sample_arrays import columns_beside, form_of
+from bucketline.store.export.exporter import Exporter, columns_beside, form_of
 from bucketline.store.format.block import text_bytes
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.export.exporter import ExportedSample, ExportRequest
-    from bucketline.store.export.sample_arrays import SampleArrays
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.export.exporter import ExportedSample, ExportRequest, SampleArrays
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.read.store import Store
 
 MODELS = ("sd", "sdxl", "sd3", "flux")

@@ -16,8 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StoreError
-from bucketline.store.export.exporter import Exporter
-from bucketline.store.export.sample_arrays import columns_beside, form_of
+from bucketline.store.export.exporter import Exporter, columns_beside, form_of
 from bucketline.store.format.block import FLIPPED_SUFFIX, text_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.export.exporter import ExportedSample, ExportRequest
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.read.store import Store
 
 _MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are U32

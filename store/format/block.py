@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------------------------- columns
 # Names and roles of the columns that encoders fill, which writers write and the loader and trainer read.
 
-
 LATENT = "latent"  # of an image, [C, h, w]
 FLIPPED = "latent_flipped"  # of the horizontally mirrored image
 TOKENS = "tokens"  # of a caption, [T, D]
@@ -92,7 +91,6 @@ class LatentKind(StrEnum):
 #
 # The `safetensors` package can read these files. It is not used to write, because tensor order and header length must be fixed
 # (row addresses are arithmetic), and not to read, because it copies.
-
 
 # safetensors names, of all dtypes of whole bytes. What numpy lacks is held as unsigned integers of the same size: its bits.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -226,7 +224,6 @@ def _read_entry(name: str, entry: dict[str, Any]) -> Tensor:
 # - `file_digest`: the same for a complete file; XXH3, 128 bits, hexadecimal.
 # - `draw`: which random number belongs to this item? BLAKE2b, 64 bits; for splits, random crops and sampled latents.
 
-
 DIGEST_BYTES = 16
 READ_BYTES = 1 << 20
 LINE_BYTES = 8 << 20  # the pieces of a shard's file that have a checksum each
@@ -322,7 +319,6 @@ def file_digest(path: Path) -> tuple[int, str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- block
-
 
 CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID = "checksum", "captions", "original_size", "crop", "id"
 BLOCK_FORMAT = "bucketline.block/1"

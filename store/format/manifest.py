@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------------------------- layout
 # The file layout of a store, and the keys in a shard.
 
-
 FORMAT_VERSION = 1
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
@@ -94,7 +93,6 @@ def sample_key(digest: bytes) -> bytes:
 
 
 # -------------------------------------------------------------------------------------------------------------------- manifest
-
 
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
@@ -505,7 +503,6 @@ def refuse_difference(stored: Json, present: Json) -> None:
 # `mixture.json`: names the stores of a folder that are read together, each with its repeats.
 #
 # `ingest pack` writes it for a data set file. The loader and the trainer take such a folder wherever they take a store.
-
 
 MIXTURE = "mixture.json"
 _VERSION = 1

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 # Shape letters: T tokens, D a token's width, S scales per token, N captions. FORMAT.md has the rules, which give the same bits
 # everywhere: all arithmetic is IEEE 754 binary32, rounded half to even.
 
-
 I8, F8_E4M3 = "I8", "F8_E4M3"
 QUANTISED = (I8, F8_E4M3)
 DELIVERED = "F16"  # what quantised tokens are delivered as; they have its range
@@ -274,7 +273,6 @@ def _share(error: Any, power: Any) -> NDArray[np.float64]:  # noqa: ANN401 - arr
 
 
 # ------------------------------------------------------------------------------------------------------------------ text block
-
 
 TEXT_GROUP = "text"  # the captions' group name in manifest, extents and keys
 EMPTY_CAPTION_ROW = 0  # the first caption of every shard is the empty one

@@ -139,7 +139,6 @@ def _rows_of(out: NDArray[Any], num_rows: int, row_bytes: int) -> list[memoryvie
 # ------------------------------------------------------------------------------------------------------------------ lost files
 # Check that a manifest's files exist with the right length, on a disk or in object storage; nothing is read.
 
-
 NAMED_SHARDS = 3  # lost shards that an error lists by name
 
 

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import DroppedEntry, FileEntry
-    from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.schema import BucketEntry, RaggedEntry
+    from bucketline.store.format.schema import BucketEntry, RaggedEntry, SampleRecord
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json

@@ -470,7 +470,6 @@ class ObjectFolder:
 # --------------------------------------------------------------------------------------------------------------------- retries
 # Requests that are made again, and which failures may pass.
 
-
 Answer = TypeVar("Answer")
 MAX_WRONG = 3  # answers that are wrong, or say that an object is missing, before that is believed
 

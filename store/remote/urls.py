@@ -200,7 +200,6 @@ def parse_url(url: str) -> Address:
 # ------------------------------------------------------------------------------------------------------------------- arguments
 # The options of every command that takes a store's URL.
 
-
 _FREE = RESUME_FREE | DECIDES_NOTHING
 
 

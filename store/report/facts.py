@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.store.format.block import LATENT, LatentKind, draw
-from bucketline.store.format.sample_record import cropped_away
+from bucketline.store.format.schema import cropped_away
 from bucketline.store.read.samples import Selection, live_samples
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.read.store import Bucket, Store
     from bucketline.typed_json import Json
 

@@ -15,7 +15,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import redacted
 from bucketline.pages.page import Card, Finding, Section, document, histogram, parts, percent, refuse_page, scatter, worst_first
 from bucketline.store.format.block import ID
-from bucketline.store.read.info import info
+from bucketline.store.read.samples import info
 from bucketline.store.report.facts import (
     ALIKE,
     CONSTANT,

@@ -16,7 +16,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import DIGEST_BYTES, DTYPES, sample_digest
 from bucketline.store.format.manifest import SHARD_ID_BYTES, shard_paths
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
+from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
 from bucketline.store.format.text import TEXT_GROUP
 from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
 from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly

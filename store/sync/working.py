@@ -219,7 +219,6 @@ def sender_to(target: StoreTarget, manifest: Manifest, run: str, *, is_first: bo
 # are sealed. The process that publishes takes their sidecars and descriptions into its own folder; from then on they are as if
 # they had been made and sent there.
 
-
 _MAX_SIDECAR_BYTES = 1 << 32
 _LOCK = ".lock"
 

@@ -45,7 +45,7 @@ from bucketline.store.format.manifest import (
 )
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text import TextError, is_bucket
-from bucketline.store.read.info import disk_bytes
+from bucketline.store.read.samples import disk_bytes
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.shard.reader import SealedShard, as_keys
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 # A task that a cluster runs may be lost, or run twice. Each attempt therefore has a folder of its own, laid out as a store, in
 # `pending/attempts/`, where nobody looks for shards. The process that holds the store's lock moves the shards of the attempts
 # that it accepts; what is left in the others is removed with them.
-
 
 ATTEMPTS_FOLDER = "attempts"  # in pending/
 RANKS_FOLDER = "ranks"  # in pending/: messages between the ranks of a run
@@ -203,7 +202,6 @@ class ChangeBase:
 
 
 # --------------------------------------------------------------------------------------------------------------------- publish
-
 
 WRITER_LOCK = "writer.lock"
 FOLDERS = ("shards", "pending", "generations")

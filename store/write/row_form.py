@@ -32,8 +32,15 @@ from bucketline.store.format.block import (
     role_of,
     stored_name,
 )
-from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.schema import AXIS_NAME, GroupRules, RaggedEntry, bucket_name, bucket_sizes, column_entries
+from bucketline.store.format.schema import (
+    AXIS_NAME,
+    GroupRules,
+    RaggedEntry,
+    SampleRecord,
+    bucket_name,
+    bucket_sizes,
+    column_entries,
+)
 from bucketline.store.format.text import TEXT_GROUP, RaggedSpec, make_caption, quantised_caption
 
 if TYPE_CHECKING:

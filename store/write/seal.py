@@ -54,7 +54,7 @@ from bucketline.store.format.manifest import (
     shard_paths,
     split_block_key,
 )
-from bucketline.store.format.sample_record import captions_checksum, decode_record
+from bucketline.store.format.schema import captions_checksum, decode_record
 from bucketline.store.format.text import DIGEST, STARTS, TEXT_GROUP, TextError, is_bucket
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 #
 # Sealing does this with the file that it has written, and refuses one with a fault. `store verify` does it again, and
 # compares.
-
 
 _KEPT = (ID, CAPTIONS, ORIGINAL_SIZE, CROP, DIGEST)  # columns of blocks that records, or other groups, repeat
 _PLACE = struct.Struct("<QQQ")  # a value's offset, length and address
@@ -388,7 +387,6 @@ def read_lmdb(path: Path, *, readahead: bool = True) -> Iterator[tuple[Any, Any]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ seal
-
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses

@@ -29,7 +29,7 @@ from bucketline.store.format.block import (
     sample_digest,
 )
 from bucketline.store.format.manifest import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
+from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
 from bucketline.store.format.text import TEXT_GROUP, Entry, RaggedSpec, TextError, encode_text_block
 from bucketline.store.write.seal import seal
 from bucketline.typed_json import encode

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.format.text import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.write.publish import StoreTarget
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 # ----------------------------------------------------------------------------------------------------------------- part writer
 # Add rows to a store's shards: check them, begin a new shard when one is full, commit on request.
-
 
 SHARD_BYTES = 2 << 30
 
@@ -288,7 +287,6 @@ class OneAtATime:
 
 
 # ---------------------------------------------------------------------------------------------------------------- store writer
-
 
 _COLUMN = "RowColumn(role='target', dtype='F16', shape=(128, 'length'))"
 

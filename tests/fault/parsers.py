@@ -35,7 +35,7 @@ from bucketline.ingest.sources.captions.files import captions_of_json, captions_
 from bucketline.ingest.sources.tar import Tar
 from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
 from bucketline.store.format.manifest import MANIFEST, parse_manifest
-from bucketline.store.format.sample_record import decode_record, encode_record
+from bucketline.store.format.schema import decode_record, encode_record
 from bucketline.store.format.text import TEXT_GROUP, read_text_block
 from bucketline.store.shard.reader import INDEX_FORMAT
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT

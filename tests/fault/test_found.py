@@ -24,9 +24,8 @@ from bucketline.files.paths import open_regular
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.text_encoders import TextEncoder
-from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import decode_image
-from bucketline.ingest.images.grid import parse_grid
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify

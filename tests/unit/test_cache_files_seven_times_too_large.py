@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bucketline.store import BlockSpec, Store
 from bucketline.store.format.block import CHECKSUM, Column, Row, caption_digest, encode_block, fixed_columns, make_row
-from bucketline.store.read.info import info
+from bucketline.store.read.samples import info
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import lock_store, publish
 from bucketline.store.write.seal import seal

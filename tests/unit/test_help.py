@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import bucketline
-from bucketline.help_screen import command_help
-from bucketline.options import options_of
+from bucketline.options import command_help, options_of
 from tests.commands import BIN, ROOT, call, spawn
 from tests.devices import ASKED
 from tests.every_command import COMMANDS_OF

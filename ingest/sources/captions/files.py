@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------------------- caption text
 # Parse captions from text (one per line) or a JSON field, and choose the names of columns and extensions to try.
 
-
 MAX_CAPTIONS_BYTES = 1 << 20  # per image
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "prompts")
 EXTENSIONS = (".txt", ".caption", ".json")
@@ -294,7 +293,6 @@ class CaptionFiles:
 
 # --------------------------------------------------------------------------------------------------------------- caption rules
 # Caption rules: make stored captions from those of the source, by a trigger word, templates and shuffled tags.
-
 
 _CAPTION = "caption"  # the field of a template
 _SORT_KEY_BYTES = 8  # per tag

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------------------------------------------- parquet chunks
 # Open Parquet files, and bound the memory that reading a column takes before it is read: a few kB can hold gigabytes.
 
-
 MAX_CHUNK_BYTES = 256 << 20  # of a column in a row group, uncompressed, or
 MAX_MEAN_BYTES = 1 << 10  # of a value on average: a million captions of 300 bytes are usual
 
@@ -86,7 +85,6 @@ def column_chunks(file: Any, source: Any, columns: Collection[str]) -> Iterator[
 
 
 # -------------------------------------------------------------------------------------------------------------- metadata table
-
 
 FILE_NAME = "file_name"
 SPLIT = "split"

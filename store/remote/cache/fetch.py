@@ -225,7 +225,6 @@ class FetchThreads:
 
 # ---------------------------------------------------------------------------------------------------------------- line fetcher
 
-
 _MAX_WRONG = 4  # answers that are not the line, or that its checksums are not there
 STUCK_PART = 8  # of the deadline: a request under way for longer, once the deadline has passed, is not waited for
 

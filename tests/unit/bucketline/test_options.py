@@ -13,11 +13,10 @@ import pytest
 from bucketline.coming_from import OWNERS, words
 from bucketline.command_line import parse_command
 from bucketline.errors import UsageError
-from bucketline.help_screen import command_help
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
 from bucketline.option_value import OptionValue, parse_values
-from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Positional, Repeated, options_of, parse_options
+from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Positional, Repeated, command_help, options_of, parse_options
 from bucketline.train.config import TrainConfig
 from tests.coming_from_page import PAGE, page
 

@@ -20,8 +20,8 @@ from bucketline.errors import UsageError
 from bucketline.families.family import StoreFacts
 from bucketline.families.flux2 import Flux2
 from bucketline.families.ideogram4 import Ideogram4
+from bucketline.families.packing import shifted
 from bucketline.families.registry import family_of_pipeline
-from bucketline.families.schedules import shifted
 from bucketline.loader.batch import as_fields
 from bucketline.train.config import TrainConfig
 from bucketline.train.export import export_model

@@ -15,9 +15,8 @@ import pytest
 from PIL import Image
 
 from bucketline.ingest.encoders import text_model, vae
-from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import RejectedError, decode_image, placed_by_header
-from bucketline.ingest.images.grid import parse_grid
 from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.ingest import peek as sheet_module
-from bucketline.ingest.images.crop import Placement, bucket_placement
-from bucketline.ingest.images.grid import parse_grid
+from bucketline.ingest.images.crop import Placement, bucket_placement, parse_grid
 from bucketline.ingest.peek import (
     MAX_IN_ALL,
     MAX_PER_BUCKET,

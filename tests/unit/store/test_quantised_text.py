@@ -27,8 +27,7 @@ from bucketline.store.format.block import caption_digest, sample_digest
 from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.format.text import TextError, dequantise, encode_text_block, measured_error, quantise, quantised_caption
 from bucketline.store.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
-from bucketline.store.read.info import info
-from bucketline.store.read.samples import Selection
+from bucketline.store.read.samples import Selection, info
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify.verify import verify
 from tests.commands import call

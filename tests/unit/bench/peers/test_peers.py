@@ -12,9 +12,21 @@ import pytest
 
 from bucketline.bench.harness import cpu_s, descendants, read_bytes
 from bucketline.bench.peers.formats.limits import Resident
-from bucketline.bench.peers.gate import GateError, PeerBatch, check, sums_up, touch
 from bucketline.bench.peers.registry import BY_NAME, ENTRIES, Way
-from bucketline.bench.peers.samples import Sample, SetShape, expected, pack, sample, unpack, words_sum
+from bucketline.bench.peers.samples import (
+    GateError,
+    PeerBatch,
+    Sample,
+    SetShape,
+    check,
+    expected,
+    pack,
+    sample,
+    sums_up,
+    touch,
+    unpack,
+    words_sum,
+)
 from bucketline.bench.peers.worker import gate, own_folder, read_expected, timed, write, write_expected
 from tests.commands import spawn
 
@@ -51,7 +63,7 @@ def test_a_peer_delivers_every_sample_once_with_the_right_bytes_and_is_timed(pee
 
 
 def test_a_format_with_a_wrong_byte_does_not_pass_the_gate(tmp_path: Path) -> None:
-    from bucketline.bench.peers.gate import GateError
+    from bucketline.bench.peers.samples import GateError
 
     write_expected(tmp_path, expected(SHAPE))
     write(task("O_DIRECT", tmp_path))

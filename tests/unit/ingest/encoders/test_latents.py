@@ -21,7 +21,7 @@ from bucketline.families.vaes import PACKED_VAES, vae_decode, vae_encode
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.ingest.encoders.vae import LatentColumns, OomRetry, VaeEncoder, seed_of
-from bucketline.ingest.images.grid import latent_sizes
+from bucketline.ingest.images.crop import latent_sizes
 from bucketline.quantised_linear import QuantisedLinear
 from bucketline.store import Store
 from bucketline.store.format.block import LatentKind

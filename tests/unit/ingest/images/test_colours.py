@@ -13,9 +13,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.ingest.images.crop import Framing, parse_background
+from bucketline.ingest.images.crop import Framing, parse_background, parse_grid
 from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
-from bucketline.ingest.images.grid import parse_grid
 from bucketline.ingest.images.pixels import colour_profile, to_srgb
 from tests import profiles
 from tests.models import colour_image, encoded

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, JpegImagePlugin
 
 from bucketline.ingest.images import decode as decode_module
-from bucketline.ingest.images.crop import Crop, Framing
+from bucketline.ingest.images.crop import Crop, Framing, parse_grid
 from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
-from bucketline.ingest.images.grid import parse_grid
 from bucketline.ingest.images.pixels import to_srgb
 from tests import kinds_of_images, profiles
 from tests.commands import spawn
@@ -276,7 +275,7 @@ import sys
 from tests.process_memory import in_memory
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.grid import parse_grid
+from bucketline.ingest.images.crop import parse_grid
 framing = Framing(grid=parse_grid("square:64", step_px=8, align_px=8))
 for path in sys.argv[1:]:
     decode_image(open(path, "rb").read(), framing, path)

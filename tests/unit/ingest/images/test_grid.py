@@ -16,15 +16,20 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.held_out import SplitBy, held_out
 from bucketline.ingest.images.crop import (
     DRAW_BITS,
+    MAX_SIDE_PX,
+    MAX_TOKENS,
     Crop,
     Framing,
+    Grid,
     NoBucketError,
     RejectedError,
+    Size,
     bucket_placement,
     crop_draw,
     crop_limit,
+    model_grid,
+    parse_grid,
 )
-from bucketline.ingest.images.grid import MAX_SIDE_PX, MAX_TOKENS, Grid, Size, model_grid, parse_grid
 from tests.commands import call
 
 STEPS = (8, 16, 32, 64)

@@ -18,7 +18,7 @@ from bucketline.ingest.summary import Reject, RunSummary
 from bucketline.store import Store
 from bucketline.store.change.commit import drop
 from bucketline.store.format.block import sample_digest
-from bucketline.store.format.sample_record import captions_checksum
+from bucketline.store.format.schema import captions_checksum
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import decode, encode
 from tests.kit import flip_bit, make_sample, make_store, samples_of

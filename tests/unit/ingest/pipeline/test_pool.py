@@ -19,7 +19,7 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.ingest.images.crop import RejectedError
-from bucketline.ingest.pipeline.decode_notes import FOLDER, DecodeNotes
+from bucketline.ingest.pipeline.image_reader import FOLDER, DecodeNotes
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING, EncodedBatch, RowWriter
 from bucketline.store.format.block import caption_digest, identity

@@ -18,9 +18,8 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.text_encoders import TextEncoder
 from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
-from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import decode_image
-from bucketline.ingest.images.grid import parse_grid
 from bucketline.ingest.pipeline import image_reader
 from bucketline.ingest.pipeline.slice_packer import ShardFill
 from bucketline.loader import Loader, LoaderConfig

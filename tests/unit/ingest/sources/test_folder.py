@@ -14,7 +14,7 @@ from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.ingest.sources.folder import list_folder
 from bucketline.ingest.sources.hf_dataset import DatasetSource
 from bucketline.ingest.sources.source import SourceItem, Stamp
-from bucketline.store.format.sample_record import MAX_MTIME_NS
+from bucketline.store.format.schema import MAX_MTIME_NS
 from tests.commands import call
 from tests.models import pack, write_files, write_images
 from tests.unit.ingest.sources.kit import captions

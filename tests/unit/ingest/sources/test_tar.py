@@ -18,9 +18,8 @@ import webdataset
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.crop import Framing, RejectedError
+from bucketline.ingest.images.crop import Framing, RejectedError, parse_grid
 from bucketline.ingest.images.decode import placed_by_header
-from bucketline.ingest.images.grid import parse_grid
 from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.ingest.sources.tar import key_and_extension
 from tests.commands import call

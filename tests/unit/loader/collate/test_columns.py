@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError, StateError, StoreError, UsageError
-from bucketline.ingest.images.crop import bucket_placement
-from bucketline.ingest.images.grid import parse_grid
+from bucketline.ingest.images.crop import bucket_placement, parse_grid
 from bucketline.loader import Batch, LatentKind, Loader, LoaderConfig
 from bucketline.loader.collate.buffers import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.plan.order import Purpose, keys_of_rows, uniform_on_host

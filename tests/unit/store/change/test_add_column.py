@@ -23,8 +23,7 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import bytes_digest
 from bucketline.store.format.manifest import COPY_PREFIX, parse_manifest, read_manifest
-from bucketline.store.read.info import info
-from bucketline.store.read.samples import sample_file
+from bucketline.store.read.samples import info, sample_file
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions

@@ -21,7 +21,7 @@ from bucketline.errors import CorruptError
 from bucketline.store import Store
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import sample_digest
-from bucketline.store.format.sample_record import encode_record
+from bucketline.store.format.schema import encode_record
 from bucketline.store.read.samples import checked_row
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.verify import shard
