@@ -12,7 +12,7 @@
 # make lock   resolve requirements.lock again; UPGRADE=--upgrade for newer versions
 # make docs   the documentation as a site, in build/site; a broken link is an error
 # make torture  faults of every kind, half an hour; JOBS=2 families at a time, SEED=1, MINUTES=600 for rounds with other
-#               seeds; writes docs/faults.md. A family: pytest tests/fault/test_faults.py --long --seed 1 --rounds 1 -k NAME-
+#               seeds; writes docs/faults.md. A family: pytest tests/fault/test_faults.py --long --seed 1 -k NAME-
 # make bench  every case and every peer with small data, into build/bench (minutes)
 # make bench-full  the published figures, into docs/benchmarks: some 12 GiB of disk under build/, an hour, a quiet machine
 

@@ -1,24 +1,30 @@
-"""Shared by all cases: subjects measured in alternation, medians and quartiles, the header, and printing.
+"""Timing: rounds by turns, medians, what a process used, and the results' file.
 
 Imports nothing heavy, so that a case's `--help` is fast.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
 import random
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from bucketline import __version__
 from bucketline.command_line import guarded, parse_command, print_json
@@ -334,7 +340,7 @@ class StoreCase(Case):
 
     def kept_store(self, folder: Path, **shape: Any) -> Path:  # noqa: ANN401 - fields of a `StoreShape`
         """Return the store in `folder`; create it if missing."""
-        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
+        from bucketline.bench.fixtures.stores import StoreShape, kept_store, latent_shape
 
         sizes = {
             "num_shards": self.num_shards,
@@ -356,3 +362,127 @@ def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:
         return parse_command(case, sys.argv[1:] if args is None else args, "python -m bucketline.bench").run()
 
     return guarded(parse_and_run)
+
+
+# --------------------------------------------------------------------------------------------------------------- process usage
+# CPU time of a process and its descendants, bytes that they read from the disk, and pages dropped so that they do.
+
+FROM_DISK = 0.95  # minimum fraction of the payload that a cold run reads from the disk
+TRIES = 3  # of a cold run
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process, of the children it has waited for, and of its live descendants."""
+    used = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        own = resource.getrusage(who)
+        used += own.ru_utime + own.ru_stime
+    return used + sum(_cpu_s_of(pid) for pid in descendants())
+
+
+def read_bytes() -> int:
+    """Return the bytes read from the disk; the kernel adds a child's to its parent's once the child is waited for."""
+    return sum(_read_bytes_of(pid) for pid in [os.getpid(), *descendants()])
+
+
+def descendants() -> list[int]:
+    """Return the live descendants of this process."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            with suppress(OSError):  # it has ended in the meantime
+                children.setdefault(int(_stat(int(path.name))[1]), []).append(int(path.name))
+    found, new = [], children.get(os.getpid(), [])
+    while new:
+        found += new
+        new = [child for pid in new for child in children.get(pid, [])]
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields after a process's name (state, parent and so on); the name may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def _cpu_s_of(pid: int) -> float:
+    try:
+        user, system, children_user, children_system = map(int, _stat(pid)[11:15])
+    except OSError:
+        return 0.0
+    return (user + system + children_user + children_system) / _TICKS_S
+
+
+def _read_bytes_of(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def drop_pages(path: Path) -> None:
+    """Write the pages of a file, or of all files in a folder, to the disk and drop them from the page cache.
+
+    Pages that a process has mapped stay, so call this before mapping them.
+    """
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if not file.is_file():
+            continue
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- memcpy
+# The limit of reads from memory: copies of the same size by libc.
+
+_libc = ctypes.CDLL(None)  # its calls run without Python's lock
+memcpy = _libc.memcpy
+memcpy.restype = ctypes.c_void_p
+memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Copies:
+    """Copies into buffers in turn, as a loader fills them, from a source as large as the store: no cache holds it.
+
+    numpy requests huge pages for it, which a file's map does not have, so the limit is that of memory, not of the page table.
+    """
+
+    def __init__(self, buffer_bytes: int, num_buffers: int, source_bytes: int) -> None:
+        """Allocate source and buffers, and touch their pages."""
+        self._buffer_bytes = buffer_bytes
+        self._buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
+        num_bytes = max(source_bytes, buffer_bytes)
+        words = np.random.default_rng(0).integers(0, 1 << 63, -(-num_bytes // 8), dtype=np.int64)
+        self._source = torch.from_numpy(words).view(torch.uint8)
+        self._at = 0
+
+    def memcpy(self, batches: int, num_threads: int) -> Callable[[], int]:
+        """Prepare `memcpy` of `batches` batches; each thread copies its share of every batch."""
+        size, room = self._buffer_bytes, self._source.numel() // self._buffer_bytes
+
+        def work(thread: int) -> None:
+            first, end = size * thread // num_threads, size * (thread + 1) // num_threads
+            for number in range(self._at, self._at + batches):
+                buffer, begin = self._buffers[number % len(self._buffers)], number % room * size
+                memcpy(buffer.data_ptr() + first, self._source.data_ptr() + begin + first, end - first)
+
+        def run() -> int:
+            in_threads(num_threads, work)
+            self._at += batches
+            return batches * size
+
+        return run
+
+
+def in_threads(num_threads: int, work: Callable[[int], None]) -> None:
+    """Call `work` with 0 to `num_threads` - 1, each in a separate thread, and raise the first failure."""
+    if num_threads == 1:
+        work(0)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(work, range(num_threads)))

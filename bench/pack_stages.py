@@ -7,27 +7,25 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
-from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
+from bucketline.ingest.encoders.vae import LatentColumns
+from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.images.decode import Decoded, decode_image
-from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack_images
 from bucketline.ingest.pipeline.captions import as_caption
-from bucketline.ingest.pipeline.model.device import chosen_device
-from bucketline.ingest.pipeline.model.load_encoders import load_text_encoder, load_vae_encoder
-from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.load_encoders import load_text_encoder, load_vae_encoder
+from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.store import new_record
-from bucketline.store.format.block import BlockSpec, fixed_columns
-from bucketline.store.format.hashing import caption_digest, identity
+from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns, identity
 from bucketline.store.format.schema import bucket_name
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text import TEXT_GROUP
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.sources.source import SourceItem
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text import Caption
 
 Batch = tuple[str, list[tuple["SourceItem", Decoded]]]  # a bucket, and its images that are encoded together
 
@@ -64,7 +62,7 @@ class Stages:
         self._vae, self._text = self._load()
         self._latents = LatentColumns(self._vae, flip=False)
         chosen = model_grid(grid, open_model(str(model)), self._vae.downscale)
-        self._framing = framing_of(self._config, chosen, DEFAULT_MAX_CROP)
+        self._framing = framing_of(self._config, chosen)
         self._source = open_source(str(source))
         self._items = self._source.listing().items
         self._batches = self._in_batches(self._decoded())
@@ -141,14 +139,14 @@ class Stages:
             for at in range(0, len(own), self._config.batch_size)
         ]
 
-    def _encode(self, batch: Batch) -> tuple[list[LatentRow], list[Embedding]]:
+    def _encode(self, batch: Batch) -> tuple[list[Any], list[Embedding]]:
         latents = self._latents.encode([(item.id, image.pixels) for item, image in batch[1]])
         return latents, self._text.encode([item.captions[0] for item, _ in batch[1]])
 
     def _caption(self, text: str, embedding: Embedding) -> Caption:
         return as_caption(self._text.columns, caption_digest(text), embedding)
 
-    def _write(self, writer: ShardWriter, batch: Batch, latents: list[LatentRow], embeddings: list[Embedding]) -> None:
+    def _write(self, writer: ShardWriter, batch: Batch, latents: list[Any], embeddings: list[Embedding]) -> None:
         bucket, images = batch
         size = images[0][1].placement.bucket
         columns = self._latents.columns(size.height_px, size.width_px)
@@ -163,4 +161,4 @@ class Stages:
                 crop=place.crop,
                 crop_in_source=place.crop_in_source,
             )
-            writer.add(spec=spec, latents=row.columns, record=record, captions=[caption_digest(words)])
+            writer.add(spec=spec, latents=row, record=record, captions=[caption_digest(words)])

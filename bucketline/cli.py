@@ -24,7 +24,7 @@ COMMANDS = commands(
     "bucketline",
     {
         "export-model": "bucketline.train.commands.export_model:ExportModel",
-        "completion": "bucketline.completion:Completion",
+        "completion": "bucketline.options:Completion",
     },
 )
 

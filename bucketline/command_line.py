@@ -13,18 +13,111 @@ import logging
 import os
 import socket
 import sys
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar, cast
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.extensions import Extensions
-from bucketline.extras import extra_named
-from bucketline.progress import as_log, as_results
+from bucketline.extensions import Extensions, extra_named
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.console import Console
+    from rich.progress import ProgressColumn
+
+
+# -------------------------------------------------------------------------------------------------------------------- progress
+# Progress on stderr: bars if that is a terminal, which only this file decides, and lines that may be lost.
+
+
+class _OutputStream:
+    """A text stream with a function that is called if it cannot be written; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO, fail: Callable[[OSError], None]) -> None:
+        self._stream: TextIO = stream._stream if isinstance(stream, _OutputStream) else stream
+        self._fail = fail
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._fail(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._fail(error)
+
+
+def as_log(stream: TextIO) -> TextIO:
+    """Return a stream whose writes never fail: a full disk, a closed pipe or a lost terminal must not end what is logged."""
+    return cast("TextIO", _OutputStream(stream, lambda _: None))
+
+
+def as_results(stream: TextIO) -> TextIO:
+    """Return stdout as a stream of which a failed write is an error of ours, or a BrokenPipeError if `head` has closed it."""
+
+    def fail(error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            raise error
+        raise BucketlineError(f"stdout cannot be written: {error.strerror}; fix this and rerun the command") from error
+
+    return cast("TextIO", _OutputStream(stream, fail))
+
+
+def stderr_console(**options: Any) -> Console:  # noqa: ANN401 - as rich's
+    """Return a console on stderr whose `is_terminal` says whether to draw a bar or print lines; `options` are rich's.
+
+    By itself, rich takes FORCE_COLOR for a terminal, and would draw a bar into a log file. A terminal that can show no bar has
+    TTY_COMPATIBLE=0, and gets lines.
+    """
+    from rich.console import Console
+
+    return Console(file=as_log(sys.stderr), force_terminal=None if sys.stderr.isatty() else False, **options)
+
+
+def shows_bars() -> bool:
+    """Return whether stderr is a terminal that shows bars. Where it is none, rich is not imported."""
+    return sys.stderr.isatty() and bool(stderr_console().is_terminal)
+
+
+@contextmanager
+def progress_bar(
+    what: str, total: float | None, *columns: ProgressColumn, transient: bool = True
+) -> Iterator[Callable[..., None]]:
+    """Yield a function that takes `advance=`, or `completed=` and `total=`.
+
+    The bar appears at once, or at the first call if there is no total yet. `columns` follow it; the time left comes last. With
+    `transient`, it is erased at the end.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = stderr_console()
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    progress = Progress(*shown, console=console, transient=transient, disable=not console.is_terminal)
+    task = progress.add_task(what, total=total)
+
+    def update(**changes: Any) -> None:  # noqa: ANN401 - as rich's
+        progress.start()
+        progress.update(task, **changes)
+
+    try:
+        if total is not None:
+            progress.start()
+        yield update
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+# ---------------------------------------------------------------------------------------------------------------- command line
 
 _C = TypeVar("_C")
 _MAX_SHOWN_BUCKETS = 16
@@ -63,8 +156,7 @@ def commands(program: str, ours: Mapping[str, str]) -> Extensions[type[Command]]
 
 def parse_command(command: type[_C], args: Sequence[str], prog: str) -> _C:
     """Return a command's options from its command line."""
-    from bucketline.help_screen import asked_for_help, command_help
-    from bucketline.options import parse_options
+    from bucketline.options import asked_for_help, command_help, parse_options
 
     if (asked := asked_for_help(args)) is not None:
         print(command_help(prog, command, asked), end="")
@@ -84,8 +176,7 @@ def run_one_of(
     """
 
     def parse_and_run() -> int:
-        from bucketline.help_screen import HELP, group_help
-        from bucketline.options import suggestion
+        from bucketline.options import HELP, group_help, suggestion
 
         name, *rest = [*(sys.argv[1:] if args is None else args)] or [""]
         if name == "version":

@@ -1,4 +1,4 @@
-"""Parts that are found by name: ours that the core does not import, and those of other installed packages.
+"""Parts that are found by name, ours and those of other packages; and the extra that installs a missing library.
 
 A package declares its own as entry points, such as an importer:
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bucketline.errors import UsageError
+from bucketline.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
 
 T = TypeVar("T")
 
@@ -86,3 +88,38 @@ def _declared(group: str) -> tuple[EntryPoint, ...]:
 def _package(point: EntryPoint) -> str:
     """Return the name and version of the package that declares an entry point."""
     return "another package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- extras
+# Map a missing library to the extra that installs it.
+
+# Import names of the libraries of each extra in pyproject.toml; tests/packaging/test_wheel.py compares the two.
+EXTRAS = {
+    "loader": ("torch", "prometheus_client"),
+    "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
+    "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "huggingface_hub", "matplotlib", "PIL"),
+    "optimizers": ("torchao", "prodigyopt"),
+    "tables": ("pyarrow",),
+    "datasets": ("datasets",),
+    "report": ("jinja2", "PIL"),
+    "tensorboard": ("tensorboard",),
+    "quantised": ("torchao",),
+    "ray": ("ray",),
+    "heif": ("pillow_heif", "pillow_jxl"),
+}
+
+
+@contextmanager
+def extra_named(command: str) -> Iterator[None]:
+    """Turn a failed import into an error that names the extra: the command's own, or else the smallest that has the library."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        having = [extra for extra, libraries in EXTRAS.items() if library in libraries]
+        if not having:
+            raise
+        extra = command if command in having else min(having, key=lambda one: len(EXTRAS[one]))
+        raise MissingExtraError(
+            f"{command} needs {library}, which is not installed. Install the extra {extra}: pip install 'bucketline[{extra}]'"
+        ) from error

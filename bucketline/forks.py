@@ -1,4 +1,4 @@
-"""Locks and cached properties that stay usable if the process is forked, and the owner of objects that do not.
+"""Locks, cached properties and threads that stay usable after a fork or an interrupted start.
 
 A forked child copies the parent's locks but only the forking thread, so a lock held by another thread at that moment stays
 held in the child for ever. Locks that outlive one iteration are therefore `ForkSafeLock`, and values that threads compute
@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 T = TypeVar("T")
 
 
 class ForkSafeLock:
     """A lock that is free in a forked child, whichever thread of the parent held it.
 
-    Use it only for work that may be done twice: the child sees whatever the parent's thread had done so far. With `is_awaited`,
-    a fork waits until no other thread holds the lock: for short sections that a child could not repeat.
+    Use it only for work that may be done twice: the child sees whatever the parent's thread had done so far.
     """
 
-    def __init__(self, *, is_awaited: bool = False) -> None:
-        self.is_awaited = is_awaited
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder = -1
         with _forking:
@@ -40,42 +39,23 @@ class ForkSafeLock:
         self._holder = -1
         self._lock.release()
 
-    def is_own(self) -> bool:
-        """Return True if this thread holds the lock."""
-        return self._holder == threading.get_ident()
-
     def renew(self) -> None:
         """Free the lock in a child, unless the forking thread itself holds it (a signal handler forked)."""
-        if not self.is_own():
+        if self._holder != threading.get_ident():
             self._lock, self._holder = threading.Lock(), -1
 
 
 _LOCKS: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 _forking = threading.RLock()  # two threads may fork at the same time, and one may make a lock meanwhile
-_awaited: list[ForkSafeLock] = []  # held during the current fork
-
-
-def _before() -> None:
-    _forking.acquire()
-    for lock in list(_LOCKS):
-        if lock.is_awaited and not lock.is_own():
-            lock.__enter__()
-            _awaited.append(lock)
-
-
-def _after() -> None:
-    while _awaited:
-        _awaited.pop().__exit__()
-    _forking.release()
 
 
 def _after_in_child() -> None:
-    _after()
+    _forking.release()
     for lock in list(_LOCKS):
         lock.renew()
 
 
-os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_in_child)
 
 
 class OwnerProcess:
@@ -114,3 +94,41 @@ class cached_property(Generic[T]):  # noqa: N801 - named as the standard library
         # the first result wins, so that all threads see the same object
         value: T = instance.__dict__.setdefault(self._name, self._compute(instance))
         return value
+
+
+# ------------------------------------------------------------------------------------------------------------- joinable thread
+# A thread that can be joined whatever has become of its start, which Ctrl-C may interrupt.
+
+
+class JoinableThread(threading.Thread):
+    """A daemon thread whose `join` never fails because it has not started, and leaves none that runs its target later.
+
+    A `KeyboardInterrupt` in `Thread.start` leaves open whether the thread runs, and `Thread.join` raises a `RuntimeError` then.
+    """
+
+    def __init__(self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._turn = threading.Lock()
+        self._is_started = self._is_running = self._is_cancelled = False
+
+    def start(self) -> None:
+        """Start the thread; as `Thread.start`."""
+        super().start()
+        self._is_started = True
+
+    def run(self) -> None:
+        """Call the target, unless `join` was called before and `start` has not returned."""
+        with self._turn:
+            if self._is_cancelled:
+                return
+            self._is_running = True
+        super().run()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread ends. If `start` has not returned and the target does not run, it never will."""
+        if not self._is_started:
+            with self._turn:
+                if not self._is_running:
+                    self._is_cancelled = True
+                    return
+        super().join(timeout)

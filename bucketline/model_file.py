@@ -1,22 +1,27 @@
-"""One `.safetensors` file with a model in the original key layout (LDM's, ComfyUI's), loaded by diffusers' `from_single_file`.
+"""A model's weight files: one `.safetensors` in the original key layout, or a component's in a folder; and digests of encoders.
 
 Such a file has weights only. Configurations and tokenizers come from a folder in diffusers' layout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from bucketline.errors import BucketlineError, ModelError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from torch import Tensor, nn
+
 
 SUFFIX = ".safetensors"
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
@@ -267,3 +272,95 @@ def error_line(error: Exception) -> str:
     """
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return first[:200].rstrip(".")
+
+
+# ---------------------------------------------------------------------------------------------------------------- weight files
+# Find a model component's weight files: plain ones, or a variant such as `diffusion_pytorch_model.fp16.safetensors`.
+#
+# diffusers and transformers load a variant only by its name; otherwise they report a missing `.bin`.
+
+DIFFUSERS = ("diffusion_pytorch_model",)
+TRANSFORMERS = ("model", "pytorch_model")
+# adapters, as diffusers and peft load them
+LORA_FILE, PEFT_FILE = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+_PREFERRED = ("fp32", "fp16", "bf16")  # most precise first, for several variants without plain weights
+_PARTS = r"(-\d{5}-of-\d{5})"
+_SUFFIX = r"\.(?:safetensors|bin)"
+
+
+def variant_of(item: str, names: Iterable[str], bases: tuple[str, ...]) -> str | None:
+    """Return the variant by which to load a component's weights, from its file names; None for plain weights.
+
+    >>> variant_of("vae/", ["config.json", "diffusion_pytorch_model.fp16.safetensors"], DIFFUSERS)
+    'fp16'
+    >>> variant_of("vae/", ["diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.bin"], DIFFUSERS) is None
+    True
+    """
+    there = sorted(names)
+    base = "|".join(map(re.escape, bases))
+    if any(re.fullmatch(rf"(?:{base}){_PARTS}?{_SUFFIX}", name) for name in there):
+        return None
+    # the part number follows the variant in one library and precedes it in the other
+    pattern = re.compile(rf"(?:{base})(?:\.(\w+){_PARTS}?|{_PARTS}\.(\w+)){_SUFFIX}")
+    found = {match[1] or match[4] for name in there if (match := pattern.fullmatch(name)) is not None}
+    if not found:
+        wanted = ", ".join(f"{name}.safetensors, {name}.bin" for name in bases)
+        raise ModelError(
+            f"{item} has no weights: looked for {wanted}, these in parts (-00001-of-00002) and in variants "
+            f"({bases[0]}.fp16.safetensors); it has {', '.join(there) or 'no file'}; download the model again"
+        )
+    chosen = next((name for name in _PREFERRED if name in found), None) or (found.pop() if len(found) == 1 else None)
+    if chosen is None:
+        raise ModelError(
+            f"{item} has its weights in the variants {', '.join(sorted(found))} and none without a variant's name; "
+            "keep one of them"
+        )
+    return chosen
+
+
+def safetensors_of(names: Iterable[str], bases: tuple[str, ...], variant: str | None) -> list[str]:
+    """Return the names of a component's .safetensors files of a variant, None for the plain ones; empty if it has only others.
+
+    >>> safetensors_of(["model-00001-of-00002.safetensors", "model.fp16.safetensors", "model.bin"], TRANSFORMERS, None)
+    ['model-00001-of-00002.safetensors']
+    """
+    base, own = "|".join(map(re.escape, bases)), "" if variant is None else re.escape(f".{variant}")
+    pattern = re.compile(rf"(?:{base})(?:{own}{_PARTS}?|{_PARTS}{own})\.safetensors")
+    return sorted(name for name in names if pattern.fullmatch(name))
+
+
+# ----------------------------------------------------------------------------------------------------------------- fingerprint
+# Digests that identify the encoder of a store's columns, so that a different one is detected.
+
+# fields that differ between library versions or machines
+_VOLATILE = ("transformers_version", "torch_dtype", "dtype")
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return the digest of an encoder's `config.json`, 32 hexadecimal digits.
+
+    Pass the file's own content, not a library's parsed config, which adds the library's defaults and bookkeeping. Names that
+    begin with an underscore are ignored.
+    """
+    return json_hash({key: value for key, value in config.items() if key not in _VOLATILE and not key.startswith("_")})
+
+
+def json_hash(value: object) -> str:
+    """Return the digest of a value as JSON, 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def weights_hash(module: nn.Module, but: frozenset[str] = frozenset()) -> str:
+    """Return the digest of an encoder's weights, 32 hexadecimal digits: names and bytes, without those in `but`.
+
+    Floats are taken in 32 bits, one tensor at a time, so that weights have the same digest in any dtype that they are saved in.
+    """
+    import torch
+
+    tensors, state = module.state_dict(), xxhash.xxh3_128()
+    for name in sorted(tensors.keys() - but):
+        tensor = tensors[name].detach().cpu()
+        wide = tensor.float() if tensor.is_floating_point() else tensor
+        state.update(name.encode())
+        state.update(wide.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()

@@ -1,4 +1,4 @@
-"""Options whose value has parts or a unit and is typed as one word: `cosine:0.1`, `0.9999:cpu`, `1000,30m`, `24GiB`."""
+"""Options as fields of a dataclass: values of several parts or with a unit, typed as one word (`0.9999:cpu`, `24GiB`)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import re
 from collections.abc import Callable  # noqa: TC003 - a command's types are read at run time
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from numbers import Integral, Real
 from pathlib import PurePath
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from bucketline.errors import UsageError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
     from typing import Self
+
 
 _PARTS = re.compile(r"[A-Z][A-Z0-9_]*|\[|\]|[^A-Z\[\]]+")
 ABOVE_0 = "a number above 0", lambda value: value > 0
@@ -139,12 +141,15 @@ class OptionValue:
 
     def _spelling(self) -> str | None:
         """Return how it is typed; None if no form has the fields that are set."""
-        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        kind = type(self)
         for form in self.FORMS:
-            named = _named(type(self), form)
-            is_same = all(getattr(self, name) == value for name, value in named.items())
-            if is_same and changed - {"name"} <= _fields_of(form) and (text := _spelt(self, form, changed)) is not None:
-                return text
+            named = _named(kind, form)
+            for parts in _variants(form):
+                given = {part: getattr(self, part.lower()) for part in parts if part[0].isupper()}
+                rest = [one for one in fields(self) if one.name.upper() not in given]
+                is_same = all(getattr(self, one.name) == named.get(one.name, one.default) for one in rest)
+                if is_same and None not in given.values():
+                    return "".join(_form(kind, part.lower()).write(given[part]) if part in given else part for part in parts)
         return None
 
     @classmethod
@@ -237,16 +242,14 @@ def _pattern(cls: type[OptionValue], form: str) -> str:
 def _form(cls: type[OptionValue], name: str) -> FieldForm:
     """Return how a field is typed."""
     hint = get_type_hints(cls, include_extras=True)[name]
+    if get_origin(hint) is Literal:
+        return FieldForm("|".join(map(re.escape, get_args(hint))), str)
     kinds = [hint] if hasattr(hint, "__metadata__") else [one for one in (*get_args(hint), hint) if one is not NoneType]
     if own := getattr(kinds[0], "__metadata__", None):
         return own[0]  # type: ignore[no-any-return]
     if issubclass(kinds[0], StrEnum):
         return FieldForm("|".join(map(re.escape, kinds[0])), kinds[0], shown="|".join(kinds[0]))
     return _FORMS[kinds[0]]
-
-
-def _fields_of(form: str) -> set[str]:
-    return {part.lower() for part in _PARTS.findall(form) if part[0].isupper()}
 
 
 def _named(cls: type[OptionValue], form: str) -> dict[str, Any]:
@@ -257,19 +260,105 @@ def _named(cls: type[OptionValue], form: str) -> dict[str, Any]:
     return {"name": _form(cls, "name").read(before[0].rstrip(":"))} if before else {}
 
 
-def _spelt(value: OptionValue, form: str, changed: set[str]) -> str | None:
-    """Return a value in a form, without the brackets that hold no field that is `changed`; None if a field is missing."""
-    stack: list[tuple[list[str | None], bool]] = [([], True)]
-    for part in _PARTS.findall(form):
-        if part == "[":
-            stack.append(([], False))
-        elif part == "]":
-            inner, is_needed = stack.pop()
-            stack[-1] = ([*stack[-1][0], *(inner * is_needed)], stack[-1][1] or is_needed)
-        elif part[0].isupper():
-            field = getattr(value, part.lower())
-            text = None if field is None else _form(type(value), part.lower()).write(field)
-            stack[-1] = ([*stack[-1][0], text], stack[-1][1] or part.lower() in changed)
-        else:
-            stack[-1][0].append(part)
-    return None if None in stack[0][0] else "".join(filter(None, stack[0][0]))
+@functools.cache
+def _variants(form: str) -> list[list[str]]:
+    """Return the parts of a form with its brackets or without, the shortest first.
+
+    >>> ["".join(parts) for parts in _variants("a[:B[:C]][@D]")]
+    ['a', 'a@D', 'a:B', 'a:B@D', 'a:B:C', 'a:B:C@D']
+    """
+    if not (innermost := re.search(r"\[([^\[\]]*)\]", form)):
+        return [_PARTS.findall(form)]
+    before, after = form[: innermost.start()], form[innermost.end() :]
+    every = {"".join(parts): parts for inner in ("", innermost[1]) for parts in _variants(before + inner + after)}
+    return sorted(every.values(), key=len)
+
+
+# ---------------------------------------------------------------------------------------------------------------- option types
+# Options as fields of a dataclass: their metadata, and checks of the types that a program passes.
+
+
+class OnResume(StrEnum):
+    """The answer of a resumed run to another value of an option than the checkpoint's."""
+
+    FREE = "free"  # takes it
+    WARN = "warn"  # takes it and logs both values
+    FIXED = "fixed"  # refuses it, with both values
+
+
+RESUME_FREE, RESUME_FIXED = {"resume": OnResume.FREE}, {"resume": OnResume.FIXED}
+"""The `metadata` of an option's field; one without them is OnResume.WARN."""
+DECIDES_NOTHING = {"decides": False}
+"""The `metadata` of a field of LoaderConfig that by itself does not decide what is delivered: a state resumes with another."""
+
+
+def options_on_resume(options: type, kind: OnResume) -> Iterator[str]:
+    """Yield the names of the fields that a resumed run treats so."""
+    return (one.name for one in fields(options) if one.metadata.get("resume", OnResume.WARN) is kind)
+
+
+def expect(item: str, value: object, kind: Any, expected: str) -> None:  # noqa: ANN401 - as `isinstance` takes it
+    """Check that a value is of a type."""
+    if not isinstance(value, kind):
+        raise unlike(item, value, expected)
+
+
+def expect_int(item: str, value: object, expected: str = "an int") -> None:
+    """Check that a value is a whole number, which True is not."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise unlike(item, value, expected)
+
+
+def unlike(item: str, value: object, expected: str) -> UsageError:
+    """Return the error for a value of the wrong type."""
+    return UsageError(f"{item} is {value!r:.200} of type {type(value).__name__}, expected {expected}")
+
+
+_EXPECTED: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((Integral,), "an int"),
+    float: ((Real,), "a number"),
+    str: ((str, PurePath), "a str"),
+}
+
+
+def check_fields(options: object, cls: type, named: Callable[[str], str]) -> None:
+    """Check the fields that a dataclass itself declares, of an object of it or of a subclass, by their annotations.
+
+    Lists become tuples, and numpy's numbers Python's. `named` returns how messages call a field. Fields that are enums or paths
+    are left to the dataclass.
+    """
+    for name, hint in _own_hints(cls).items():
+        value = getattr(options, name)
+        if (found := _checked(named(name), value, hint)) is not value:
+            object.__setattr__(options, name, found)
+
+
+@functools.cache
+def _own_hints(cls: Hashable) -> dict[str, Any]:
+    own = vars(cls).get("__annotations__", {})
+    return {name: hint for name, hint in get_type_hints(cls).items() if name in own}
+
+
+def _checked(item: str, value: Any, hint: Any) -> object:  # noqa: ANN401 - any value and annotation
+    is_optional = NoneType in get_args(hint)
+    if value is None and is_optional:
+        return None
+    kind = next(one for one in get_args(hint) if one is not NoneType) if is_optional else hint
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        if not isinstance(value, tuple | list) or not all(_is_a(one, inner) for one in value):
+            raise unlike(item, value, f"a tuple of {inner.__name__}, such as {(value,)!r:.200}")
+        return tuple(value)
+    if kind not in _EXPECTED:
+        return value
+    if not _is_a(value, kind):
+        raise unlike(item, value, _EXPECTED[kind][1] + (" or None" if is_optional else ""))
+    return kind(value) if type(value).__module__ == "numpy" else value
+
+
+def _is_a(value: object, kind: type) -> bool:
+    """Return True if a value is of a type; True and False, numpy's as well, are no numbers."""
+    if type(value).__name__ in ("bool", "bool_"):
+        return kind is bool
+    return isinstance(value, _EXPECTED[kind][0] if kind in _EXPECTED else kind)

@@ -17,15 +17,13 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import UsageError
-from bucketline.extras import extra_named
+from bucketline.extensions import extra_named
 from bucketline.store import StoreWriter
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.parts import AttemptStore, PartStore, take_attempt
-from bucketline.store.sync.working import target_at
-from bucketline.store.transfer.sender import PendingNotes
-from bucketline.store.write.attempts import begin_attempts, remove_attempts
-from bucketline.store.write.part_writer import PartWriter
-from bucketline.store.write.publish import new_manifest
+from bucketline.store.sync.working import AttemptStore, PartStore, take_attempt, target_at
+from bucketline.store.transfer import PendingNotes
+from bucketline.store.write.publish import begin_attempts, new_manifest, remove_attempts
+from bucketline.store.write.store_writer import PartWriter
 
 with extra_named("ray"):
     from ray.data import Datasink
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.remote.urls import RemoteOptions
-    from bucketline.store.sync.parts import SentShard
+    from bucketline.store.sync.working import SentShard
     from bucketline.store.write.row_form import Arrays
 
 __all__ = ["StoreSink", "batch_of", "sample"]

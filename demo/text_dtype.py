@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 from bucketline.store import Store
-from bucketline.store.format.text_codec import QUANTISED, dequantise, measured_error, quantise
+from bucketline.store.format.text import QUANTISED, dequantise, measured_error, quantise
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}

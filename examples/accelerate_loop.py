@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.loader.plan.order import Purpose, normal
 
 STEPS, ACCUMULATION = 4, 2
 

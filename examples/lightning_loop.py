@@ -14,7 +14,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.loader.plan.order import Purpose, normal
 
 
 class Denoiser(lightning.LightningModule):  # type: ignore[misc]

@@ -9,19 +9,25 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.images.bucket_grid import refuse_other_form
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
+from bucketline.ingest.images.crop import (
+    DEFAULT_MAX_CROP,
+    Crop,
+    Framing,
+    crop_limit,
+    parse_background,
+    refuse_other_form,
+    upscale_limit,
+)
 from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
-from bucketline.ingest.sources.captions.caption_rules import CaptionRules
-from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import caption_rest
+from bucketline.ingest.sources.captions.files import CaptionRules
+from bucketline.ingest.sources.source import SourceOptions, caption_rest
 from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Hidden, Positional, Repeated
-from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
+from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 if TYPE_CHECKING:
-    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.sources.source import Listing, Source
 
 
@@ -32,13 +38,13 @@ LatentsOption = Literal["mode", "sample", "moments"]
 PackText = Literal["plain"]
 
 
-def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framing:
-    """Return the framing rules that the options set; `max_crop` is the store's."""
+def framing_of(config: PackConfig | ScanConfig, grid: Grid) -> Framing:
+    """Return the framing rules that the options set."""
     return Framing(
         grid=grid,
         crop=config.crop,
         max_upscale=upscale_limit(config.max_upscale),
-        max_crop=crop_limit(max_crop),
+        max_crop=crop_limit(config.max_crop),
         min_size_px=config.min_size_px,
         background=parse_background(config.background),
         jpeg_draft=config.jpeg_draft,
@@ -127,9 +133,8 @@ class RulesOptions:
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
-    max_crop: Annotated[float | None, Arg(metavar="SHARE")] = None
-    """Reject images whose crop would lose a larger share of their area; 1 sets no limit. Default: 0.75 in a new store, and an
-    existing store keeps its limit."""
+    max_crop: Annotated[float, Arg(metavar="SHARE")] = DEFAULT_MAX_CROP
+    """Reject images whose crop would lose a larger share of their area; 1 sets no limit."""
     val_fraction: Annotated[str, Arg(metavar="SHARE[:folder]")] = "0.0"
     """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the image's folder
     instead of its id, so that crops of one image stay in one split."""
@@ -326,8 +331,8 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Count, bucket and reject images without packing. A dry run of `ingest pack`: writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
-    determine the grid; no weights are read. Without --model, the grid is area:512:64. What only decides how images and captions
-    are encoded and stored does not affect the report. -o writes a contact sheet: the images of each bucket that lose most to
+    determine the grid; no weights are read. Without --model, the grid is area:512:64. Nothing is encoded, so a caption that the
+    model does not take is seen only by a pack. -o writes a contact sheet: the images of each bucket that lose most to
     their crop, with their captions as they would be stored.
 
     Example: ingest scan photos --grid area:512:64 -o sheet.html
@@ -342,8 +347,10 @@ class ScanConfig(RulesOptions, SourceArguments):
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model; default: that which diffusers infers."""
-    max_crop: Annotated[float, Arg(metavar="SHARE")] = DEFAULT_MAX_CROP
-    """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
+    dtype: Hidden[Dtype] = "F16"  # this and the following: only how a pack stores an image and its captions
+    text_dtype: Hidden[TextDtype | None] = None
+    flip: Hidden[bool] = False
+    max_tokens: Hidden[int | None] = None
     full: bool = False
     """Decode every image to find damage after the header, too."""
     decode_threads: Annotated[int | None, Arg(metavar="INT")] = field(default=None, metadata=ONLY_IN_FILE)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from bucketline.option_value import A_SHARE, OptionValue
-from bucketline.store.format.hashing import draw
-
-if TYPE_CHECKING:
-    from bucketline.typed_json import Json
+from bucketline.store.format.block import draw
 
 
 class SplitBy(StrEnum):
@@ -35,10 +32,6 @@ class HeldOut(OptionValue):
 
     fraction: float = 0.0
     by: SplitBy = SplitBy.ID
-
-    def as_json(self) -> dict[str, Json]:
-        """Return what a manifest records of it."""
-        return {"val_fraction": self.fraction, "by": self.by.value}
 
 
 def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:

@@ -18,23 +18,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from bucketline import errors
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError, UsageError
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.packing.finish import finish
-from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import target_of
-from bucketline.ingest.parallel.item_parts import ItemParts
+from bucketline.ingest.packing.run import PackRun, target_of
+from bucketline.ingest.parallel.exchange import ItemParts
 from bucketline.ingest.parallel.ranks import kept
-from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts, facts_without_weights
-from bucketline.ingest.pipeline.model.encoders import Encoders
-from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceWorker
+from bucketline.ingest.pipeline.model import EncoderFacts, Encoders, facts_without_weights
+from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import counting_progress
-from bucketline.store.sync.parts import AttemptStore, take_attempt
-from bucketline.store.sync.working import sender_to
-from bucketline.store.write.attempts import begin_attempts, remove_attempts
+from bucketline.store.sync.working import AttemptStore, sender_to, take_attempt
+from bucketline.store.write.publish import begin_attempts, remove_attempts
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -43,9 +39,10 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.packing.finish import PackResult
-    from bucketline.ingest.parallel.signals import Interrupts
-    from bucketline.store.sync.parts import PartStore
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.ingest.parallel.ranks import Interrupts
+    from bucketline.store import Store
+    from bucketline.store.sync.working import PartStore
+    from bucketline.store.transfer import ShardSender
     from bucketline.typed_json import Json
 
 OBJECT_STORE_BYTES = 256 << 20  # of Ray on this machine: listings of the slices that are being packed
@@ -117,14 +114,6 @@ def workers_of(config: PackConfig, resources: Mapping[str, float]) -> Workers:
 # ------------------------------------------------------------------ a worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailure:
-    """An error that a worker reports, by the name of its class; raised by the driver."""
-
-    kind: str
-    message: str
-
-
 class _ToldToStop(KeyboardInterrupt):
     """The driver has told the worker to stop."""
 
@@ -136,26 +125,17 @@ class PackWorker:
         self._config = config
         self._encoders: Encoders | None = None
         self._is_told = threading.Event()
+        self._plan: PackPlan | None = None
         self._place: AttemptStore | PartStore | None = None
-        self._worker: SliceWorker | None = None
+        self._store: Store | None = None
 
     def ready(self) -> str:
         """Return what messages call this worker."""
         return f"pid {os.getpid()} on {socket.gethostname()}"
 
-    def facts(self) -> EncoderFacts | WorkerFailure:
+    def facts(self) -> EncoderFacts:
         """Load the encoders and return their facts."""
-        try:
-            return self._opened().facts()
-        except BucketlineError as error:
-            return _failure(error)
-
-    def pack(self, plan: Json, attempt: Attempt, parts: list[bytes]) -> PackedSlice | WorkerFailure:
-        """Pack a slice into shards of its own, in its attempt's folder."""
-        try:
-            return self._packed(plan, attempt, ItemParts(parts))
-        except BucketlineError as error:
-            return _failure(error)
+        return self._opened().facts()
 
     def stop(self) -> None:
         """Have `pack` return what it has encoded so far."""
@@ -170,35 +150,32 @@ class PackWorker:
         self._encoders = self._encoders or Encoders(self._config, 0)
         return self._encoders
 
-    def _begin(self, plan: PackPlan) -> tuple[SliceWorker, AttemptStore | PartStore]:
-        config = self._config
-        is_shared = isinstance(config.place, Path)
-        place = AttemptStore(config.store, plan.manifest, plan.token) if is_shared else plan.parts(config)
-        return SliceWorker(config, plan, place.open(), place.begin, self._opened()), place
-
-    def _packed(self, plan: Json, attempt: Attempt, items: ItemParts) -> PackedSlice:
-        if self._worker is None or self._place is None:
-            self._worker, self._place = self._begin(decode(PackPlan, plan))
-        encoders = self._worker.encoders
-        packer, own = self._worker.slice(attempt.number, self._worker.plan.name_of(attempt.name))
-        with own.sending():
+    def pack(self, told: Json, attempt: Attempt, parts: list[bytes]) -> PackedSlice:
+        """Pack a slice of the plan that is `told` into shards of its own, in its attempt's folder."""
+        config, encoders, items = self._config, self._opened(), ItemParts(parts)
+        if self._plan is None or self._place is None or self._store is None:
+            plan = self._plan = decode(PackPlan, told)
+            is_shared = isinstance(config.place, Path)
+            self._place = AttemptStore(config.store, plan.manifest, plan.token) if is_shared else plan.parts(config)
+            self._store = self._place.open()
+        name = self._plan.name_of(attempt.name)
+        place = self._place.begin(name)
+        packer = slice_packer(config, self._plan, attempt.number, name, store=self._store, place=place, encoders=encoders)
+        with packer.sender or nullcontext():
             try:
                 if encoders.may_be_two_phases:
                     packer.encode_captions(items, lambda: None, self._check, lambda: encoders.phases.are_two)
                 packer.run(items, lambda: None, self._check)
             except _ToldToStop:
-                own.seal_rest()
-            own.send()
-        sent = self._place.finish(own.folder, own.sealed)
-        return PackedSlice(account=own.account, sealed=own.sealed, sent=sent)
+                packer.seal_rest()
+            if packer.sender is not None:
+                packer.sender.finish(lambda: None)
+        sent = self._place.finish(packer.folder, packer.sealed)
+        return PackedSlice(account=packer.account, sealed=packer.sealed, sent=sent)
 
     def _check(self) -> None:
         if self._is_told.is_set():
             raise _ToldToStop
-
-
-def _failure(error: BucketlineError) -> WorkerFailure:
-    return WorkerFailure(kind=type(error).__name__, message=str(error))
 
 
 # ------------------------------------------------------------------ the pool
@@ -274,7 +251,7 @@ class RayWorkers:
             while member in self._members and member.call is not None:
                 for found, answer in self._poll():
                     if found is member:
-                        return _raised(answer)
+                        return answer
         raise RankError(f"{MAX_FAILED_STARTS} workers were lost one after the other; see Ray's logs for the reason")
 
     def pack(
@@ -296,9 +273,8 @@ class RayWorkers:
                     member.call = begin(member.actor, member.attempt)
             for member, answer in self._poll():
                 attempt, member.attempt = member.attempt, None
-                packed = _raised(answer)
-                if attempt is not None and isinstance(packed, PackedSlice):
-                    take(attempt, packed)
+                if attempt is not None:
+                    take(attempt, answer)
                     num_left -= 1
 
     def stop(self, take: Callable[[Attempt, PackedSlice], None]) -> None:
@@ -309,10 +285,11 @@ class RayWorkers:
                 member.actor.stop.remote()
         until = time.monotonic() + LAST_SLICE_S
         while any(member.attempt is not None for member in self._members) and time.monotonic() < until:
-            for member, answer in self._poll():
-                attempt, member.attempt = member.attempt, None
-                if attempt is not None and isinstance(answer, PackedSlice):
-                    take(attempt, answer)
+            with suppress(BucketlineError):  # of another worker that fails as well
+                for member, answer in self._poll():
+                    attempt, member.attempt = member.attempt, None
+                    if attempt is not None:
+                        take(attempt, answer)
 
     def close(self) -> None:
         """End all workers; those that are idle remove what they have on their disks."""
@@ -341,6 +318,9 @@ class RayWorkers:
             try:
                 answer = ray.get(call)
             except RayTaskError as error:
+                member.call = member.attempt = None
+                if isinstance(error.cause, BucketlineError):
+                    raise error.cause from error
                 raise RankError(f"the worker {member.name} failed: {error}; rerun the command to continue") from error
             except RayError as error:
                 self._lose(member, error)
@@ -385,14 +365,6 @@ class RayWorkers:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _raised(answer: Any) -> Any:  # noqa: ANN401 - Ray has no types
-    """Return a worker's answer, or raise the error that it is."""
-    if not isinstance(answer, WorkerFailure):
-        return answer
-    kind = getattr(errors, answer.kind, RankError)
-    raise (kind if isinstance(kind, type) and issubclass(kind, BucketlineError) else RankError)(answer.message)
 
 
 # ------------------------------------------------------------------ the driver

@@ -6,21 +6,17 @@ import sys
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO
 
 from bucketline.errors import BucketlineError, UsageError
-from bucketline.ingest.packing.finish import PackResult, finish
-from bucketline.ingest.packing.meanwhile import Meanwhile
-from bucketline.ingest.packing.run import PackRun
-from bucketline.ingest.packing.target import target_of
-from bucketline.ingest.parallel.item_parts import ItemParts
-from bucketline.ingest.parallel.ranks import PackRanks
-from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.model.encoder_facts import facts_without_weights
-from bucketline.ingest.pipeline.model.encoders import Encoders
-from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, SliceRun, SliceWorker
+from bucketline.ingest.packing.finish import Meanwhile, PackResult, finish
+from bucketline.ingest.packing.run import PackRun, target_of
+from bucketline.ingest.parallel.exchange import ItemParts
+from bucketline.ingest.parallel.ranks import ECHO_S, Interrupts, PackRanks, Stopped, exit_code_of
+from bucketline.ingest.pipeline.model import Encoders, facts_without_weights
+from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import caption_progress, packing_progress
-from bucketline.store.commands.place import bar_of_bytes
+from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.sync.working import sender_to
 
@@ -30,13 +26,12 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray import Workers
-    from bucketline.ingest.packing.target import Placed
+    from bucketline.ingest.packing.run import Placed
     from bucketline.ingest.parallel.exchange import Exchange
-    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.ingest.pipeline.model import EncoderFacts
+    from bucketline.ingest.pipeline.slice_packer import SlicePacker
+    from bucketline.store.transfer import ShardSender
     from bucketline.store.write.publish import StoreTarget
-
-T = TypeVar("T")
 
 
 def pack_images(
@@ -137,85 +132,75 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             return runs[0].begin(encoders.model, _facts(config, target, encoders), held, num_making=num_making)
 
         plan = ranks.from_first(planned, PackPlan)
+        run, name = next(iter(runs), None), plan.name_of(f"r{ranks.rank:04d}")
         own_disk = None  # of a rank on another machine
-        if not ranks.is_first and not ranks.shares_disk:
+        if ranks.is_first or ranks.shares_disk:
+            store = target.open(plan.manifest)
+            place = target.path, sender_to(target, plan.manifest, name, is_first=ranks.is_first)
+        else:
             own_disk = held.enter_context(closing(plan.parts(config)))
-
-        def begin(name: str) -> tuple[Path, ShardSender | None]:
-            if own_disk is not None:
-                return own_disk.begin(name)
-            return target.path, sender_to(target, plan.manifest, name, is_first=ranks.is_first)
-
-        store = target.open(plan.manifest) if own_disk is None else own_disk.open()
-        worker = SliceWorker(config, plan, store, begin, encoders, session.local_world_size)
-        packer, mine = worker.slice(ranks.rank, plan.name_of(f"r{ranks.rank:04d}"))
-        run = next(iter(runs), None)
-        meanwhile = Meanwhile(
-            config.publish_every and config.publish_every.seconds,
-            ranks,
-            run,
-            lambda names: own_disk.sent(mine.folder, names) if own_disk else [],
+            store, place = own_disk.open(), own_disk.begin(name)
+        packer = slice_packer(
+            config,
+            plan,
+            ranks.rank,
+            name,
+            store=store,
+            place=place,
+            encoders=encoders,
+            workers_on_machine=session.local_world_size,
         )
-        meanwhile.begin(packer, mine.ready)
-
-        def pack(check: Callable[[], None]) -> None:
-            if encoders.may_be_two_phases:
-                with caption_progress(len(own), ranks, lambda: encoders.phases) as (on_item, is_due):
-                    packer.encode_captions(own, on_item, check, is_due)
-            with packing_progress(len(own), ranks, "pack", lambda: f"slowest: {packer.stages.slowest}") as on_image:
-                packer.run(own, on_image, check)
-
-        def end(found: list[PackedSlice]) -> PackResult:
+        every_s = config.publish_every and config.publish_every.seconds
+        meanwhile = Meanwhile(
+            every_s, ranks, run, packer, lambda names: own_disk.sent(packer.folder, names) if own_disk else []
+        )
+        try:
+            found = _pack_slice(session, packer, own, meanwhile, encoders, is_last=is_last)
+            if run is None or found is None:
+                return None
+            meanwhile.take()
             for number, one in enumerate(found):
-                runs[0].take(number, one)
-            return finish(runs[0])
+                run.take(number, one)
+            return finish(run)
+        except BaseException as error:
+            if ranks.is_first and not ranks.shares_disk:
+                ranks.stop(error)
+                with suppress(BucketlineError):
+                    meanwhile.take()
+            if isinstance(error, KeyboardInterrupt):
+                raise Stopped(exit_code_of(error), session.num_packed + packer.account.packed) from error
+            raise
+        finally:
+            session.num_packed += packer.account.packed
 
-        return run_slice(session, mine, meanwhile, pack, end, is_last=is_last)
 
-
-def run_slice(
-    session: PackSession,
-    mine: SliceRun,
-    meanwhile: Meanwhile,
-    work: Callable[[Callable[[], None]], None],
-    end: Callable[[list[PackedSlice]], T],
-    *,
-    is_last: bool = True,
-) -> T | None:
-    """Make the slice of this rank, and return what `end` makes of all slices on rank 0.
-
-    `work` makes it; it is given what is to be called between images, which may raise.
-    """
-    ranks, account = session.ranks, mine.account
-    try:
-        with session.interrupts.between_images(ranks.check, meanwhile.check) as check, mine.sending():
-            try:
-                work(check)
-                _send_rest(mine.sender, check, is_shown=ranks.is_first)
-            except BaseException:
-                if not (ranks.is_first or ranks.shares_disk):  # the next run does not see this disk
-                    with suppress(BucketlineError):
-                        mine.seal_rest()
-                        mine.send()
-                        meanwhile.finish()
-                raise
-            meanwhile.finish()
-        packed = PackedSlice(account=account, sealed=mine.sealed, sent=[])
-        found = ranks.gather(packed, is_last=is_last, meanwhile=meanwhile.publish_due)
-        if found is None:
-            return None
-        meanwhile.take()
-        return end(found)
-    except BaseException as error:
-        if ranks.is_first and not ranks.shares_disk:
-            ranks.stop(error)
-            with suppress(BucketlineError):
-                meanwhile.take()
-        if isinstance(error, KeyboardInterrupt):
-            raise Stopped(exit_code_of(error), session.num_packed + account.packed) from error
-        raise
-    finally:
-        session.num_packed += account.packed
+def _pack_slice(
+    session: PackSession, packer: SlicePacker, items: ItemParts, meanwhile: Meanwhile, encoders: Encoders, *, is_last: bool
+) -> list[PackedSlice] | None:
+    """Pack the slice of this rank; return those of all ranks on rank 0."""
+    ranks = session.ranks
+    with (
+        session.interrupts.between_images(ranks.check, meanwhile.check) as check,
+        packer.sender or nullcontext(),
+    ):
+        try:
+            if encoders.may_be_two_phases:
+                with caption_progress(len(items), ranks, lambda: encoders.phases) as (on_item, is_due):
+                    packer.encode_captions(items, on_item, check, is_due)
+            with packing_progress(len(items), ranks, "pack", lambda: f"slowest: {packer.stages.slowest}") as on_image:
+                packer.run(items, on_image, check)
+            _send_rest(packer.sender, check, is_shown=ranks.is_first)
+        except BaseException:
+            if not (ranks.is_first or ranks.shares_disk):  # the next run does not see this disk
+                with suppress(BucketlineError):
+                    packer.seal_rest()
+                    if packer.sender is not None:
+                        packer.sender.finish(lambda: None)
+                    meanwhile.finish()
+            raise
+        meanwhile.finish()
+    packed = PackedSlice(account=packer.account, sealed=packer.sealed, sent=[])
+    return ranks.gather(packed, is_last=is_last, meanwhile=meanwhile.publish_due)
 
 
 def _send_rest(sender: ShardSender | None, check: Callable[[], None], *, is_shown: bool) -> None:

@@ -1,23 +1,45 @@
-"""Decode the stored latent of one sample to an image, with the VAE that encoded it."""
+"""Images for pages: stored latents decoded by their VAE, and a source's images with their crops drawn in."""
 
 from __future__ import annotations
 
+import base64
+import heapq
 import io
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from bucketline.errors import UsageError
-from bucketline.files.atomic_folder import refuse_existing
-from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.paths import overlap
-from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
-from bucketline.store.format.columns import LATENT
-from bucketline.store.read.verified_sample import checked_row
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from bucketline.command_line import counted
+from bucketline.errors import FingerprintError, UsageError
+from bucketline.files.atomic_write import refuse_existing, write_or_explain
+from bucketline.files.paths import overlap, redacted
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.images.crop import Framing, Grid, RejectedError, Size
+from bucketline.ingest.images.decode import decode_image, placed_by_header
+from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
+from bucketline.ingest.progress import look_at
+from bucketline.ingest.sources.dataset_file import open_source
+from bucketline.pages.page import Card, Section, document, jpeg, parts, percent, refuse_page
+from bucketline.store.format.block import LATENT
+from bucketline.store.format.manifest import MANIFEST
+from bucketline.store.read.samples import checked_row
+from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.images.crop import Placement
+    from bucketline.ingest.pipeline.pool import WorkLimits
+    from bucketline.ingest.sources.source import Listing, Source, SourceItem
+    from bucketline.ingest.summary import Reject
     from bucketline.store import Store
 
 
@@ -53,7 +75,6 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: st
     import torch  # once what can be refused without it is
     from PIL import Image
 
-    from bucketline.ingest.sheet.decoded import decoding_vae
     from bucketline.torch_dtypes import TORCH_DTYPES
 
     vae = decoding_vae(store.encoders.get("vae"), model, chosen_device(device, 0), column.dtype)
@@ -66,3 +87,227 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: st
     return Peeked(
         png=str(png), id=record.id, bucket=record.bucket, height_px=height_px, width_px=width_px, captions=record.captions
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------- crops
+# Contact sheets of a source: which images to show, each with its crop drawn in, and the checks of the page's path.
+
+MAX_PER_BUCKET = 24
+MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
+MAX_REJECTS = 1000  # that the page lists
+TOO_CROPPED = "Too much cropped away"  # the images that are rejected for it, in place of a bucket
+_THUMBNAIL_PX = 240  # the longer side
+NARROWEST_PX = 10  # the shorter side; a narrower image is drawn wider than it is
+_LINE = (255, 96, 0)  # of the crop; orange is rare in photographs, and visible on black and on white
+LEGEND = "The orange line is the crop; what is grey and hatched is lost."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cropped:
+    """An image of the source and where its crop is."""
+
+    id: str
+    placement: Placement
+
+
+def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
+    """Check that a sheet can be written to `path`."""
+    if store := next((folder for folder in path.resolve().parents if (folder / MANIFEST).is_file()), None):
+        raise UsageError(f"{path} is in the store {store}; choose a place outside it")
+    refuse_page(path, [("source", source) for source in local_paths])
+
+
+def write_sheet(path: Path, source: str, sections: Sequence[Section]) -> None:
+    """Write the sheet of a scan. Sections of several sources have the same anchors, so each gets one of its own."""
+    shown = [replace(section, anchor=f"section-{number}") for number, section in enumerate(sections)]
+    title = f"Crops of {redacted(source)}"
+    write_or_explain(path, document(title=title, subtitle="", made_by="ingest scan", sections=shown))
+
+
+def crop_sections(
+    source: Source,
+    listing: Listing,
+    images: Mapping[str, Sequence[Cropped]],
+    room: WorkLimits,
+    num_sources: int = 1,
+    max_captions: int = 8,
+) -> tuple[str, list[Section]]:
+    """Decode the images that lose most, and return a table of the buckets, and a section of each.
+
+    They are ordered by the largest loss of an image, largest first, and have their captions as they would be stored.
+    `num_sources`: of the page, which share its MAX_IN_ALL images.
+    """
+    chosen = worst(images, MAX_IN_ALL // num_sources)
+    placements = {image.id: image.placement for shown in chosen.values() for image in shown}
+    cards: dict[str, Card] = {}
+
+    def look(item: SourceItem) -> Card:
+        return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX, item.captions[:max_captions])
+
+    items = [item for item in listing.items if item.id in placements]  # in the listing's order
+    for item, card in look_at("sheet", source, items, look, room):
+        if isinstance(card, RejectedError):
+            card = Card(images=[], title=item.id, notes=[_note(placements[item.id])], problem=str(card))  # noqa: PLW2901 - in its place
+        cards[item.id] = card
+    found = {name: [image.placement.cropped_away for image in own] for name, own in images.items()}
+    order = sorted(found, key=lambda name: (name == TOO_CROPPED, -max(found[name]), -sum(found[name]) / len(found[name]), name))
+    rows = [(name, len(own), percent(sum(own) / len(own)), percent(max(own))) for name in order for own in [found[name]]]
+    table = parts.table(("bucket", "images", "lost on average", "lost at most"), rows)
+    return table, [_bucket_section(row, found[row[0]], [cards[image.id] for image in chosen[row[0]]]) for row in rows]
+
+
+def _bucket_section(row: tuple[str, int, str, str], losses: Sequence[float], cards: Sequence[Card]) -> Section:
+    name, num_images, average, most = row
+    note = f"{counted(num_images, 'image')}, {average} lost on average, {most} at most"
+    body = parts.sheet(cards, "medium")
+    if (more := len(losses) - len(cards)) > 0:
+        least = sorted(losses, reverse=True)[len(cards) - 1]
+        body += parts.dim(f"and {more} more, which lose {percent(least)} or less")
+    return Section(anchor=name, title=name, note=note, body=body)
+
+
+def reject_section(rejects: Sequence[Reject], by_reason: Mapping[str, int]) -> Section:
+    """Return the rejected images, counted by reason and listed."""
+    body = parts.table(("reason", "images"), by_reason.items())
+    listed = [(one.id, one.reason, one.detail) for one in rejects[:MAX_REJECTS]]
+    body += parts.table(("image", "reason", "found"), listed, texts=3)
+    if (more := len(rejects) - MAX_REJECTS) > 0:
+        body += parts.dim(f"and {more} more; ingest scan --json names all")
+    return Section(anchor="rejected", title="Rejected", note=counted(len(rejects), "image"), body=body)
+
+
+def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str, list[Cropped]]:
+    """Return of each bucket the images that lose most, largest loss first, at most MAX_PER_BUCKET and about `max_in_all`."""
+    most = min(MAX_PER_BUCKET, max(1, max_in_all // max(1, len(images))))
+    return {
+        bucket: heapq.nsmallest(most, cropped, key=lambda image: (-image.placement.cropped_away, image.id))
+        for bucket, cropped in images.items()
+    }
+
+
+def crop_card(name: str, data: bytes, placement: Placement, longest: int, captions: Sequence[str]) -> Card:
+    """Decode an image's file, reduce it, and draw its crop; safe to call from several threads."""
+    pixels = whole_image(data, placement.source, longest)
+    if min(pixels.shape[:2]) < NARROWEST_PX:
+        height, width = (max(side, NARROWEST_PX) for side in pixels.shape[:2])
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height)))
+    image = jpeg(with_box(pixels, placement.crop_in_source, placement.source))
+    return Card(images=[image], title=name, notes=[_note(placement)], captions=captions)
+
+
+def _note(placement: Placement) -> str:
+    height, width = placement.source
+    enlarged = ", enlarged" if placement.enlarged else ""
+    return f"{height}x{width} px, {percent(placement.cropped_away)} cropped away{enlarged}"
+
+
+def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[np.uint8]:
+    """Decode a file as for packing, only to a size of at most `longest` px a side; `source`: its upright height and width."""
+    scale = min(1.0, longest / max(source))
+    height_px, width_px = (max(1, round(scale * side)) for side in source)
+    size = Size(height_px, width_px)
+    framing = Framing(grid=Grid(name=str(size), sizes=(size,)), jpeg_draft=True)  # a grid of this one size
+    return decode_image(data, framing, "").pixels
+
+
+def with_box(pixels: NDArray[np.uint8], box: Sequence[int], source: Sequence[int]) -> NDArray[np.uint8]:
+    """Fade and hatch what a crop loses, and draw a line around what it keeps.
+
+    `pixels` is the whole image in any size, `[h, w, 3]`; so is the result. `box`: the crop (top, left, height, width) in an
+    image of height and width `source`. It is drawn into the pixels, not laid over them by the page, so that it is printed as
+    it is seen.
+    """
+    height, width = pixels.shape[:2]
+    top, left, crop_height, crop_width = box
+    down, across = height / source[0], width / source[1]
+    rows = _span(top * down, (top + crop_height) * down, height)
+    columns = _span(left * across, (left + crop_width) * across, width)
+    if rows == (0, height) and columns == (0, width):
+        return pixels
+    grey = pixels.mean(axis=2, keepdims=True)
+    stripes = (np.add.outer(np.arange(height), np.arange(width)) % 8 < 2)[..., None]
+    faded = 0.35 * grey + 0.65 * 150 - 40 * stripes  # towards a mid-grey, which differs from black and from white
+    drawn = np.repeat(faded.astype(np.uint8), 3, axis=2)
+    drawn[slice(*rows), slice(*columns)] = pixels[slice(*rows), slice(*columns)]
+    image = Image.fromarray(drawn)
+    line = (columns[0], rows[0], columns[1] - 1, rows[1] - 1)
+    is_wide = min(line[2] - line[0], line[3] - line[1]) > NARROWEST_PX
+    ImageDraw.Draw(image).rectangle(line, outline=_LINE, width=2 if is_wide else 1)
+    return np.asarray(image)
+
+
+def _span(begin: float, end: float, length: int) -> tuple[int, int]:
+    """Round a span to whole pixels, at least one."""
+    first = min(round(begin), length - 1)
+    return first, max(first + 1, min(round(end), length))
+
+
+# --------------------------------------------------------------------------------------------------------------- source images
+# Thumbnails of images of a source for `store report`, with their crops drawn in, also of images that were rejected.
+
+THUMBNAIL_PX = 160  # the longer side
+_ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
+
+
+def source_images(job: Mapping[str, Any], _: BinaryIO | None = None) -> dict[str, tuple[str, str]]:
+    """Return of each id a JPEG in base64, or "" and the problem.
+
+    `job`: the source, and of each id the crop in its image (top, left, height, width), or None.
+    """
+    source, boxes = open_source(job["source"]), job["boxes"]
+    items = [item for item in source.listing().items if item.id in boxes]
+    found = dict.fromkeys(boxes, ("", "no longer in the source"))
+    for item in source.in_turn(items):
+        try:
+            shown = _thumbnail(source.read(item).data, boxes[item.id])
+        except Exception:  # noqa: BLE001 - any file of a stranger; the reject's own reason is next to it
+            found[item.id] = ("", "cannot be decoded")
+            continue
+        found[item.id] = (base64.b64encode(shown).decode("ascii"), "")
+    return found
+
+
+def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_PX) -> bytes:
+    """Return an image file's content as an upright JPEG of at most `longest` px; `box`: the crop, or None if there is none.
+
+    The image is decoded as for packing, so that it looks as it was packed, and a file that cannot be packed is not shown as one
+    that can.
+    """
+    upright = placed_by_header(io.BytesIO(data), _ANY_SIZE, "").source
+    pixels = whole_image(data, upright, longest)
+    return jpeg(pixels if box is None else with_box(pixels, box, upright))
+
+
+# --------------------------------------------------------------------------------------------------------------------- decoded
+# Latents decoded by the VAE that made them, as thumbnails for pages.
+
+DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
+
+
+def decoding_vae(stored: object, model: ModelFolder, device: torch.device, dtype: str) -> VaeEncoder:
+    """Return the model's VAE, checked to be the one that the store records in `encoders.vae`."""
+    vae = VaeEncoder(model, device, dtype, encode_dtype="F32")
+    before = {name: stored.get(name) for name in DECIDING} if isinstance(stored, dict) else {}
+    now = {name: vae.provenance[name] for name in DECIDING}
+    if difference := first_difference(before, now, "encoders.vae"):
+        field, stored_value, present_value = difference
+        raise FingerprintError(
+            f"the store was made with {field} = {stored_value!s:.200}, {model.name} has {present_value!s:.200}; "
+            "name the model that the store was packed with"
+        )
+    return vae
+
+
+def decode_each(vae: VaeEncoder, latents: Sequence[NDArray[Any]]) -> list[NDArray[np.uint8]]:
+    """Decode latents as stored, each `[C, h, w]`, one at a time, to images, each `[H, W, 3]`."""
+    return [vae.decode(torch.from_numpy(np.ascontiguousarray(latent))[None].float())[0] for latent in latents]
+
+
+def thumbnails(job: Mapping[str, Any], data: BinaryIO) -> list[str]:
+    """Return latents of the job's shapes, F32 in `data`, decoded, as JPEGs in base64: for `store report`."""
+    vae = decoding_vae(job["vae"], open_model(job["model"], job["model_config"]), chosen_device(job["device"], 0), "F32")
+    found = []
+    for shape in job["shapes"]:
+        latent = np.frombuffer(bytearray(data.read(4 * int(np.prod(shape)))), dtype="<f4").reshape(shape)
+        found.append(base64.b64encode(jpeg(decode_each(vae, [latent])[0], THUMBNAIL_PX)).decode("ascii"))
+    return found

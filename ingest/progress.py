@@ -7,18 +7,16 @@ import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from bucketline.command_line import per_second
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.pipeline.read_ahead import num_header_threads
-from bucketline.progress import as_log, progress_bar, shows_bars
+from bucketline.command_line import as_log, per_second, progress_bar, shows_bars
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits, num_header_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bucketline.ingest.parallel.item_parts import ItemParts
+    from bucketline.ingest.parallel.exchange import ItemParts
     from bucketline.ingest.parallel.ranks import PackRanks
-    from bucketline.ingest.pipeline.model.phases import PhasePlan
+    from bucketline.ingest.pipeline.model import PhasePlan
     from bucketline.ingest.sources.source import Source, SourceItem
 
 T = TypeVar("T")

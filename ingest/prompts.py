@@ -10,9 +10,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.files.regular_file import read_regular, why_unread
-from bucketline.pack_options import pack_options
-from bucketline.store.format.block import IMAGE_AXES
+from bucketline.files.paths import read_regular, why_unread
+from bucketline.store.format.block import IMAGE_AXES, PLAIN_FAMILY
 from bucketline.store.prompt_file import MAX_PROMPTS, Prompt, encode_prompts
 from bucketline.typed_json import first_difference
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text import Caption
     from bucketline.typed_json import Json
 
 _BATCH = 8
@@ -45,8 +44,8 @@ def encoded_prompts(
     lines = list(_lines(file, size or _most_common_size(manifest, where)))
     for number, prompt in lines:
         _refuse_size(manifest, f"{file}, line {number}", prompt)
-    from bucketline.ingest.encoders.text.registry import load_caption_encoder  # imports torch
-    from bucketline.ingest.pipeline.model.device import chosen_device, refuse_no_cuda
+    from bucketline.ingest.encoders.text_encoders import load_caption_encoder  # imports torch
+    from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
 
     refuse_no_cuda(device)
     encoder = load_caption_encoder(model, chosen_device(device, 0), _settings(manifest, text))
@@ -64,13 +63,14 @@ def _settings(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
     """Return the settings with which a store's captions were encoded."""
     from bucketline.ingest.encoders.text_columns import TextSettings
 
-    options = pack_options({"encoders": manifest.encoders})
-    length = options.get("--max-tokens")
+    imported = manifest.rules.get("import")
+    rules = imported if isinstance(imported, dict) else manifest.rules
+    length = rules.get("max_tokens")
     return TextSettings(
         stored_dtype=str(text.get("stored_dtype")),
-        encode_dtype=str(options.get("--encode-dtype") or "F32"),
+        encode_dtype=str(rules.get("encode_dtype") or "F32"),
         max_tokens=length if isinstance(length, int) else None,
-        is_plain=options.get("--text") is not None,
+        is_plain=text.get("family") == PLAIN_FAMILY,
     )
 
 
@@ -78,7 +78,7 @@ def _encoded(
     encoder: CaptionEncoder, manifest: Manifest, file: Path, lines: Sequence[tuple[int, Prompt]]
 ) -> tuple[list[Caption], list[str]]:
     """Return the embeddings of all texts, each once, and the prompts and negative prompts that were cut."""
-    from bucketline.ingest.images.rejects import RejectedError
+    from bucketline.ingest.images.crop import RejectedError
     from bucketline.ingest.pipeline.captions import FreshCaptions
 
     wanted = {text: number for number, prompt in reversed(lines) for text in (prompt.negative_prompt, prompt.prompt)}

@@ -8,24 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
+from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.ingest.images.crop import Framing, crop_limit, crop_losses_as_json, upscale_limit
+from bucketline.ingest.images.crop import Grid, Reason, RejectedError, crop_losses_as_json, latent_sizes, model_grid, parse_grid
 from bucketline.ingest.images.decode import decode_image, placed_by_header
-from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
-from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.progress import look_at, look_limits
 from bucketline.ingest.rules import split_of
-from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, read_dataset_file
-from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
-from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.block import LatentKind
 from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.images.geometry import Placement
+    from bucketline.ingest.images.crop import Framing, Placement
     from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
     from bucketline.pages.page import Section
@@ -90,7 +87,7 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
     if file is not None:
         each = [(one, replace(config, source=one.path, **one.overrides(config.val_fraction))) for one in file.sources]
     if config.output is not None:
-        from bucketline.ingest.sheet.crops import refuse_sheet
+        from bucketline.ingest.peek import refuse_sheet
 
         for _, own in each:
             refuse_sheet(config.output, open_source(own.source, own).local_paths)
@@ -102,7 +99,7 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
         reports.append((entry, report))
         sections += own_sections
     if config.output is not None:
-        from bucketline.ingest.sheet.crops import write_sheet
+        from bucketline.ingest.peek import write_sheet
 
         write_sheet(config.output, config.source, sections)
     return file, reports
@@ -113,14 +110,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     started = time.monotonic()
     grid = _grid(config)
     source = open_source(config.source, config)
-    # the background affects neither the bucket nor whether an image is packed
-    framing = Framing(
-        grid=grid,
-        crop=config.crop,
-        max_upscale=upscale_limit(config.max_upscale),
-        max_crop=crop_limit(config.max_crop),
-        min_size_px=config.min_size_px,
-    )
+    framing = framing_of(config, grid)
     listing = config.listing_of(source)
     seen: list[_Seen] = []
     too_cropped: list[tuple[str, Placement]] = []
@@ -151,7 +141,7 @@ def _sheet(
     too_cropped: list[tuple[str, Placement]],
     num_sources: int,
 ) -> list[Section]:
-    from bucketline.ingest.sheet.crops import LEGEND, TOO_CROPPED, Cropped, crop_sections, reject_section
+    from bucketline.ingest.peek import LEGEND, TOO_CROPPED, Cropped, crop_sections, reject_section
     from bucketline.pages.page import Section
 
     images = {TOO_CROPPED: [Cropped(id=one, placement=placed) for one, placed in too_cropped]} if too_cropped else {}
@@ -174,7 +164,7 @@ def _sheet(
 def _grid(config: ScanConfig) -> Grid:
     if config.model is None:
         return parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
-    from bucketline.ingest.encoders.text.registry import text_family_of
+    from bucketline.ingest.encoders.text_encoders import text_family_of
     from bucketline.ingest.encoders.vae import refuse_latents
 
     model = open_model(config.model, config.model_config)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from bucketline.ingest.encoders.text_columns import Cut
-    from bucketline.ingest.images.geometry import Placement
-    from bucketline.ingest.images.rejects import RejectedError
+    from bucketline.ingest.images.crop import Placement, RejectedError
 
 WITHOUT_CAPTION = "without_caption.jsonl"
 LONG_CAPTIONS = "long_captions.jsonl"

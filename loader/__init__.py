@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.batch import Batch, RaggedBatch
+    from bucketline.loader.batch import Batch, LatentScale, RaggedBatch
     from bucketline.loader.config import LoaderConfig, Remainder, TextForm
-    from bucketline.loader.latent_scale import LatentScale
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
-    from bucketline.loader.plan.make_plan import make_plan
-    from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.plan.plan import Plan, make_plan
     from bucketline.loader.service.sockets import ServiceAddress
     from bucketline.loader.torch_dataset import BatchDataset
-    from bucketline.store.format.columns import LatentKind
+    from bucketline.store.format.block import LatentKind
 
 __all__ = [
     "Batch",
@@ -36,7 +34,7 @@ _PLACES = {
     "Batch": "batch",
     "BatchDataset": "torch_dataset",
     "LatentKind": "batch",
-    "LatentScale": "latent_scale",
+    "LatentScale": "batch",
     "Loader": "loader",
     "LoaderConfig": "config",
     "Plan": "plan.plan",
@@ -45,7 +43,7 @@ _PLACES = {
     "ServiceAddress": "service.sockets",
     "TextForm": "config",
     "WeightedStore": "mixture",
-    "make_plan": "plan.make_plan",
+    "make_plan": "plan.plan",
 }
 
 
@@ -55,7 +53,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    from bucketline.extras import extra_named
+    from bucketline.extensions import extra_named
 
     with extra_named("loader"):
         return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

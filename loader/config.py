@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bucketline.errors import UsageError
-from bucketline.option_types import DECIDES_NOTHING, RESUME_FIXED, RESUME_FREE, check_fields
+from bucketline.option_value import DECIDES_NOTHING, RESUME_FIXED, RESUME_FREE, check_fields
 from bucketline.options import ONLY_IN_FILE
-from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.store.remote.urls import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -252,7 +252,7 @@ class LoaderConfig(ReadOptions):
             budget, cost = self.batch_pixels, math.prod(bucket.axes.values())
         else:
             assert self.batch_tokens is not None
-            from bucketline.store.format.columns import LATENT  # imports numpy, which --help does not wait for
+            from bucketline.store.format.block import LATENT  # imports numpy, which --help does not wait for
 
             if LATENT not in {column.name for column in bucket.columns}:
                 raise UsageError(

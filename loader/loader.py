@@ -16,11 +16,23 @@ import torch
 
 from bucketline.command_line import counted, shown_rows
 from bucketline.errors import BucketlineError, StateError, UsageError
+from bucketline.loader.batch import RecordedScale
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.columns import latent_kind, make_conditioning
+from bucketline.loader.collate.buffers import latent_kind, make_conditioning
 from bucketline.loader.config import LoaderConfig
-from bucketline.loader.iteration import CLOSED, EpochLoader, Reading
-from bucketline.loader.latent_scale import RecordedScale
+from bucketline.loader.iteration import (
+    CLOSED,
+    STATE_VERSION,
+    EpochLoader,
+    LoaderState,
+    Reading,
+    are_of,
+    check_state,
+    global_batch_of,
+    parse_state,
+    saved_choices,
+    state_as_json,
+)
 from bucketline.loader.mixture import (
     StoreId,
     WeightedStore,
@@ -30,26 +42,14 @@ from bucketline.loader.mixture import (
     newest_generations,
     open_shares,
 )
-from bucketline.loader.plan.cache_needs import refuse_small_caches, reserve_ring
 from bucketline.loader.plan.epoch_steps import Cursor
-from bucketline.loader.plan.make_plan import asked_window, plan_of
-from bucketline.loader.prefetch.delivery import Buffers
-from bucketline.loader.prefetch.threads import ThreadStream
+from bucketline.loader.plan.plan import asked_window, plan_of, refuse_small_caches, reserve_ring
+from bucketline.loader.prefetch.stream import Buffers, ThreadStream
 from bucketline.loader.ranks import agreed, expect_agreement, gathered, pinned
 from bucketline.loader.service.client import ServiceBackend, link_to, served_names, served_stores
 from bucketline.loader.service.sockets import AUTO, ServiceAddress
 from bucketline.loader.service.wire import Request, StoresRequest, sent
-from bucketline.loader.state import (
-    STATE_VERSION,
-    LoaderState,
-    are_of,
-    check_state,
-    global_batch_of,
-    parse_state,
-    saved_choices,
-    state_as_json,
-)
-from bucketline.option_types import expect, expect_int
+from bucketline.option_value import expect, expect_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from bucketline.loader.iteration import Stream
     from bucketline.loader.mixture import Stores
     from bucketline.loader.plan.plan import Plan
-    from bucketline.store.format.columns import LatentKind
+    from bucketline.store.format.block import LatentKind
     from bucketline.store.read.store import OpenShards
-    from bucketline.store.remote.cache.fetch_threads import FetchStats
+    from bucketline.store.remote.cache.fetch import FetchStats
 
 
 class Loader(EpochLoader):
@@ -125,7 +125,8 @@ class Loader(EpochLoader):
 
         `follow`: each epoch reads the newest generation of the stores. Several ranks agree on it by torch.distributed.
 
-        `like`: a loader of the same stores and ranks, with a configuration of the same order, whose plan is this one's.
+        `like`: a loader of the same stores and ranks, with a configuration of the same order. Its open stores, at the
+        generations that it reads, and its plan are this one's.
 
         `generation`: of the store that is read, or of each of several; by default the newest. All ranks must read the same:
         where torch.distributed has been initialised with these ranks, they take rank 0's, so each makes its loaders in the same
@@ -158,12 +159,15 @@ class Loader(EpochLoader):
         self._has_stores = stores is not None
         self._backend: ServiceBackend | None = None
         self._buffers = Buffers(self.device)
-        shares = self._shares(stores, config, generation, is_like=like is not None)
-        self._open(shares, config, self._readable(shares, config) if like is None else (like._rows, like.plan))
+        if like is None:
+            shares = self._shares(stores, config, generation)
+            self._open(shares, config, self._readable(shares, config))
+        else:
+            self._open(like.shares, config, (like._rows, like.plan))
         self._begin_at_first_epoch()
 
     def _shares(
-        self, stores: Stores | None, config: LoaderConfig, generation: int | Sequence[int] | None, *, is_like: bool
+        self, stores: Stores | None, config: LoaderConfig, generation: int | Sequence[int] | None
     ) -> tuple[WeightedStore, ...]:
         """Return the stores, at the generations that all ranks read."""
 
@@ -176,8 +180,6 @@ class Loader(EpochLoader):
 
         if generation is not None:
             return pinned(opened(), generation)
-        if is_like:
-            return opened()
         return agreed(opened, self._rank, self._world_size, are_chosen=stores is not None and are_open(stores))
 
     def _readable(self, shares: Sequence[WeightedStore], config: LoaderConfig) -> tuple[OpenShards, Plan]:

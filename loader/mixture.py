@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import numpy as np
 
 from bucketline.errors import BucketlineError, FingerprintError, UsageError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 from bucketline.loader.plan.plan import rows_per_pass
-from bucketline.option_types import expect
-from bucketline.option_value import FieldForm, OptionValue
+from bucketline.option_value import FieldForm, OptionValue, expect
 from bucketline.store import Bucket, Store
-from bucketline.store.format.manifest import generations
-from bucketline.store.format.mixture_file import read_mixture
-from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.format.manifest import generations, read_mixture
+from bucketline.store.read.files import refuse_lost_shards
 from bucketline.store.read.store import OpenShards, StoreRows
 from bucketline.store.remote.urls import is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
@@ -44,7 +42,10 @@ if TYPE_CHECKING:
 
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
 # are computed from its image and its captions.
-_FREE_RULES = ("captions", "grid", "max_crop", "max_upscale", "min_size_px", "split")
+_FREE_RULES = (
+    *("caption_template", "shuffle_tags", "grid", "max_crop", "max_upscale", "min_size_px", "val_fraction"),
+    *("dtype", "text_dtype", "latents", "text", "encode_dtype", "max_tokens"),  # which `encoders` has as they came out
+)
 _REPEATS = "a number above 0: 3 to read its rows three times per pass, 0.5 to read half of them"
 _MOST = 1 << 31
 _NUMBER = re.compile(r"[0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,18}")

@@ -1,13 +1,16 @@
-"""A contact sheet of what one step delivers: each row's latent, shown without a VAE, and the caption that was chosen for it."""
+"""A contact sheet of what one step delivers, and the section of `store report` about an epoch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bucketline.loader.collate.columns import captions_of
+from bucketline.command_line import counted
+from bucketline.loader.collate.buffers import captions_of
+from bucketline.loader.config import LoaderConfig
 from bucketline.loader.loader import Loader
-from bucketline.pages.page import Card, Section, document, parts
-from bucketline.store.format.columns import TARGET, LatentKind
+from bucketline.loader.plan.plan import make_plan, plan_counts
+from bucketline.pages.page import Card, Finding, Section, document, parts
+from bucketline.store.format.block import TARGET, LatentKind
 from bucketline.store.report.latent_rgb import latent_images
 
 if TYPE_CHECKING:
@@ -16,10 +19,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.loader.batch import Batch
-    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import WeightedStore
+    from bucketline.store.read.store import Store
+    from bucketline.store.report.report import ReportOptions
 
-    Peeked = tuple[int, Batch, list[dict[str, Any]]]  # rank, micro-batch, and what is said of each of its rows
+    Peeked = tuple[int, Batch, list[dict[str, Any]]]
 
 
 def read_step(shares: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[Peeked]:
@@ -97,3 +101,24 @@ def _notes(row: dict[str, Any]) -> list[str]:
         f"one of {row['num_captions']} captions": row["num_captions"] > 1,
     }
     return [note for note, holds in said.items() if holds]
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan section
+# The section of `store report` about an epoch, found by its name: the store's folder imports no loader.
+
+
+def plan_section(store: Store, options: ReportOptions) -> Section:
+    """Return the steps and batches of an epoch of the split train, as `loader plan` prints them, and what is wrong."""
+    plan = make_plan(store, LoaderConfig(batch_size=options.batch_size))
+    counts = plan_counts(plan, 1, "train")
+    head = ("bucket", "rows", "global batch", "batches", "carried to the next epoch")
+    rows = [[bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried")] for bucket in counts["buckets"]]
+    small = plan.small_buckets(can_drop=False)  # who reads the report may have no --split
+    return Section(
+        anchor="plan",
+        title="Plan",
+        note=f"One epoch of the split train by loader plan --batch {options.batch_size}: "
+        f"{counted(counts['steps'], 'step')}, {counted(counts['rows'], 'row')} delivered.",
+        body=parts.table(head, rows),
+        findings=[Finding(level="warning", title="Small buckets", detail=small, anchor="plan")] if small else [],
+    )

@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from bucketline.errors import UsageError
 from bucketline.loader.batch import Batch
 from bucketline.loader.loader import Loader
-from bucketline.option_types import expect
+from bucketline.option_value import expect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,14 +8,13 @@ if TYPE_CHECKING:
     from bucketline.store.change.add_column import ColumnAdded, add_column
     from bucketline.store.format.block import BlockSpec, Column
     from bucketline.store.format.manifest import Manifest, read_manifest
-    from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import TextSpec, quantised_spec
-    from bucketline.store.parallel.write_store import WriteSummary, write_store
-    from bucketline.store.read.preadv import FileGather
+    from bucketline.store.format.schema import SampleRecord
+    from bucketline.store.format.text import TextSpec, quantised_spec
+    from bucketline.store.parallel import WriteSummary, write_store
+    from bucketline.store.read.files import FileGather
     from bucketline.store.read.store import Bucket, OpenShards, Store
-    from bucketline.store.write.part_writer import PartWriter
     from bucketline.store.write.row_form import Axis, LatentColumn, RaggedGroup, RowColumn, new_record
-    from bucketline.store.write.store_writer import StoreWriter
+    from bucketline.store.write.store_writer import PartWriter, StoreWriter
 
 __all__ = [
     "Axis",
@@ -48,23 +47,23 @@ _PLACES = {
     "Bucket": "read.store",
     "Column": "format.block",
     "ColumnAdded": "change.add_column",
-    "FileGather": "read.preadv",
+    "FileGather": "read.files",
     "LatentColumn": "write.row_form",
     "Manifest": "format.manifest",
     "OpenShards": "read.store",
-    "PartWriter": "write.part_writer",
+    "PartWriter": "write.store_writer",
     "RaggedGroup": "write.row_form",
     "RowColumn": "write.row_form",
-    "SampleRecord": "format.sample_record",
+    "SampleRecord": "format.schema",
     "Store": "read.store",
     "StoreWriter": "write.store_writer",
-    "TextSpec": "format.text_block",
-    "WriteSummary": "parallel.write_store",
+    "TextSpec": "format.text",
+    "WriteSummary": "parallel",
     "add_column": "change.add_column",
     "new_record": "write.row_form",
-    "quantised_spec": "format.text_block",
+    "quantised_spec": "format.text",
     "read_manifest": "format.manifest",
-    "write_store": "parallel.write_store",
+    "write_store": "parallel",
 }
 
 

@@ -24,15 +24,14 @@ COMMANDS = commands(
         "merge": "bucketline.store.commands.change:Merge",
         "repair": "bucketline.store.commands.change:Repair",
         "restore": "bucketline.store.commands.change:Restore",
-        "cache": "bucketline.store.commands.remote:Cache",
-        "push": "bucketline.store.commands.remote:Push",
-        "pull": "bucketline.store.commands.remote:Pull",
+        "cache": "bucketline.store.commands.change:Cache",
+        "push": "bucketline.store.commands.change:Push",
+        "pull": "bucketline.store.commands.change:Pull",
     },
 )
 
 
 def main(args: Sequence[str] | None = None, prog: str = "store") -> int:
-    """Parse the arguments and run a `store` subcommand."""
     return run_one_of(prog, __doc__ or "", COMMANDS, args)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import create_aside, is_aside, sync_folder, write_durably
-from bucketline.files.regular_file import open_regular
+from bucketline.files.paths import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -161,7 +161,6 @@ class LocalFolder:
     is_read_only = False
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self.path = path
 
     def __repr__(self) -> str:

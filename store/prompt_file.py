@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import CorruptError, FingerprintError
-from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
-from bucketline.store.format.text_block import (
-    DIGEST,
-    Entry,
-    TextBlock,
-    as_arrays,
-    delivered,
-    encode_text_block,
-    read_text_block,
-)
+from bucketline.store.format.block import DIGEST_BYTES, caption_digest
+from bucketline.store.format.text import DIGEST, Entry, TextBlock, as_arrays, delivered, encode_text_block, read_text_block
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.typed_json import MAX_INT, decode, encode, first_difference
 
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.text_block import Caption, TextSpec
+    from bucketline.store.format.text import Caption, TextSpec
 
 PROMPTS_FORMAT = "bucketline.prompts/1"
 MAX_PROMPTS = 256

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import bucket_placement
+from bucketline.ingest.images.crop import bucket_placement, parse_grid
 from bucketline.store import Column, LatentColumn, RowColumn, Store, TextSpec
-from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.text_block import quantised_spec
-from bucketline.store.format.text_codec import dequantise, quantise
+from bucketline.store.format.block import sample_digest
+from bucketline.store.format.text import dequantise, quantise, quantised_spec
 from tests import kit
 from tests.kit import FLOATS, Sample, make_sample, seed_of
 

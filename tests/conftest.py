@@ -138,9 +138,9 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes most of a tiny training run: its curve, and the thawing of all that the tests have imported."""
-    from bucketline.train import loss_curve  # which imports matplotlib
+    from bucketline.train import report  # which imports matplotlib
 
-    monkeypatch.setattr(loss_curve, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(report, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bucketline.store import Store
-from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.block import bytes_digest
 from tests.loading import loaders_of, rows_of
 
 MAX_ROWS = 1000  # of a bucket: a store may lie about how many it has

@@ -62,7 +62,7 @@ def noise_of(family: type[Family]) -> str:
     made = made_of(family)
     schedule = load_schedule(
         Path("no model"), CPU, patch_size=made.patch_size, published=family.scheduler, levels=made.noise_levels({})
-    ).noise
+    )
     if not isinstance(schedule, FlowSchedule):
         return ""
     sides = (side // made.store.px_per_latent for side in (SIDE_PX // 2, SIDE_PX))

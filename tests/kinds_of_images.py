@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import ExifTags, Image
 
-from bucketline.ingest.images.rejects import Reason
+from bucketline.ingest.images.crop import Reason
 from tests import profiles
 from tests.models import encoded
 from tests.photographs import crop_of

@@ -29,14 +29,21 @@ from bucketline.store import (
     new_record,
 )
 from bucketline.store.format.block import CAPTIONS as CAPTION_ROWS
-from bucketline.store.format.block import CHECKSUM, fixed_columns
-from bucketline.store.format.columns import PRESENT_PREFIX, TARGET
-from bucketline.store.format.hashing import caption_digest, identity
+from bucketline.store.format.block import (
+    CHECKSUM,
+    DTYPES,
+    PRESENT_PREFIX,
+    TARGET,
+    bytes_digest,
+    caption_digest,
+    fixed_columns,
+    identity,
+)
 from bucketline.store.format.manifest import Manifest, read_manifest, sealed, write_manifest
-from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.schema import Schema, text_entry
-from bucketline.store.format.text_block import TEXT_GROUP, Caption, make_caption, quantised_spec
-from bucketline.store.format.text_codec import dequantise, quantise
+from bucketline.store.format.text import TEXT_GROUP, Caption, dequantise, make_caption, quantise, quantised_spec
+from bucketline.store.verify.shard import Fault
+from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import new_manifest, prepare_store
 from bucketline.store.write.row_form import sizes_of
 from bucketline.store.write.shard_writer import ShardWriter
@@ -369,6 +376,17 @@ def by_id(store: Store) -> dict[str, Held]:
     return {held.record.id: held for held in found}
 
 
+def ids_of(place: Store | Path) -> list[str]:
+    """Return the ids of all live rows, in order, bucket by bucket."""
+    store = place if isinstance(place, Store) else Store.open(place)
+    return [name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))]
+
+
+def faults(place: Store | Path) -> tuple[Fault, ...]:
+    """Return what `verify` finds damaged."""
+    return verify(place if isinstance(place, Store) else Store.open(place), lambda _: None, 1).corrupt
+
+
 def _rows(store: Store, name: str) -> list[Held]:
     bucket, groups = store.bucket(name), store.manifest.ragged
     rows = np.arange(bucket.num_rows)
@@ -490,6 +508,16 @@ def write_shard(store: Path, name: str, samples: Iterable[Sample], *, commit_eve
     writer.seal()
 
 
+def leave_pending(store: Path, name: str, samples: Iterable[Sample]) -> Path:
+    """Leave a pending shard as a run does that is killed after a commit; return its file."""
+    writer = open_writer(store, name)
+    for sample in samples:
+        add(writer, sample)
+    writer.commit()
+    writer.close()
+    return writer.path
+
+
 def empty_store(path: Path) -> Manifest:
     prepare_store(path)
     return write_manifest(path, new_manifest(contents()))
@@ -498,6 +526,16 @@ def empty_store(path: Path) -> Manifest:
 def rewrite_manifest(store: Path, **changes: Any) -> None:
     """Write a manifest with other values and a right digest, as a program with a defect would."""
     write_manifest(store, sealed(replace(read_manifest(store), **changes)))
+
+
+def replace_file(store: Path, kind: str, data: bytes) -> None:
+    """Write another file of the first shard, and a manifest that has its digest and length. `kind`: `extents` and so on."""
+    first, *rest = read_manifest(store).shards
+    entry = getattr(first, kind)
+    suffix = f"dropped-{entry.generation}" if kind == "dropped" else kind
+    (store / "shards" / f"{first.name}.{suffix}").write_bytes(data)
+    changed = replace(first, **{kind: replace(entry, digest=bytes_digest(data), num_bytes=len(data))})
+    rewrite_manifest(store, shards=(changed, *rest))
 
 
 def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:
@@ -518,6 +556,35 @@ def flip_bit(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
+
+
+def place_of(store: Store, bucket_name: str, row: int, column: str = "latent") -> tuple[Path, int]:
+    """Return the file that has a row's column, and at which byte."""
+    bucket = store.bucket(bucket_name)
+    located = bucket.locate(np.array([row]))
+    return store.shards[int(located.shard[0])].paths.lmdb, int(located.offsets(bucket.spec, column)[0])
+
+
+def flip_row(store: Store | Path, bucket_name: str, row: int, column: str = "latent") -> str:
+    """Flip a bit of a row's column; return the id of its sample."""
+    store = store if isinstance(store, Store) else Store.open(store)
+    (sample_id,) = store.bucket(bucket_name).sample_ids(np.array([row]))
+    path, at = place_of(store, bucket_name, row, column)
+    flip_bit(path, 8 * at + 1)
+    return sample_id
+
+
+def flip_caption(store: Store | Path, caption: int) -> None:
+    """Flip a bit of the first token of one of the first shard's captions."""
+    store = store if isinstance(store, Store) else Store.open(store)
+    located = store.locate_captions(np.array([0]), np.array([caption]))
+    first = np.frombuffer(store.shards[0].read(int(located.starts_offsets()[0]), 8), "<i8")
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", first)[0]))
+
+
+def without_locks(store: Path) -> dict[str, bytes]:
+    """Return a store's `tree` without its locks, which a refused command leaves, too."""
+    return {name: data for name, data in tree(store).items() if "lock" not in name}
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -21,18 +21,17 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "ingest": {
         "importers": ("importers", "commands/import_cache.py"),
         "ray": ("on_ray.py",),
-        "peek": ("sheet", "peek.py", "commands/peek.py"),
+        "peek": ("peek.py", "commands/peek.py"),
         "prompts": ("prompts.py", "commands/prompts.py"),
     },
     "loader": {
         "peek": ("peek.py", "commands/peek.py"),
-        "report": ("plan_section.py",),
         "prometheus": ("service/metrics.py",),
     },
     "train": {
         "images": ("images.py",),
-        "export": ("commands/export_model.py", "export.py", "hub.py", "lora_file.py"),
-        "report": ("commands/report.py", "report.py", "loss_curve.py"),
+        "export": ("commands/export_model.py", "export.py", "lora_file.py"),
+        "report": ("commands/report.py", "report.py"),
         "optimizers": ("optimizers.py",),
         "low bits": ("lowbit.py",),
         "compile": ("compile.py",),
@@ -56,15 +55,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(18_900),
-    "ingest": Budget(16_800),
-    "loader": Budget(9_850),
-    "train": Budget(7_300),
-    TRAINER: Budget(4_800, mark=2_600),
-    "bucketline": Budget(6_750),
-    "bench": Budget(7_100),
-    "product": Budget(66_400, mark=64_000),
-    "tests": Budget(67_500, mark=62_000),
+    "store": Budget(18_150),
+    "ingest": Budget(15_800),
+    "loader": Budget(9_600),
+    "train": Budget(7_150),
+    TRAINER: Budget(4_620, mark=2_600),
+    "bucketline": Budget(6_400),
+    "bench": Budget(7_000),
+    "product": Budget(64_000, mark=64_000),
+    "tests": Budget(63_300, mark=62_000),
 }
 
 

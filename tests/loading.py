@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from bucketline.loader.collate.columns import choose_captions
+from bucketline.loader.collate.buffers import choose_captions
 from bucketline.store import RaggedGroup, Store
-from bucketline.store.format.block import CAPTIONS
-from bucketline.store.format.columns import stored_name
+from bucketline.store.format.block import CAPTIONS, stored_name
 from bucketline.torch_dtypes import as_stored
 from tests.kit import Form, Sample, entry_of, row_entry
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.commands import Ran, call
+
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 GRID = "16x24,24x16"
 SMALL = ("--grid", GRID, "--min-size-px", "8")
+
+
+def pack(source: object, store: object, model: Path, *more: object) -> Ran:
+    """Pack into the buckets of `GRID`, with a summary in JSON."""
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
 def in_file(path: Path, source: object, **options: object) -> Path:
@@ -82,6 +90,14 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Write files of any names into a folder, which is made with theirs."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+    return folder
 
 
 def write_images(folder: Path, count: int, *, captions: bool = True) -> list[str]:

@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bucketline.bench.fixtures.pushed_store import pushed
 from bucketline.bench.fixtures.server_process import ServerProcess
-from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+from bucketline.bench.fixtures.stores import StoreShape, kept_store, pushed
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.config import USUAL_WINDOW
-from bucketline.loader.plan.make_plan import make_plan
+from bucketline.loader.plan.plan import make_plan
 from bucketline.store import Store
 from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
 from tests.commands import spawn

@@ -46,12 +46,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.errors import StateError, TrainError
-from bucketline.files.atomic_write import sync_folder
-from bucketline.files.disk_space import failed_write
-from bucketline.files.run_marker import CHECKPOINTS, METRICS
+from bucketline.files.atomic_write import failed_write, sync_folder
+from bucketline.files.paths import CHECKPOINTS, METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
-from bucketline.store.format.hashing import file_digest
-from bucketline.train.log import NotFiniteError, WindowState
+from bucketline.store.format.block import file_digest
+from bucketline.train.log import NotFiniteError, WindowState, has_steps
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
 from bucketline.train.weight_layout import average_folder
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from bucketline.train.ema import Average
+    from bucketline.train.optim import Average
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
     from bucketline.train.weight_layout import WeightLayout
@@ -143,7 +142,10 @@ def way_on(output_dir: Path, *, first: str = "") -> str:
     """Return how to continue a run that has ended, with an instruction to do `first`."""
     if any((folder / DIGESTS).exists() for folder in checkpoint_folders(output_dir)):
         return f"earlier checkpoints are intact: {first}continue with --resume"
-    return f"there is no checkpoint yet: {first}start over in another --output-dir"
+    place = ""
+    with contextlib.suppress(OSError):  # on a failing disk
+        place = " in another --output-dir" if has_steps(output_dir) else ""  # the folder of a run without steps is taken again
+    return f"there is no checkpoint yet: {first}start over{place}"
 
 
 def damage(folder: Path) -> str | None:
@@ -221,37 +223,40 @@ def optimizer_entries(found: Mapping[str, Any]) -> dict[str, Any]:
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Load a checkpoint's state of an optimizer into the memory of a new optimizer's, under any sharding."""
     numbers, parameters = read_state(folder).optimizer, dict(model.named_parameters())
-    if takes_found_inf(optimizer):  # torch makes the state by a step without gradients, which is skipped
-        optimizer.found_inf = torch.ones((), device=next(iter(parameters.values())).device)  # type: ignore[attr-defined]
     for parameter in [one for one, entries in optimizer.state.items() if not entries]:
-        del optimizer.state[parameter]  # schedule-free makes empty ones, which torch would take for its state
+        del optimizer.state[parameter]  # torch would take it for a state
     with fail_together(), of_this_model(folder):
-        found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-        if takes_found_inf(optimizer):
-            optimizer.found_inf = None  # type: ignore[attr-defined]
+        found = made_state(model, optimizer)
         own, reader = optimizer_entries(found), HuggingFaceStorageReader(str(folder / OPTIMIZER))
         saved: Any = reader.read_metadata().state_dict_metadata
-        sizes = {name: one.size for name, one in saved.items()}
-        if unknown := {*sizes, *(name for name in numbers if name.startswith("state."))} - own.keys():
+        if unknown := {*saved, *(name for name in numbers if name.startswith("state."))} - own.keys():
             raise ValueError(f"the optimizer has no {min(unknown)}")
-        for name, size in sizes.items():
-            if own[name].shape != size and len(size) and own[name].ndim:
-                raise ValueError(f"the optimizer's {name} has the shape {tuple(size)}, expected {tuple(own[name].shape)}")
-            if own[name].shape != size:  # Prodigy has a single 0 for a weight that begins as zeros
-                own[name] = own[name].new_empty(size)
-        if sizes:
+        for name, size in ((name, one.size) for name, one in saved.items()):
+            if own[name].shape != size and not (len(size) and own[name].ndim):
+                own[name] = own[name].new_empty(size)  # Prodigy has a single 0 for a weight that begins as zeros
+        if saved:  # into the memory of `own`, whose shapes torch compares
             with quiet():
-                load_tensors({name: own[name] for name in sizes}, storage_reader=reader, no_dist=True)
+                load_tensors({name: own[name] for name in saved}, storage_reader=reader, no_dist=True)
     for name, entries in found["state"].items():
-        state, keys = optimizer.state[parameters[name]], {key: f"state.{name}.{key}" for key in entries}
-        if not any(saved in sizes or saved in numbers for saved in keys.values()):
+        state, names = optimizer.state[parameters[name]], {key: f"state.{name}.{key}" for key in entries}
+        if not any(one in saved or one in numbers for one in names.values()):
             del optimizer.state[parameters[name]]  # it never had a gradient
-        else:
-            replaced = {key: numbers.get(saved, own[saved]) for key, saved in keys.items() if saved in numbers or key in state}
-            state.update(replaced)
+            continue
+        state |= {key: numbers.get(one, own[one]) for key, one in names.items() if one in numbers or key in state}
     for number, group in enumerate(optimizer.param_groups):
         prefix = f"group.{number}."  # of some a step makes the entry, which a new optimizer lacks
         group |= {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+
+
+def made_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state by the names of the weights; torch makes it by a step without gradients, skipped if fused."""
+    is_fused = takes_found_inf(optimizer)
+    if is_fused:
+        optimizer.found_inf = torch.ones((), device=next(model.parameters()).device)  # type: ignore[attr-defined]
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if is_fused:
+        optimizer.found_inf = None  # type: ignore[attr-defined]
+    return found
 
 
 @contextlib.contextmanager
@@ -382,7 +387,7 @@ def explained(folder: Path) -> Iterator[None]:
         assert isinstance(given, Exception)
         said = failed_write(folder.parent.parent, given)  # before that makes room
         shutil.rmtree(aside_of(folder), ignore_errors=True)
-        advice = way_on(folder.parent.parent, first="make room, then ")
+        advice = way_on(folder.parent.parent, first="fix that, then ")
         raise TrainError(f"{folder} cannot be written: {said}; {advice}") from error
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
-from bucketline.store.format.columns import LATENT
+from bucketline.store.format.block import LATENT
 from bucketline.train.config import IN_PROCESS, Precision
 from bucketline.train.data import open_loader
 from bucketline.train.log import StepWork, graphs_compiled

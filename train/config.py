@@ -1,50 +1,221 @@
-"""The configuration of a training run; the command line is derived from this one dataclass."""
+"""The configuration of a training run and the values of its options; the command line is derived from this one dataclass."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
-from bucketline.files.redact import redacted
-from bucketline.help_screen import asked_for_help
-from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.files.paths import redacted
+from bucketline.loader.commands.plan import BatchOptions
 from bucketline.loader.config import ReadOptions
-from bucketline.option_types import RESUME_FIXED, RESUME_FREE
-from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, parse_fields
-from bucketline.store.remote.urls import is_url
-from bucketline.train.run_file import Files
-from bucketline.train.values import (
-    ADAMS_BETAS,
-    CONSTANT_RATE,
-    DDP,
-    UNIFORM,
-    UNWEIGHTED,
-    USUAL_EMA,
-    USUAL_SAVES,
-    WHOLE_RANGE,
-    Betas,
-    Ema,
-    LossWeight,
-    LrSchedule,
-    MemoryLimit,
-    SaveTimes,
-    Sharding,
-    TimestepRange,
-    Timesteps,
+from bucketline.option_value import (
+    A_SHARE,
+    ABOVE_0,
+    IN_BYTES,
+    IN_SECONDS,
+    ONE_OR_MORE,
+    RESUME_FIXED,
+    RESUME_FREE,
+    FieldForm,
+    OptionValue,
 )
+from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, asked_for_help, parse_fields
+from bucketline.store.remote.urls import is_url
+from bucketline.train.run_file import files_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from bucketline.loader.service.sockets import ServiceAddress
+
+
+# ---------------------------------------------------------------------------------------------------------------------- values
+# The values of training's options that have several parts: each is a word on the command line and in a file.
+
+MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
+_SHARE = r"[0-9]{1,9}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?"
+_RULES = rf"(?:{_SHARE}:[0-9]{{1,12}},)+{_SHARE}"
+_BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
+
+EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
+"""The place of the moving average of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timesteps(OptionValue):
+    """A distribution of training timesteps.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20.
+    """
+
+    FORMS = ("uniform", "logit-normal[:MEAN,STD]", "mode[:SCALE]")
+    EXAMPLE = "logit-normal:0,1"
+    LIMITS: ClassVar = {
+        "std": ABOVE_0,
+        "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE),
+    }
+
+    name: Literal["uniform", "logit-normal", "mode"] = "uniform"
+    mean: float = 0.0  # above 0 favours noisier timesteps
+    std: float = 1.0
+    scale: float = 1.29  # above 0 favours timesteps in the middle, below 0 those at both ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimestepRange(OptionValue):
+    """The lowest and highest timestep to train, as shares of all; 0 is the least noise."""
+
+    FORMS = ("LOW:HIGH",)
+    EXAMPLE = "0.2:0.9"
+    LIMITS: ClassVar = {"low": A_SHARE, "high": A_SHARE}
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def fault(self) -> str | None:
+        """Return that the range is empty, if it is."""
+        return None if self.low < self.high else f"low is {self.low}, expected less than high, {self.high}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeight(OptionValue):
+    """The weight of each sample in the loss, by its noise."""
+
+    FORMS = ("none", "min-snr:GAMMA", "cosmap", "sigma-sqrt", "sigma-squared")
+    EXAMPLE = "min-snr:5"
+    LIMITS: ClassVar = {"gamma": ABOVE_0}
+
+    name: Literal["none", "min-snr", "cosmap", "sigma-sqrt", "sigma-squared"] = "none"
+    gamma: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule(OptionValue):
+    """The course of the learning rate after the warm-up, down to its floor.
+
+    Source: cosine, with and without restarts: Loshchilov and Hutter 2017 (arXiv 1608.03983); wsd, warm-up, stable, decay: Hu et
+    al. 2024 (arXiv 2404.06395).
+    """
+
+    FORMS = (
+        *("constant", "cosine[:FLOOR][@END]", "cosine-restarts:CYCLES[:FLOOR][@END]", "linear[:FLOOR][@END]"),
+        *("wsd[:STEPS[:FLOOR]][@END]", "polynomial:POWER[:FLOOR][@END]", "piecewise-constant:RULES"),
+    )
+    EXAMPLE = "cosine:0.1@20000"
+    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER|piecewise-constant:RULES"
+    LIMITS: ClassVar = {
+        "floor": A_SHARE,
+        "cycles": ONE_OR_MORE,
+        "steps": ONE_OR_MORE,
+        "end": ONE_OR_MORE,
+        "power": ABOVE_0,
+    }
+
+    name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial", "piecewise-constant"] = "constant"
+    floor: float = 0.0  # of the learning rate, as a share
+    cycles: int | None = None  # of a cosine, each from the whole rate
+    steps: int | None = None  # in which wsd falls; None: a fifth of those up to the end
+    power: float | None = None  # of the share of steps that is left
+    rules: Annotated[str | None, FieldForm(_RULES, str, shown="SHARE:STEP,…,SHARE")] = None  # shares, and until which step
+    end: int | None = None  # step from which the rate stays at its floor; None: that of the resumed run, else the run's last
+
+    def fault(self) -> str | None:
+        """Return that a share is 0, or that the steps of the rules do not rise, if it is so."""
+        if not all(share > 0 for share, _ in self.pieces):
+            return f"the shares of {self.rules} are expected to be above 0: other steps would change nothing"
+        ends = [end for _, end in self.pieces]
+        return None if ends == sorted({*ends}) else f"the steps of {self.rules} are expected to rise"
+
+    @property
+    def pieces(self) -> list[tuple[float, float]]:
+        """Shares of the learning rate, and the step before which each holds; the last one holds to the end."""
+        parts = (one.partition(":") for one in (self.rules or "1").split(","))
+        return [(float(share), float(end or "inf")) for share, _, end in parts]
+
+    @property
+    def ends(self) -> bool:
+        """True if it depends on its last step."""
+        return self.name not in ("constant", "piecewise-constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Betas(OptionValue):
+    """AdamW's shares of the moments that each step keeps, and what is added to the root of the second."""
+
+    FORMS = ("BETA1,BETA2[,EPS]",)
+    EXAMPLE = "0.9,0.999"
+    LIMITS: ClassVar = {"beta1": _BELOW_1, "beta2": _BELOW_1, "eps": ABOVE_0}
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ema(OptionValue):
+    """The moving average of the weights: its decay, its place, and the optimizer steps between two updates."""
+
+    FORMS = ("off", "DECAY[:PLACE][:EVERY]")
+    EXAMPLE = "0.9999:cpu:10"
+    LIMITS: ClassVar = {"decay": A_SHARE, "every": ONE_OR_MORE}
+
+    decay: float | None = None  # None: there is no average
+    place: EmaPlace | None = None  # None: not chosen, which is the device
+    every: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit(OptionValue):
+    """The memory of each device that a run may take."""
+
+    FORMS = ("off", "NUM_BYTES")
+    EXPECTED = "off, or 1MiB or more, such as 24GiB (of 2^30 bytes, also 24G) or 24GB (of 10^9)"
+    LIMITS: ClassVar = {"num_bytes": ("1MiB or more", lambda value: value >= 1 << 20)}  # 24 would be bytes, and a slip
+
+    num_bytes: Annotated[int | None, IN_BYTES] = None  # None: nothing is chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes(OptionValue):
+    """The steps and the seconds between checkpoints; None: not by these."""
+
+    FORMS = ("STEPS[,SECONDS]", "SECONDS[,STEPS]")
+    METAVAR = "N|30m"
+    EXPECTED = "steps, such as 1000, a time, such as 30m, or both: 1000,30m"
+    LIMITS: ClassVar = {"steps": ONE_OR_MORE, "seconds": ABOVE_0}
+
+    steps: int | None = None
+    seconds: Annotated[float | None, IN_SECONDS] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(OptionValue):
+    """The way in which several processes hold the model."""
+
+    FORMS = ("ddp", "fsdp", "fsdp:machine", "fsdp:RANKS")
+    METAVAR = "ddp|fsdp[:RANKS]"
+    EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"
+    LIMITS: ClassVar = {"ranks": ("2 or more", lambda value: value >= 2)}
+
+    name: Literal["ddp", "fsdp", "fsdp:machine"] = "ddp"
+    ranks: int | None = None  # that share one copy; None: all, or those of a machine
+
+
+UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
+CONSTANT_RATE, ADAMS_BETAS, USUAL_EMA = LrSchedule(), Betas(), Ema(decay=0.9999)
+DDP, USUAL_SAVES = Sharding(), SaveTimes(seconds=1800.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- config
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 BASE_OFF = "off"  # value of --base
@@ -75,16 +246,15 @@ class MethodOptions:
     lora_alpha: float | None = None
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = field(default=None, metadata=RESUME_FIXED)
-    """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
-    comma-separated ends of names; None: those of diffusers' script for the family: of attention, and for Flux, Flux.2, PixArt,
-    Krea 2 and Ideogram 4 others as well."""
+    """Layers that get an adapter: attention, attention+mlp, all (linear layers and convolutions of the blocks), or
+    comma-separated ends of names; None: those of diffusers' script for the family."""
     lora_dropout: float = 0.0
-    """Share of the inputs of each adapter that are set to 0 in training, 0 to 1."""
+    """Share of each adapter's inputs that is set to 0 in training, 0 to 1."""
     dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)
-    """Train a magnitude of each output next to the adapters' direction: DoRA (Liu et al. 2024). About a third more time."""
+    """Train a magnitude of each output as well: DoRA (Liu et al. 2024). About a third more time."""
     lora_from: Annotated[Path | None, Arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
-    """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
-    keep their strength, whatever their alpha."""
+    """Start from the adapters of this .safetensors file (names of diffusers, peft or kohya), of rank --lora-rank, at their
+    strength, whatever their alpha."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +267,19 @@ class ObjectiveOptions:
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timesteps: Timesteps = UNIFORM
     """Distribution of training timesteps (Esser et al. 2024): uniform; logit-normal, by default 0,1, whose mean above 0 favours
-    noisier ones; or mode, by default 1.29, -1 to 1.75, which above 0 favours those in the middle."""
+    noisier ones; or mode, by default 1.29, -1 to 1.75, which above 0 favours the middle."""
     timestep_range: TimestepRange = WHOLE_RANGE
     """Lowest and highest timestep to train, as shares of all; 0 is the least noise. For a flow, before the shift."""
     shift: float | None = None
     """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
     noise_offset: float = 0.0
-    """Add this much of a number drawn for each channel of a sample to its noise, for very dark and bright images; 0.05 is
+    """Add this much of one random number for each channel of a sample to its noise, for very dark and bright images; 0.05 is
     usual (crosslabs.org, "Diffusion with offset noise"). Epsilon and v objectives only."""
     guidance: float = field(default=1.0, metadata=ONLY_IN_FILE)
-    """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
+    """Guidance input of a guidance-distilled model (FLUX.1-dev) in training: stored images have none, which is 1."""
     loss_weight: LossWeight = UNWEIGHTED
-    """Loss weighting by noise: min-snr (Hang et al. 2023; 5 in the paper) for epsilon and v objectives; for a flow cosmap,
-    highest in the middle, sigma-sqrt, noise⁻² (Esser et al. 2024), or sigma-squared, noise², by which the error is that of the
-    image (--precondition_outputs of diffusers' script for SD3)."""
+    """Loss weighting by noise: min-snr (Hang et al. 2023; 5 in the paper) for epsilon and v; for a flow cosmap, highest in the
+    middle, sigma-sqrt, noise⁻² (Esser et al. 2024), or sigma-squared, noise², the error of the image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,33 +289,31 @@ class OptimizerOptions:
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
     optimizer: Annotated[str | None, Arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
-    """Optimizer: adamw; adamw-8bit, with moments in 8 bits; muon (adamw outside the blocks' matrices); prodigy, which finds its
-    rate; or any other, as module:Class (torch.optim:NAdam). The extra `optimizers` has the libraries of adamw-8bit and prodigy.
-    None: adamw, or what --memory chooses."""
+    """Optimizer: adamw; adamw-8bit; muon (adamw outside the blocks' matrices); prodigy, which finds its rate; or any other, as
+    module:Class (torch.optim:NAdam). The extra `optimizers` has the libraries of adamw-8bit and prodigy. None: adamw, or what
+    --memory chooses."""
     optimizer_arg: Repeated[tuple[Annotated[str, Arg(metavar="NAME=VALUE")], ...]] = field(default=(), metadata=RESUME_FIXED)
-    """Argument of an optimizer that is given as module:Class, such as lr_decay=0.1 or betas=(0.9,0.98); may be repeated."""
+    """Argument of an optimizer given as module:Class, such as lr_decay=0.1 or betas=(0.9,0.98); may be repeated."""
     learning_rate: float | None = None
     """Learning rate after the warm-up; None: 1e-4; for prodigy 1, a factor of the rate that it finds."""
     lr_schedule: LrSchedule = CONSTANT_RATE
-    """Learning rate after the warm-up: constant, or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
-    last steps (wsd:500; wsd: in the last fifth), or by a power of the steps that are left (polynomial:2). A number after that
-    is its floor, by default 0, as a share of --learning-rate (cosine:0.1, wsd:500:0.1). @END is the step from which it stays
-    there, which no step before has (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several
-    parts, the step that the last one will reach. piecewise-constant:1:1000,0.1:2000,0.01: shares of --learning-rate, each with
-    the step before which it holds, and the last."""
+    """Learning rate after the warm-up: constant; or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
+    last steps (wsd:500; wsd: in the last fifth), or by a power (polynomial:2). A number after that is its floor, as a share of
+    --learning-rate (cosine:0.1; by default 0). @END is the step from which it stays there (cosine@20000), by default that of
+    the resumed run, else --max-steps. For a run in several parts, give the step that the last one will
+    reach. piecewise-constant:1:1000,0.1:2000,0.01: shares of --learning-rate, each with the step before which it holds."""
     warmup_steps: int = 100
-    """Steps of linear learning-rate warm-up; the first of N has a share of 1 ÷ N, the last the whole rate."""
+    """Steps of linear learning-rate warm-up; step n of N has a share of n ÷ N."""
     weight_decay: float = 0.01
     """Decoupled weight decay, of all trained weights."""
     betas: Betas = ADAMS_BETAS
-    """AdamW's decay of the first and of the second moment, and epsilon, 1e-8 unless given: 0.9,0.99,1e-6."""
+    """AdamW's decay of the first and second moment, and epsilon (1e-8 unless given): 0.9,0.99,1e-6."""
     clip_norm: float | None = 1.0
     """Clip gradients to this norm; None: no clipping."""
     ema: Ema = USUAL_EMA
-    """Moving average of the weights: off, or its decay, its place, and the steps between two updates, as in 0.9999:cpu:10. The
-    decay is capped at (1 + s) / (10 + s) after s steps, so that short runs work too. On the device it takes 4 bytes a trained
-    weight; on the cpu, a copy of the weights at each update, which has the decay of all the steps since the last. off: the
-    last weights are validated and drawn."""
+    """Moving average of the weights: off, or its decay, its place, and the steps between two updates: 0.9999:cpu:10. The decay
+    is capped at (1 + s) / (10 + s) after s steps. On the device it takes 4 bytes a trained weight; on the cpu, a copy of the
+    weights at each update. off: the last weights are validated and drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,29 +323,28 @@ class MemoryOptions:
     SECTION = "memory: precision, compilation, what saves memory"
 
     memory: MemoryLimit | None = field(default=None, metadata=RESUME_FREE)
-    """Memory of each device that the run may take, such as 24GiB (of 2^30 bytes) or
-    24GB (of 10^9). The largest step is tried before the first; if memory ends, what costs least is turned on of these, unless
-    it is given: --recompute, the EMA on the cpu, --optimizer adamw-8bit; of a LoRA run --recompute, --base,
-    --offload-blocks. None: all that a GPU has; on a CPU, off. off: try nothing."""
+    """Memory of each device that the run may take, such as 24GiB (of 2^30 bytes) or 24GB (of 10^9). The largest step is tried
+    first; while memory ends, what costs least is turned on, unless it is given: --recompute; then the EMA on the cpu and
+    --optimizer adamw-8bit, of a LoRA run --base and --offload-blocks. None: all that a GPU has; on a CPU, off. off: try
+    nothing."""
     precision: Precision = Precision.AUTO
-    """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
-    frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
-    later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
-    elsewhere."""
+    """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights; with LoRA, bf16 frozen
+    weights. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or later, compiled, with
+    the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32 elsewhere."""
     weights: WeightDtype = WeightDtype.FP32
     """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw-8bit."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     base: Base | Literal["off"] | None = None
-    """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); off: the precision
-    of training; None: off, or what --memory chooses. Needs the extra `quantised`."""
+    """Format of the frozen weights of a LoRA run's linear layers: 8 bits, or 4 (nf4); off: the precision of training; None:
+    off, or what --memory chooses. Needs the extra `quantised`."""
     recompute: float | None = field(default=None, metadata=RESUME_FREE)
     """Share of the blocks' activations to recompute in the backward pass instead of storing them, 0 to 1; 1 takes about a third
-    more time. Between, compiled blocks recompute the operations that cost least; without --compile, this share of the blocks
-    is recomputed. None: 0, or what --memory chooses."""
+    more time. Compiled blocks recompute the cheapest operations; without --compile, this share of the blocks is recomputed.
+    None: 0, or what --memory chooses."""
     offload_blocks: int | None = field(default=None, metadata=RESUME_FREE)
-    """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
-    there are at most. They are recomputed. None: 0, or what --memory chooses."""
+    """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; they are
+    recomputed. None: 0, or what --memory chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +358,7 @@ class SavingOptions:
     keep: int = 2
     """Number of newest checkpoints to keep."""
     export_every: int | None = field(default=None, metadata=RESUME_FREE)
-    """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
+    """Optimizer steps between exports of only the weights, averaged if there is an average, to exports/; None: none."""
     export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE | RESUME_FREE)
     """Data type of the exported weights."""
     push_to_hub: Annotated[str | None, Arg(metavar="USER/NAME")] = field(default=None, metadata=RESUME_FREE)
@@ -213,16 +379,16 @@ class WatchingOptions:
     val_timesteps: int = field(default=8, metadata=ONLY_IN_FILE)
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
-    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
-    With --image-prompts all of these instead."""
+    """Images to generate at the end from stored captions, of held-out samples if there are any; 0: none. With --image-prompts
+    all of these instead."""
     image_prompts: Repeated[tuple[Annotated[str, Arg(metavar="TEXT|FILE")], ...]] = field(default=(), metadata=RESUME_FREE)
-    """Prompt to draw: a text; a file with one per line; or NAME.safetensors, which `ingest prompts` made of such a file. May be
-    repeated. Texts are encoded once, before training, with the model's text encoders. Default: stored captions."""
+    """Prompt to draw: a text; a file with one per line; or NAME.safetensors of `ingest prompts`. May be repeated. Texts are
+    encoded once, before training, with the model's text encoders. Default: stored captions."""
     image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
     """Sampler steps per image: DDIM, or Euler for flow models."""
     image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
-    """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
-    guidance input; 1: none; None: as the model's pipeline."""
+    """Classifier-free guidance of the images, or a guidance-distilled model's guidance input; 1: none; None: as the model's
+    pipeline."""
     images_every: int | None = None
     """Optimizer steps between images in images/; None: only at the end."""
     track_with: Repeated[tuple[str, ...]] = field(default=(), metadata=RESUME_FREE)
@@ -237,14 +403,13 @@ class MachineOptions:
 
     sharding: Sharding = field(default=DDP, metadata=RESUME_FREE)
     """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
-    for one GPU; fsdp:8 over 8 of them, a divisor of all, so that there are several copies (HSDP); fsdp:machine over those of a
-    machine."""
+    for one GPU; fsdp:8 over 8 of them, a divisor of all (HSDP); fsdp:machine over those of a machine."""
     keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FREE)
-    """With fsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
-    every GPU holds all of the model's weights once, in the compute precision."""
+    """With fsdp: keep a block's gathered weights for the backward pass. Half the gathering, and every GPU holds all of the
+    model's weights once, in the compute precision."""
     service: str = field(default=IN_PROCESS, metadata=RESUME_FREE)
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
-    of this machine's, which all of its ranks share, or tcp://HOST:PORT. The batches are identical."""
+    on this machine, shared by its ranks, or tcp://HOST:PORT. The batches are identical."""
     service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
     """File with the token of a --service tcp://…, readable by its owner only."""
     service_certificate: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
@@ -293,17 +458,18 @@ class TrainConfig(
     """Output folder: metrics.jsonl, plans.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png,
     images.png and images.json. Use a separate folder, never one with images or inside a store."""
     model_config: str | None = field(default=None, metadata=RESUME_FREE)
-    """Folder or hub model with the configuration of a .safetensors --model; None: that which diffusers infers."""
+    """Folder or hub model with the configuration of a .safetensors --model; None: that of the published model whose layout it
+    has, which is downloaded from the hub unless it is in its cache."""
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)
     """Total optimizer steps, including those before a resume."""
     epochs: float | None = field(default=None, metadata=RESUME_FREE)
-    """Passes over the stores, instead of --max-steps: over all their rows, with repeats; also a part of one, such as 0.5. The
-    steps that they take are computed from the plan and recorded."""
+    """Passes over the stores, instead of --max-steps: over all their rows, with repeats; also a part of one, such as 0.5. Their
+    steps are computed from the plan and recorded."""
     files: Annotated[Positional[tuple[str, ...]], Arg(metavar="PRESET|FILE …")] = field(
         default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
     )
-    """Presets and run files (TOML): the names that `bucketline train presets` lists, and paths. Of an option in several of
-    these, the last one counts, and those on the command line override all."""
+    """Presets and run files (TOML): names of `bucketline train presets`, and paths. The last one that has an option counts, and
+    the command line overrides all."""
     resume: Annotated[bool, Arg(metavar="[RUN]")] = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """Resume the run in the folder RUN: from its newest checkpoint, with its options, on its stores' generations. Options given
     next to it override its own. Without RUN: the run in --output-dir, with the options given."""
@@ -380,9 +546,11 @@ class TrainConfig(
                 f"--max-steps is {steps}, and with --lr-schedule {self.lr_schedule} the learning rate is 0 from step {end} on: "
                 f"these steps would change nothing; give --lr-schedule {longer}, or a floor above 0"
             )
-        if self.image_prompts and not self.num_images:
-            raise UsageError(f"--image-prompts is {self.image_prompts[0]}, and --num-images is 0: leave one of them out")
-        self._expect_combinations()
+        for names, is_so, reason in _EXCLUDED:
+            for name in names.split():
+                if is_so(self) and (value := getattr(self, name)) not in (None, BASE_OFF, 0, False, ()):
+                    shown = value[0] if isinstance(value, tuple) else value
+                    raise UsageError(f"{self._named(name)} is {shown}, {reason.format(self)}")
 
     def _expect_length(self) -> None:
         if self.max_steps is None and self.epochs is None:
@@ -394,28 +562,6 @@ class TrainConfig(
             raise UsageError(
                 f"--epochs is {self.epochs:g} with --follow, by which epochs grow while the run trains; give --max-steps"
             )
-
-    def _expect_combinations(self) -> None:
-        def given(*names: str) -> list[str]:
-            return [name for name in names if getattr(self, name) not in (None, BASE_OFF, 0, False)]
-
-        def refuse(name: str, reason: str) -> None:
-            raise UsageError(f"{self._named(name)} is {getattr(self, name)}, {reason}")
-
-        if self.lora_rank is None:
-            for name in given("lora_alpha", "lora_targets", "lora_from", "lora_dropout", "dora", "base", "offload_blocks"):
-                refuse(name, "but --lora-rank is not given; add one, such as 16")
-        if self.dora:
-            for name in given("base", "lora_from", "offload_blocks"):
-                refuse(name, "and dora is set, expected plain LoRA: leave one of them out")
-        if self.sharding == DDP:
-            for name in given("keep_gathered"):
-                refuse(name, "and --sharding is ddp, which gathers nothing: leave it out")
-        else:
-            for name in given("dora", "base", "offload_blocks"):
-                refuse(name, f"and --sharding is {self.sharding}, expected ddp")
-        if self.offload_blocks and self.recompute not in (None, 1):
-            refuse("offload_blocks", "expected --recompute 1 with it: a backward pass that does not recompute keeps them all")
 
     def is_sharded(self, world_size: int) -> bool:
         """Return whether so many processes shard the model."""
@@ -430,6 +576,25 @@ class TrainConfig(
 _ONLY_IN_FILE = frozenset(one.name for one in fields(TrainConfig) if one.metadata.get("only_in_file"))
 
 
+_EXCLUDED: tuple[tuple[str, Callable[[TrainConfig], bool], str], ...] = (
+    (
+        "lora_alpha lora_targets lora_from lora_dropout dora base offload_blocks",
+        lambda config: config.lora_rank is None,
+        "but --lora-rank is not given; add one, such as 16",
+    ),
+    ("base lora_from offload_blocks", lambda config: config.dora, "and dora is set, expected plain LoRA: leave one out"),
+    ("keep_gathered", lambda config: config.sharding == DDP, "and --sharding is ddp, which gathers nothing: leave it out"),
+    ("dora base offload_blocks", lambda config: config.sharding != DDP, "and --sharding is {0.sharding}, expected ddp"),
+    (
+        "offload_blocks",
+        lambda config: config.recompute not in (None, 1),
+        "expected --recompute 1 with it: a backward pass that does not recompute keeps them all",
+    ),
+    ("image_prompts", lambda config: not config.num_images, "and --num-images is 0: leave one of them out"),
+)
+"""Options that may not be given if something is so, and what is said then."""
+
+
 def _is_above_0(value: float) -> bool:
     return value > 0
 
@@ -442,7 +607,7 @@ def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -
     if asked_for_help(arguments) is not None:
         parse_command(TrainConfig, arguments, prog)
     words, run = _resumed(arguments)
-    return TrainConfig(**parse_fields(TrainConfig, words, prog, Files(options=TrainConfig, run=run, commands=commands)))
+    return TrainConfig(**parse_fields(TrainConfig, words, prog, files_of(TrainConfig, run, commands)))
 
 
 def _resumed(arguments: Sequence[str]) -> tuple[list[str], str | None]:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import StateError, StoreError, UsageError
+from bucketline.errors import StateError, StoreError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
+from bucketline.loader.iteration import parse_state
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.ranks import fail_together
 from bucketline.loader.service.sockets import AUTO
-from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.train.config import IN_PROCESS
-from bucketline.train.parallel import from_rank_zero
+from bucketline.train.step import store_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 
 
 def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
-    """Open each store once, on every rank at rank 0's newest generation; if the checkpoint's plan continues, at its own."""
-    asked, remote = parse_stores(config.store, "--store"), config.remote()
+    """Open each store once: at its newest generation, or if the checkpoint's plan continues, at that one's.
+
+    Rank 0 opens them first, and alone says what is wrong; the loader of several ranks reads the generations that rank 0 has.
+    """
+    asked = parse_stores(config.store, "--store")
     planned = () if start.state is None or config.new_plan else parse_state(start.state.loader).stores
     numbers: list[int | None] = [None] * len(asked)
     if len(planned) == len(asked):  # else the loader's state refuses the number of stores
         numbers = [one.generation for one in planned]
 
     def opened() -> tuple[WeightedStore, ...]:
-        pairs = zip(asked, numbers, strict=True)
+        pairs, remote = zip(asked, numbers, strict=True), config.remote()
         try:
             return open_shares([WeightedStore(Store.open(a.path, n, remote=remote), repeats=a.repeats) for a, n in pairs])
         except StoreError as error:
@@ -45,32 +48,10 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
                 "--new-plan, which keeps weights, averages and optimizer"
             ) from error
 
-    found: list[WeightedStore] = []  # of rank 0, the only one that calls `generations`
-
-    def generations() -> list[int | None]:
-        found.extend(opened())
-        return [one.store.manifest.generation for one in found]
-
-    numbers = from_rank_zero(ranks, generations)
     with fail_together():
-        return tuple(found) or opened()
-
-
-def store_weights(config: TrainConfig) -> tuple[float, ...]:
-    """Return the weights of the stores in the loss, 1 where only others have one; () if none has."""
-    weights = [one.weight for one in parse_stores(config.store, "--store")]
-    return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
-
-
-def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
-    """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
-    if not (weights := store_weights(config)):
-        return None
-    rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
-    mean = sum(weight * count for weight, count in zip(weights, rows, strict=True)) / sum(rows)
-    if mean == 0:
-        raise UsageError("the weight of every --store that has rows is 0, expected one above 0")
-    return mean
+        shares = opened() if ranks.is_main else ()
+    with fail_together():
+        return shares or opened()
 
 
 def open_loader(

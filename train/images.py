@@ -25,20 +25,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
-from bucketline.allocator import NoRoom, attempt, free_memory
-from bucketline.errors import TrainError, UsageError
+from bucketline.errors import ModelError, TrainError, UsageError
 from bucketline.families import vaes
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.redact import redacted
-from bucketline.files.run_marker import IMAGES_FOLDER
+from bucketline.files.paths import IMAGES_FOLDER, redacted
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from bucketline.loader.collate.columns import captions_of
+from bucketline.loader.collate.buffers import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.loader.plan.rng import Purpose, normal
-from bucketline.store.format.columns import CLASS_LABELS, LATENT
+from bucketline.loader.plan.order import Purpose, normal
+from bucketline.store.format.block import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.torch_setup import NoRoom, attempt, free_memory
 from bucketline.train.checkpoint import folder_of_step, way_on
-from bucketline.train.load import UNREADABLE, VAE_FOLDER, locate, read_index, read_vae
+from bucketline.train.model import UNREADABLE, open_model_config, read_vae
 from bucketline.train.noise import FlowSchedule, sample_noise
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
     from bucketline.store import Store
-    from bucketline.store.format.text_block import RaggedSpec
+    from bucketline.store.format.text import RaggedSpec
     from bucketline.store.prompt_file import Prompt
     from bucketline.train.config import TrainConfig
     from bucketline.train.step import Training
@@ -177,11 +176,10 @@ def _decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
 
 def drawing_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     """Load the model's VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
-    folder, file = locate(config.model, config.model_config)
     try:
-        vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
-    except UNREADABLE as error:
-        vae, other = None, f"{folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
+        vae, other = read_vae(open_model_config(config.model, config.model_config), store.manifest.encoders)
+    except (ModelError, *UNREADABLE) as error:  # also of a folder that has gone while the run trained
+        vae, other = None, f"{config.model} has no VAE that can be loaded ({error})"
     if vae is None or other is not None:
         log.warning("no images: %s", other)
         return None
@@ -218,7 +216,7 @@ def guidance_of(training: Training) -> float:
 
 def _draw_by_pipeline(training: Training, model: nn.Module, scheduler: Any, vae: nn.Module, one: DrawingBatch) -> None:  # noqa: ANN401 - diffusers has no types
     family = training.family
-    index = read_index(locate(training.config.model, training.config.model_config)[0])
+    index = open_model_config(training.config.model, training.config.model_config).index
     pipeline = family.pipeline({family.folder: model, "scheduler": scheduler, "vae": vaes.stand_in(vae)}, index)
     pipeline.check_inputs = lambda *_args, **_more: None  # of sizes for a VAE that divides by 8, whatever this one does
     pipeline.set_progress_bar_config(disable=True)
@@ -277,14 +275,15 @@ def _scheduler(training: Training) -> Any:  # noqa: ANN401 - likewise
     """
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    if isinstance(training.prep.schedule, FlowSchedule):
-        flow: Any = FlowMatchEulerDiscreteScheduler.from_config(training.scheduler)
+    schedule = training.prep.schedule
+    if isinstance(schedule, FlowSchedule):
+        flow: Any = FlowMatchEulerDiscreteScheduler.from_config(schedule.config)
         # Both are for pipelines of diffusion models, whose UNet may be trained as a flow.
         flow.init_noise_sigma = 1.0
         flow.scale_model_input = lambda sample, _timestep=None: sample
         return flow
     return DDIMScheduler.from_config(
-        training.scheduler,
+        schedule.config,
         clip_sample=False,
         thresholding=False,
         set_alpha_to_one=True,

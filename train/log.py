@@ -25,19 +25,18 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch._dynamo.utils import counters
 
-from bucketline.command_line import counted, per_second
+from bucketline.command_line import counted, per_second, stderr_console
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
-from bucketline.files.atomic_write import write_durably
-from bucketline.files.locks import FileLock
-from bucketline.files.run_marker import CONFIG, METRICS, RUN_FILE, STATUS
+from bucketline.files.atomic_write import FileLock, write_durably
+from bucketline.files.paths import CONFIG, METRICS, RUN_FILE, STATUS, is_status
 from bucketline.loader.mixture import StoreId, redacted_store
-from bucketline.progress import stderr_console
 from bucketline.train.run_file import as_run_file, config_as_json
 from bucketline.typed_json import encode
 
@@ -103,7 +102,8 @@ def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | No
     disk.
     """
     path = output_dir / STATUS
-    if not begins and path.exists() and json.loads(path.read_bytes())["state"] == RunStatus.FAILED:
+    recorded = path.read_bytes() if path.exists() and not begins else b""
+    if is_status(recorded) and json.loads(recorded)["state"] == RunStatus.FAILED:
         return
     text = json.dumps({"state": state, "step": step, "reason": reason})
     write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
@@ -169,11 +169,10 @@ def mark(device: torch.device) -> Mark:
 
 def seconds_between(begin: Mark, end: Mark) -> float:
     """Return the seconds between two marks of the same kind; wait until the device has reached the second."""
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-    assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018
-    return end - begin
+    if isinstance(end, float):
+        return end - cast("float", begin)
+    end.synchronize()
+    return float(cast("torch.cuda.Event", begin).elapsed_time(end)) / 1e3
 
 
 def graphs_compiled() -> int:
@@ -213,6 +212,7 @@ class WindowState:
     def line(self, work: StepWork) -> dict[str, Json]:
         """Return its line in the metrics; means are over the steps that were not skipped, None if all were."""
         seconds = max(sum(self.step_s), 1e-9)
+        p50, p99 = np.percentile(self.step_s, (50, 99), method="inverted_cdf").tolist()
         line: dict[str, Json] = {
             "step": self.first_step + len(self.buckets) - 1,
             "loss": _mean(self.losses),
@@ -221,8 +221,8 @@ class WindowState:
             "samples_per_s": self.samples / seconds,
             "samples_per_s_per_device": self.samples / seconds / work.num_devices,
             "data_wait_fraction": min(1.0, self.wait_s / seconds),
-            "step_s_p50": percentile(self.step_s, 50),
-            "step_s_p99": percentile(self.step_s, 99),
+            "step_s_p50": p50,
+            "step_s_p99": p99,
             "lr": self.learning_rate,
             "grad_norm": _mean(self.grad_norms),
             "buckets": dict(sorted(collections.Counter(self.buckets).items())),
@@ -238,15 +238,6 @@ class WindowState:
 def _mean(values: list[float | None]) -> float | None:
     taken = [value for value in values if value is not None]
     return statistics.fmean(taken) if taken else None
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Return the smallest of the values that at least `percent` of them do not exceed (nearest rank).
-
-    >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 99)
-    (2.0, 4.0)
-    """
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 class WindowRecorder:
@@ -296,12 +287,10 @@ class WindowRecorder:
 
     def state(self) -> WindowState | None:
         """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
+        if (read := self._pending) is not None:  # in order, since steps that were skipped in a row are counted
+            complete = read()
+            self._pending = lambda: complete
         return None if self._open is None else copy.deepcopy(self._sent(self._open)())
-
-    def partial(self) -> dict[str, Json] | None:
-        """Return the line of the incomplete window, or None if it is empty; for the end of a run."""
-        state = self.state()
-        return None if state is None else state.line(self._work)
 
     def _sent(self, window: WindowState) -> Callable[[], WindowState]:
         """Start copying the window's values from the device to the host; return what waits for them and adds them to it.

@@ -22,9 +22,9 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     import time
     from importlib import metadata
 
-    from bucketline.allocator import set_up_torch
     from bucketline.command_line import guarded, run_one_of, torchrun_ranks
     from bucketline.errors import UsageError
+    from bucketline.torch_setup import set_up_torch
     from bucketline.train.commands import COMMANDS, DESCRIPTION
     from bucketline.train.config import parse
 

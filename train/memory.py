@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from bucketline.allocator import NoRoom, attempt, free_memory
 from bucketline.errors import UsageError
 from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
-from bucketline.store.format.columns import LATENT
+from bucketline.store.format.block import LATENT
+from bucketline.torch_setup import NoRoom, attempt, free_memory
 from bucketline.train.compile import example_batches, forward_backward
-from bucketline.train.config import BASE_OFF, Base, TrainConfig
+from bucketline.train.config import BASE_OFF, DDP, Base, Ema, EmaPlace, TrainConfig
 from bucketline.train.model import build_training
 from bucketline.train.optim import make_optimizer
-from bucketline.train.values import DDP, Ema, EmaPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

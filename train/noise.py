@@ -12,17 +12,15 @@ import json
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.schedules import SCALED_LINEAR, flow, shifted
-from bucketline.loader.dequantise import dequantised
-from bucketline.loader.latent_scale import LatentScale, noise_like, posterior_noise
-from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.families.packing import SCALED_LINEAR, flow, shifted
+from bucketline.loader.batch import LatentScale, dequantised, noise_like, posterior_noise
+from bucketline.loader.plan.order import Purpose, normal, uniform
 from bucketline.train.config import Objective, ObjectiveOptions
-from bucketline.train.values import TimestepSampling, Weighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.families.schedules import NoiseLevels
+    from bucketline.families.packing import NoiseLevels
     from bucketline.loader import Batch
-    from bucketline.train.values import LossWeight
+    from bucketline.train.config import LossWeight
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +57,13 @@ class NoiseSchedule:
 
     signal: Tensor  # [T] float32
     noise: Tensor  # [T] float32
+    objective: Objective = Objective.EPSILON  # or v
+    config: Mapping[str, Any] = field(default_factory=dict)  # for diffusers' schedulers, with that objective
 
     @classmethod
-    def from_alphas_cumprod(cls, alphas_cumprod: Tensor, device: torch.device) -> NoiseSchedule:
-        """Build the schedule from a diffusers scheduler's `alphas_cumprod`, [T] float32."""
-        return cls(signal=alphas_cumprod.sqrt().to(device), noise=(1 - alphas_cumprod).sqrt().to(device))
+    def from_alphas_cumprod(cls, alphas_cumprod: Tensor, device: torch.device, **more: Any) -> NoiseSchedule:  # noqa: ANN401
+        """Build the schedule from a diffusers scheduler's `alphas_cumprod`, [T] float32, and `more` fields."""
+        return cls(signal=alphas_cumprod.sqrt().to(device), noise=(1 - alphas_cumprod).sqrt().to(device), **more)
 
     @property
     def num_timesteps(self) -> int:
@@ -85,10 +85,13 @@ class FlowSchedule:
     whose exponential and linear shifts are the same formula with s = e^μ and s = μ.
     """
 
+    objective: ClassVar = Objective.FLOW
+
     num_timesteps: int
     shift: float | Mapping[str, Any]  # or one by number of tokens, by the fields of diffusers' configuration
     patch_size: int  # latent positions per token, in each direction
     levels: NoiseLevels | None = None  # a family's own: u of one shift, or n in place of a shift by size
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for diffusers' scheduler
 
     def factor(self, height: int, width: int) -> float:
         """Return s for latents of a height and width."""
@@ -122,7 +125,7 @@ class FlowSchedule:
 
 
 Schedule = NoiseSchedule | FlowSchedule
-"""The amount of noise at each timestep."""
+"""The amount of noise at each timestep, and the prediction target."""
 
 
 def add_noise(clean: Tensor, noise: Tensor, mixing: Mixing) -> Tensor:
@@ -161,11 +164,11 @@ def weights_of_errors(asked: LossWeight, objective: Objective, mixing: Mixing) -
         assert objective is Objective.V_PREDICTION
         return snr.clamp(max=asked.gamma) / (snr + 1)
     noise = mixing.noise.flatten()
-    if asked.name is Weighting.COSMAP:
+    if asked.name == "cosmap":
         return 2 / (math.pi * (1 - 2 * noise + 2 * noise.square()))
-    if asked.name is Weighting.SIGMA_SQRT:
+    if asked.name == "sigma-sqrt":
         return noise**-2
-    return noise.square() if asked.name is Weighting.SIGMA_SQUARED else None
+    return noise.square() if asked.name == "sigma-squared" else None
 
 
 def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:
@@ -190,11 +193,11 @@ class Noised:
 def draw_timesteps(options: ObjectiveOptions, keys: Tensor, num_timesteps: int) -> Tensor:
     """Draw a timestep for each key, [B] int64; a schedule's shift is applied to it afterwards."""
     asked, low, high = options.timesteps, options.timestep_range.low, options.timestep_range.high
-    if asked.name is TimestepSampling.LOGIT_NORMAL:
+    if asked.name == "logit-normal":
         share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * asked.std + asked.mean).sigmoid()
     else:
         share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-    if asked.name is TimestepSampling.MODE:
+    if asked.name == "mode":
         share = 1 - share - asked.scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
     share = low + (high - low) * share
     return (share * num_timesteps).long().clamp(max=math.ceil(high * num_timesteps) - 1)
@@ -206,14 +209,13 @@ class Prep:
 
     scale: LatentScale
     schedule: Schedule
-    objective: Objective
     options: ObjectiveOptions = field(default_factory=ObjectiveOptions)  # a run's
     compiled: bool = False  # fuse the arithmetic in training with torch.compile
 
     @functools.cached_property
-    def _arithmetic(self) -> Callable[..., Noised]:
+    def _in_training(self) -> Callable[..., Noised]:
         # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
-        return torch.compile(self._eager, dynamic=False) if self.compiled else self._eager
+        return torch.compile(self._noised, dynamic=False) if self.compiled else self._noised
 
     def for_training(self, batch: Batch) -> Noised:
         """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
@@ -223,15 +225,15 @@ class Prep:
             noise = noise + offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(noise.shape[1], 1, 1))
         drawn = posterior_noise(batch.latents, batch.latent_kind, batch.keys), noise
         text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
-        return self._arithmetic(batch.latents, *drawn, indices, *text)
+        return self._in_training(batch.latents, *drawn, indices, *text)
 
     def for_validation(self, batch: Batch, noise: Tensor, timestep: int) -> Noised:
         """Noise a batch at one timestep; `noise` is the result of `sample_noise`. Its tokens stay as they are."""
         indices = torch.full_like(batch.keys, timestep)
         of_posterior = posterior_noise(batch.latents, batch.latent_kind, _sample_keys(batch))
-        return self._eager(batch.latents, of_posterior, noise, indices)
+        return self._noised(batch.latents, of_posterior, noise, indices)
 
-    def _eager(
+    def _noised(
         self,
         latents: Tensor,
         of_posterior: Tensor | None,
@@ -241,12 +243,12 @@ class Prep:
         tokens_scale: Tensor | None = None,
     ) -> Noised:
         clean = self.scale.apply(latents, of_posterior)
-        mixing = self.schedule.at(indices, clean.shape[2], clean.shape[3])
+        mixing, objective = self.schedule.at(indices, clean.shape[2], clean.shape[3]), self.schedule.objective
         return Noised(
             noisy=add_noise(clean, noise, mixing),
             timesteps=mixing.timesteps,
-            target=target(self.objective, clean, noise, mixing),
-            weight=weights_of_errors(self.options.loss_weight, self.objective, mixing),
+            target=target(objective, clean, noise, mixing),
+            weight=weights_of_errors(self.options.loss_weight, objective, mixing),
             tokens=dequantised(tokens, tokens_scale) if tokens is not None and tokens_scale is not None else None,
         )
 
@@ -260,15 +262,6 @@ def _sample_keys(batch: Batch) -> Tensor:
     return batch.ids[:, :8].contiguous().view(torch.int64).squeeze(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSchedule:
-    """The noise schedule and the prediction target of a model."""
-
-    noise: Schedule
-    objective: Objective
-    config: dict[str, Any]  # for diffusers' schedulers, with the trained objective
-
-
 def load_schedule(
     model_folder: Path,
     device: torch.device,
@@ -278,7 +271,7 @@ def load_schedule(
     patch_size: int = 1,
     published: Mapping[str, Any] | None = None,
     levels: NoiseLevels | None = None,
-) -> ModelSchedule:
+) -> Schedule:
     """Read `scheduler/scheduler_config.json` of a model folder; without one, take the `published` (Stable Diffusion's if None).
 
     `objective` and `shift` are a run's options; None: as in the configuration. `patch_size`: latent positions per token. If the
@@ -309,7 +302,7 @@ def load_schedule(
         by_size = "use_dynamic_shifting"
         if shift is not None or bool(config.get(by_size)) is not bool((published or {}).get(by_size)):
             levels = None  # the pipeline's scheduler does not take them either
-        found = _flow(config, patch_size, levels) if is_flow else _diffusion(config, path, device)
+        found: Schedule = _flow(config, patch_size, levels) if is_flow else _diffusion(config, path, device)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:
@@ -321,17 +314,17 @@ def load_schedule(
     return found
 
 
-def _flow(config: dict[str, Any], patch_size: int, levels: NoiseLevels | None) -> ModelSchedule:
+def _flow(config: dict[str, Any], patch_size: int, levels: NoiseLevels | None) -> FlowSchedule:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     config = {**config, "use_beta_sigmas": False}  # how a sampler's steps are spaced (Chroma), for which diffusers needs scipy
     full = FlowMatchEulerDiscreteScheduler.from_config(config).config
     shift = dict(full) if full["use_dynamic_shifting"] else float(full["shift"])
-    noise = FlowSchedule(num_timesteps=full["num_train_timesteps"], shift=shift, patch_size=patch_size, levels=levels)
-    return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config)
+    num_timesteps = full["num_train_timesteps"]
+    return FlowSchedule(num_timesteps=num_timesteps, shift=shift, patch_size=patch_size, levels=levels, config=config)
 
 
-def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> ModelSchedule:
+def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> NoiseSchedule:
     import diffusers
 
     kind = config.get("_class_name")
@@ -348,5 +341,5 @@ def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> Mode
     prediction, supported = scheduler.config.prediction_type, (Objective.EPSILON, Objective.V_PREDICTION)
     if prediction not in supported:
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
-    noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)
-    return ModelSchedule(noise=noise, objective=Objective(prediction), config={**config, "prediction_type": prediction})
+    config = {**config, "prediction_type": prediction}
+    return NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device, objective=Objective(prediction), config=config)

@@ -1,7 +1,4 @@
-"""The optimizers that `--optimizer` names: AdamW and Muon of torch, AdamW with 8-bit moments of torchao, Prodigy of prodigyopt.
-
-Each function takes the model, its groups of trained weights, and whether the run compiles, and returns the optimizer.
-"""
+"""The optimizers that `--optimizer` names: AdamW and Muon of torch, AdamW in 8 bits of torchao, Prodigy of prodigyopt."""
 
 from __future__ import annotations
 
@@ -25,14 +22,25 @@ Groups = list[dict[str, Any]]
 EVERY_VALUE = 11  # Prodigy finds the rate from every 11th value of a weight: its authors' choice where memory is short
 
 
-def make_adamw(_model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
-    """Return AdamW with 32-bit moments; `compiled` changes nothing."""
-    del compiled
+def make_named(name: str, model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
+    """Return an optimizer of a model's groups of trained weights; `compiled`: the run compiles."""
     assert config.learning_rate is not None
-    return AdamW(groups, lr=config.learning_rate, betas=config.betas.pair, eps=config.betas.eps, fused=True)
+    match name:
+        case "adamw":
+            return AdamW(groups, lr=config.learning_rate, **_moments(config), fused=True)
+        case "adamw-8bit":
+            return make_8bit(groups, config, compiled=compiled)
+        case "muon":
+            return make_muon(model, groups, config.learning_rate)
+    assert name == "prodigy"
+    return make_prodigy(groups, config.learning_rate)
 
 
-def make_8bit(_model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
+def _moments(config: TrainConfig) -> dict[str, Any]:
+    return {"betas": (config.betas.beta1, config.betas.beta2), "eps": config.betas.eps}
+
+
+def make_8bit(groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
     """Return AdamW with block-wise quantised moments (Dettmers et al. 2021, arXiv 2110.02861).
 
     Weights in bf16 are rounded stochastically, by torch's own random numbers. In a checkpoint its state is plain tensors.
@@ -41,9 +49,8 @@ def make_8bit(_model: nn.Module, groups: Groups, config: TrainConfig, *, compile
     from torchao.optim import AdamW8bit
 
     def made(of: Groups) -> Any:  # noqa: ANN401 - torchao has no types
-        moments = {"betas": config.betas.pair, "eps": config.betas.eps}
         rounds = config.weights is WeightDtype.BF16
-        return AdamW8bit(of, lr=config.learning_rate, **moments, bf16_stochastic_round=rounds)
+        return AdamW8bit(of, lr=config.learning_rate, **_moments(config), bf16_stochastic_round=rounds)
 
     optimizer = made(groups)
     optimizer.register_state_dict_post_hook(_flatten_moments)
@@ -74,17 +81,15 @@ def _flatten_moments(_optimizer: Optimizer, found: dict[str, Any]) -> dict[str, 
     return {**found, "state": {number: flat(entry) for number, entry in found["state"].items()}}
 
 
-def make_muon(model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
+def make_muon(model: nn.Module, groups: Groups, learning_rate: float) -> Optimizer:
     """Return Muon (Jordan 2024; Liu et al. 2025, arXiv 2502.16982) for the blocks' matrices, and AdamW for other weights.
 
     Muon's updates are scaled to the size of AdamW's, so that both share a learning rate and decay.
     """
-    del compiled
-    assert config.learning_rate is not None
     inside = {id(one) for block in repeated_blocks(model) for one in block.parameters() if one.ndim == 2}
     (group,) = groups
     matrices, rest = ([one for one in group["params"] if (id(one) in inside) is of_muon] for of_muon in (True, False))
-    return MuonWithAdamW({**group, "params": matrices}, {**group, "params": rest}, config.learning_rate)
+    return MuonWithAdamW({**group, "params": matrices}, {**group, "params": rest}, learning_rate)
 
 
 class MuonWithAdamW(Optimizer):
@@ -108,14 +113,13 @@ class MuonWithAdamW(Optimizer):
             part.step()
 
 
-def make_prodigy(_model: nn.Module, groups: Groups, config: TrainConfig, *, compiled: bool) -> Optimizer:
+def make_prodigy(groups: Groups, learning_rate: float) -> Optimizer:
     """Return Prodigy (Mishchenko and Defazio 2023, arXiv 2306.06101), AdamW that finds its learning rate.
 
-    It is as its authors set it for diffusion; `config.learning_rate` multiplies the rate that it finds.
+    It is as its authors set it for diffusion; `learning_rate` multiplies the rate that it finds.
     """
     from prodigyopt import Prodigy
 
-    del compiled
-    rate = config.learning_rate or 1.0  # it takes no 0; each step sets the rate
+    rate = learning_rate or 1.0  # it takes no 0; each step sets the rate
     prodigy: Optimizer = Prodigy(groups, lr=rate, use_bias_correction=True, safeguard_warmup=True, slice_p=EVERY_VALUE)
     return prodigy

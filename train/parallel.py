@@ -6,7 +6,7 @@ import contextlib
 import re
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError, UsageError
 from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
-from bucketline.train.values import ShardBy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
 
     from bucketline.train.config import TrainConfig
 
-BLOCK = re.compile(r"Block(2D)?$")
-
-
 T = TypeVar("T")
+BLOCK = re.compile(r"Block(2D)?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +52,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     These are the blocks of diffusers' `compile_repeated_blocks`, plus a UNet's `ResnetBlock2D` (else its GroupNorms stay
     eager), plus the blocks of models for which diffusers lists none.
     """
-
-    def is_block(module: nn.Module) -> bool:
-        return BLOCK.search(plain_class(module).__name__) is not None
-
-    return [
-        module
-        for module in model.modules()
-        if module is not model and is_block(module) and not any(is_block(m) for m in module.modules() if m is not module)
-    ]
+    blocks = [one for one in model.modules() if one is not model and BLOCK.search(plain_class(one).__name__)]
+    every = set(blocks)
+    return [block for block in blocks if not any(part in every for part in block.modules() if part is not block)]
 
 
 def separate_blocks(model: nn.Module) -> list[nn.Module]:
@@ -106,21 +97,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(own: Tensor, like: Tensor) -> Tensor:
-    """Return this process's shard as part of a tensor that is sharded as another one is; if that is not, `own` unchanged."""
-    if not isinstance(like, DTensor):
-        return own
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(own.to(like.device), mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-
-
-def placed(value: Tensor, like: Tensor) -> Tensor:
-    """Return a full tensor sharded like another one, on its device."""
-    if isinstance(like, DTensor):
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return value
-
-
 @torch.no_grad()
 def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with rank 0's of the same names in `whole`, which is emptied to free each that is sent.
@@ -132,7 +108,9 @@ def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> Non
         if dist.get_rank() == 0:
             sent.copy_(whole.pop(name))
         dist.broadcast(sent, src=0)
-        tensor.copy_(placed(sent, tensor))
+        if isinstance(tensor, DTensor):
+            sent = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(sent)
 
 
 def plain_class(model: nn.Module) -> type[Any]:
@@ -142,7 +120,7 @@ def plain_class(model: nn.Module) -> type[Any]:
 
 def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
     """Return the number of ranks that share one copy of the model."""
-    is_of_machine, number = config.sharding.name is ShardBy.MACHINE, config.sharding.ranks
+    is_of_machine, number = config.sharding.name == "fsdp:machine", config.sharding.ranks
     if ranks.world_size == 1 or not (is_of_machine or number):
         return ranks.world_size
     number = number or torchrun_ranks()["local_world_size"]
@@ -229,17 +207,6 @@ def expect_equal(name: str, value: str) -> None:
             )
 
 
-class Agreed(NamedTuple):
-    """The common decision of all ranks after a step."""
-
-    signal: int  # to stop for; 0: none
-    saves: bool  # write a checkpoint, because rank 0's last one is old
-
-    @property
-    def stopped_by(self) -> str | None:
-        return signal.Signals(self.signal).name if self.signal else None
-
-
 class StopRequest:
     """Agreement of all ranks on the step at which to stop (SIGTERM or SIGINT) or to write an overdue checkpoint.
 
@@ -252,22 +219,25 @@ class StopRequest:
     def __init__(self, ranks: TrainRanks) -> None:
         """Install the signal handlers; every rank must call this at the same point."""
         self._signal = 0
-        self._requests = torch.zeros(len(Agreed._fields), dtype=torch.int32)
+        self._requests = torch.zeros(2, dtype=torch.int32)  # the signal's number, 0 for none; whether to save
         self._work: dist.Work | None = None
         self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def agreed(self, *, is_overdue: bool = False) -> Agreed:
-        """Return the common decision; each rank calls this once after each step. Only rank 0 sets the flag."""
-        if self._group is None:
-            return Agreed(self._signal, is_overdue)
-        if self._work is not None:
-            self._work.wait()
-        number, saves = self._requests.tolist()
-        # What all ranks have seen is done now; requesting it again would do it twice.
-        self._requests = torch.tensor([self._signal, is_overdue and not saves], dtype=torch.int32)
-        self._work = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return Agreed(number, bool(saves))
+    def agreed(self, *, is_overdue: bool = False) -> tuple[str | None, bool]:
+        """Return what all ranks have agreed on: the name of the signal to stop for, if any, and whether to save.
+
+        Each rank calls this once after each step. Only rank 0 sets the flag, if its last checkpoint is old.
+        """
+        number, saves = self._signal, is_overdue
+        if self._group is not None:
+            if self._work is not None:
+                self._work.wait()
+            number, saves = self._requests.tolist()
+            # What all ranks have seen is done now; requesting it again would do it twice.
+            self._requests = torch.tensor([self._signal, is_overdue and not saves], dtype=torch.int32)
+            self._work = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return signal.Signals(number).name if number else None, bool(saves)
 
     @property
     def is_asked(self) -> bool:

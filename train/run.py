@@ -19,19 +19,17 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.distributed.fsdp import FSDPModule
 
-from bucketline.attention import avoid_cudnn_attention
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, PlanError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.run_marker import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
+from bucketline.files.paths import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
-from bucketline.loader.recorded_run import PLANS, append_plan, read_plans
-from bucketline.option_types import OnResume, options_on_resume
-from bucketline.option_value import as_option
+from bucketline.loader.seen import PLANS, append_plan, read_plans
+from bucketline.option_value import OnResume, as_option, options_on_resume
+from bucketline.torch_setup import avoid_cudnn_attention
 from bucketline.train import checkpoint, data
 from bucketline.train.checkpoint import Output, RunState, Saver, Start, expect_finite_weights, folder_of_step, way_on
-from bucketline.train.config import Precision, TrainConfig
-from bucketline.train.load import weight_files
+from bucketline.train.config import LrSchedule, Precision, TrainConfig
 from bucketline.train.log import (
     TRACKED,
     NotFiniteError,
@@ -49,25 +47,23 @@ from bucketline.train.log import (
     write_config,
     write_status,
 )
-from bucketline.train.optim import find_optimizer, refuse_combinations, usual_learning_rate
+from bucketline.train.model import weight_files
+from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
-from bucketline.train.rules import RULES, RULES_OF_A_GENERATION, Facts, refuse_former_run, refuse_place
+from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
 from bucketline.train.run_file import config_as_json
-from bucketline.train.step import train_step
-from bucketline.train.validation import validate
-from bucketline.train.values import LrSchedule
+from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader import Loader, WeightedStore
-    from bucketline.train.hub import HubUploads
+    from bucketline.loader import Loader
+    from bucketline.train.export import HubUpload
     from bucketline.train.images import StoredPrompt
-    from bucketline.train.parallel import Agreed
-    from bucketline.train.rules import Rule
-    from bucketline.train.validation import ValidationResult
+    from bucketline.train.step import Training, ValidationResult
+    from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -115,18 +111,15 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         contextlib.ExitStack() as at_end,
     ):
         start = from_rank_zero(ranks, lambda: take_folder(config, at_end))
-        with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run, failures_recorded(run):
-            if start.checkpoint is None:
-                run.begin()
-            run.build()
+        with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run:
             summary = run.train(stop)
         if dist.is_initialized():
             dist.destroy_process_group()
             # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
             # aborts the process (pytorch/pytorch#179291)
             time.sleep(0.2)
-        if run.uploads is not None:  # after everything else: the run is complete without them
-            run.uploads.finish(lambda: stop.is_asked)
+        if run.upload is not None:  # after everything else: the run is complete without them
+            run.upload.finish(lambda: stop.is_asked)
     return summary
 
 
@@ -181,7 +174,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
         if run.has_begun:
             reason = str(explained or error) if explained or isinstance(error, BucketlineError) else repr(error)
             with contextlib.suppress(OSError):  # on a failing disk, report the first failure
-                write_status(run.config.output_dir, RunStatus.FAILED, run.steps_done, reason)
+                write_status(run.given.output_dir, RunStatus.FAILED, run.steps_done, reason)
         if explained is not None:
             raise explained from error
         raise
@@ -189,7 +182,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
 
 def _explained(run: Run, error: BaseException) -> TrainError | None:
     """Return how to continue after an error of a disk, of numbers, or of another rank; None after any other."""
-    output = run.config.output_dir
+    output = run.given.output_dir
     if isinstance(error, OSError):
         what = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
         return TrainError(f"{what}; {way_on(output, first='fix that, then ')}")
@@ -212,7 +205,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
 
         config = with_recorded(config, recorded)
     if config.learning_rate is None:
-        config = replace(config, learning_rate=usual_learning_rate(config))
+        config = replace(config, learning_rate=traits_of(config).learning_rate)
     if config.precision is Precision.AUTO:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         usual = Precision.BF16 if has_bf16 else Precision.FP32
@@ -238,10 +231,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
 
 
 class Run:
-    """A training run: made of its configuration and start, then built, then trained.
-
-    Making it opens the stores and refuses what does not suit.
-    """
+    """A training run: all that it is made of, in the order of a start; then `train`."""
 
     def __init__(
         self,
@@ -251,97 +241,92 @@ class Run:
         start: Start = FRESH,
         progress: ProgressLine | None = None,
     ) -> None:
-        """Open the stores and the loader, and resolve the configuration."""
-        self.ranks, self.start, self._given = ranks, start, config
+        """Open the stores, refuse what does not suit, load the model and the start's checkpoint, and compile.
+
+        A new run's folder gets its status before the model is loaded, and then only encoded prompts; a resumed one is left
+        as it is until it trains.
+        """
+        self.given, self.ranks, self.start = config, ranks, start  # `given`: before it is resolved
         self._accelerator = accelerator or start_processes(config)
         self._progress = progress or ProgressLine(talks=False)
         self.device = self._accelerator.device
-        self.has_begun, self.steps_done = False, start.steps_done
-        self.uploads: HubUploads | None = None
-        self._at_end = contextlib.ExitStack()
-        shares = data.open_stores(config, ranks, start)
-        from_rank_zero(ranks, lambda: self._refuse(RULES, shares))
-        data.expect_service(config, ranks, shares)
-        self.loader = self._at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
-        try:
-            self._continue_loader()
-            self.config = resolve(config, start, self.loader, self.device)
-            set_up_device(self.config, self.device)
-            refuse_combinations(self.config, ranks.world_size)
-            find_optimizer(self.config)  # a missing library is told before anything is made
-            shard_ranks_of(self.config, ranks)  # and a number of processes that --sharding cannot divide
+        self.steps_done, self.has_begun = start.steps_done, False
+        self.upload: HubUpload | None = None
+        self._log: RunLog | None = None  # on rank 0, once training begins
+        self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
+        self._to_save: set[Output] = set()
+        with contextlib.ExitStack() as at_end:
+            shares = data.open_stores(config, ranks, start)
+            from_rank_zero(ranks, lambda: refuse_run(config, start, [share.store for share in shares]))
+            data.expect_service(config, ranks, shares)
+            self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
+            window = self._continue_loader()
+            config = resolve(config, start, self.loader, self.device)
+            set_up_device(config, self.device)
+            refuse_combinations(config, ranks.world_size)
+            find_optimizer(config)  # a missing library is told before anything is made
+            shard_ranks_of(config, ranks)  # and a number of processes that --sharding cannot divide
             expect_equal("the plan's digest", self.loader.plan.digest)
-        except BaseException:
-            self.close()
-            raise
-        if config.epochs is not None:
-            self._progress.say(f"{counted(self.config.num_steps, 'step')}: --epochs is {config.epochs:g}")
+            with failures_recorded(self):
+                if start.checkpoint is None:
+                    self._begin()
+                self.training, self._weights, self._prompts = self._build(config)
+                self.config = self.training.config
+                self._tell_assumptions()
+                self.loader.start()  # to read ahead while the rest compiles
+                from bucketline.train.compile import compile_and_count, step_work_of
 
-    def _refuse(self, rules: Sequence[Rule], shares: Sequence[WeightedStore]) -> None:
-        """Raise what the first rule refuses that does."""
-        facts = Facts(config=self._given, start=self.start, stores=[share.store for share in shares])
-        for rule in rules:
-            rule(facts)
+                self.work = step_work_of(self.config, ranks, self.device)
+                compile_and_count(self.training, ranks, self.loader, self._progress.say, self.work)
+                if self.config.push_to_hub and ranks.is_main:
+                    from bucketline.train.export import HubUpload
 
-    def _continue_loader(self) -> None:
-        """Continue the loader where a resumed run has stopped, with the window of steps that is open there."""
-        self._window: WindowState | None = None
+                    self.upload = HubUpload(self.config.push_to_hub, self._progress.say)
+                self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
+                at_end.enter_context(contextlib.closing(self.saver))
+            self._recorder = WindowRecorder(
+                log_every=self.config.log_every,
+                work=self.work,
+                gather=self._accelerator.gather,
+                begun=window,
+                samples_of=self._samples_of if ranks.is_main else None,
+            )
+            self._at_end = at_end.pop_all()
+
+    def _continue_loader(self) -> WindowState | None:
+        """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
         if (state := self.start.state) is None:
-            return
-        if self._given.new_plan:  # keep weights and optimizer, use the current stores
+            return None
+        if self.given.new_plan:  # keep weights and optimizer, use the current stores
             self.loader.start_anew(state.loader)  # at the same step, so that no random draw is repeated
-            return
+            return None  # the window's buckets are those of the former plan
         try:
             self.loader.load_state_dict(state.loader)
         except StateError as error:
             raise StateError(f"{error}; or continue by another plan, with --resume --new-plan") from error
-        self._window = state.window  # its buckets are those of this plan
+        return state.window
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Record that the run is in progress: a new one before its first file, a resumed one once nothing is refused."""
         self.has_begun = True
-        output, done = self._given.output_dir, self.steps_done
+        output, done = self.given.output_dir, self.steps_done
         from_rank_zero(self.ranks, lambda: write_status(output, RunStatus.RUNNING, done, begins=True))
 
-    def build(self) -> None:
-        """Load the model and the start's checkpoint, start the loader, and compile; write only encoded prompts."""
-        config, ranks, start, say = self.config, self.ranks, self.start, self._progress.say
-        given: dict[str, bytes] = {}
+    def _build(self, config: TrainConfig) -> tuple[Training, WeightLayout, tuple[StoredPrompt, ...]]:
+        """Build the model with its optimizer and average, as memory allows; load the prompts of its images."""
+        from bucketline.train.memory import built_to_fit
+
+        store, given = self.loader.shares[0].store, dict[str, bytes]()
         if config.image_prompts:  # before the model takes its memory
             from bucketline.train.images import encode_given
 
-            given = from_rank_zero(ranks, lambda: encode_given(config, self.loader.shares[0].store))
-        from bucketline.train.memory import built_to_fit
+            given = from_rank_zero(self.ranks, lambda: encode_given(config, store))
+        training, weights = built_to_fit(config, self.ranks, self.start, self.loader, self._progress.say)
+        if not config.num_images:
+            return training, weights, ()
+        from bucketline.train.images import load_prompts
 
-        self.training, self._weights = built_to_fit(config, ranks, start, self.loader, say)
-        self.config = config = self.training.config
-        self._prompts: tuple[StoredPrompt, ...] = ()
-        if config.num_images:
-            from bucketline.train.images import load_prompts
-
-            self._prompts = load_prompts(given, self.loader.shares[0].store, self.training.family)
-        self._tell_assumptions()
-        self.loader.start()  # to read ahead while the rest compiles
-        from bucketline.train.compile import compile_and_count, step_work_of
-
-        self.work = step_work_of(config, ranks, self.device)
-        compile_and_count(self.training, ranks, self.loader, say, self.work)
-        self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
-        self._to_save: set[Output] = set()
-        if config.push_to_hub and ranks.is_main:
-            from bucketline.train.hub import HubUploads
-
-            self.uploads = HubUploads(config.push_to_hub, say)
-        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
-        self._at_end.enter_context(contextlib.closing(self.saver))
-        self._recorder = WindowRecorder(
-            log_every=config.log_every,
-            work=self.work,
-            gather=self._accelerator.gather,
-            begun=self._window,
-            samples_of=self._samples_of if ranks.is_main else None,
-        )
-        self._log: RunLog | None = None  # on rank 0, once training begins
+        return training, weights, load_prompts(given, store, training.family)
 
     def close(self) -> None:
         """Release files and threads; a checkpoint in progress is complete when this returns."""
@@ -351,9 +336,10 @@ class Run:
 
     def train(self, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
-        if not self.has_begun:
-            self.begin()
-        with contextlib.closing(self.saver):  # what a failure's message says depends on whether the last checkpoint exists
+        # The saver is closed first: what a failure's message says depends on whether the last checkpoint exists.
+        with failures_recorded(self), contextlib.closing(self.saver):
+            if not self.has_begun:
+                self._begin()
             self._validations = from_rank_zero(self.ranks, self._open_log)
             if not self.loader.rows.buckets("val"):
                 self._progress.say(
@@ -371,7 +357,7 @@ class Run:
             (output / METRICS).unlink(missing_ok=True)  # an earlier validation was of other weights
         else:
             checkpoint.set_aside(self.start.checkpoint)
-        write_config(self.config, self._given, self.loader.shares, self.ranks.world_size)
+        write_config(self.config, self.given, self.loader.shares, self.ranks.world_size)
         validated = cut_back(self.config, self.steps_done, self._recorder.state())
         self._record_plan()
         self._log = self._at_end.enter_context(contextlib.closing(RunLog(self.config, self._accelerator, self._progress)))
@@ -388,22 +374,22 @@ class Run:
             ended = mark(self.device)
             self.steps_done += 1
             waited_before, waited = waited, self.loader.stats().waited_s
-            took = (began, ended)
-            self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
+            wait_s = waited - waited_before
+            self._write(self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=wait_s))
             self._progress.step(self.steps_done)
             self.saver.poll()
-            agreed = stop.agreed(is_overdue=self.saver.is_overdue())
-            if agreed.stopped_by is not None:
-                return agreed.stopped_by
+            stopped_by, is_overdue = stop.agreed(is_overdue=self.saver.is_overdue())
+            if stopped_by is not None:
+                return stopped_by
             # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
-            began = mark(self.device) if self._pause(agreed) else ended
+            began = mark(self.device) if self._pause(is_overdue=is_overdue) else ended
         return None
 
-    def _pause(self, agreed: Agreed) -> bool:
-        """Run the tasks that are due between two steps; return whether there was one."""
+    def _pause(self, *, is_overdue: bool) -> bool:
+        """Run the tasks that are due between two steps, a checkpoint if it `is_overdue`; return whether there was one."""
         config, done = self.config, self.steps_done
         is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)  # `or` would leave out the others
-        if agreed.saves or _due(self.saver.every_steps, done):
+        if is_overdue or _due(self.saver.every_steps, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
             self._to_save.add(Output.EXPORT)
@@ -429,12 +415,13 @@ class Run:
             self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
         self.saver.finish()
-        self._write(self._recorder.partial())
+        if (window := self._recorder.state()) is not None:
+            self._write(window.line(self.work))
         images = [output / LOSS_CURVE]
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
         if self.ranks.is_main:
-            from bucketline.train.loss_curve import draw_loss_curve
+            from bucketline.train.report import draw_loss_curve
 
             draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
             write_durably(output / checkpoint.CARD, self._card().encode())
@@ -468,8 +455,8 @@ class Run:
             return False
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
-        self._refuse(RULES_OF_A_GENERATION, self.loader.shares)
-        self.training = replace(self.training, mean_weight=data.mean_weight(self.config, self.loader.shares))
+        refuse_ignored([share.store for share in self.loader.shares])
+        self.training = replace(self.training, mean_weight=mean_weight(self.config, self.loader.shares))
         from bucketline.train.compile import compile_and_count
 
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
@@ -516,7 +503,7 @@ class Run:
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:
-        from bucketline.train.hub import model_card
+        from bucketline.train.export import model_card
 
         validation = self._validations.get(self.steps_done)
         return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
@@ -526,8 +513,8 @@ class Run:
         from bucketline.train.export import write_export
 
         write_export(folder, self._weights, config, tensors, dtype=self.config.export_dtype, card=card)
-        if self.uploads is not None and folder.name == folder_of_step(self.config.num_steps):
-            self.uploads.push(folder, counted(self.config.num_steps, "step"))
+        if self.upload is not None and folder.name == folder_of_step(self.config.num_steps):
+            self.upload.push(folder, counted(self.config.num_steps, "step"))
 
     def _draw(self, sheet: Path | None) -> bool:
         """Draw images on rank 0 (a sharded model needs every rank), without a `sheet` only try; return whether any are new."""
@@ -555,6 +542,8 @@ class Run:
     def _tell_assumptions(self) -> None:
         """Print what was left open; warn of a start at random, a new plan, changes by a resume, small buckets."""
         config, family, start = self.config, self.training.family, self.start
+        if self.given.epochs is not None:
+            self._progress.say(f"{counted(config.num_steps, 'step')}: --epochs is {self.given.epochs:g}")
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
         if config.caption_dropout and not family.is_guidable:
@@ -565,7 +554,7 @@ class Run:
                 *(config.caption_dropout, family.pipelines[0]),
             )
         if start.state is None:
-            chosen = [f"{as_option(name)} {value}" for name, value in chosen_options(config, self._given).items() if value]
+            chosen = [f"{as_option(name)} {value}" for name, value in chosen_options(config, self.given).items() if value]
             self._progress.say(f"left open: {', '.join(chosen) or 'nothing'}")
             if config.model.is_dir() and not weight_files(config.model / family.folder):
                 log.warning(

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import textwrap
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline import coming_from
 from bucketline.errors import UsageError
-from bucketline.files.run_marker import RUN_FILE
+from bucketline.files.paths import RUN_FILE
 from bucketline.option_value import OptionValue
 from bucketline.options import COMMAND_LINE_ONLY, options_of, sections_of, suggestion
 from bucketline.typed_json import as_toml, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
@@ -85,37 +85,34 @@ def _command_line_only(options: type) -> set[str]:
     return {one.name for one in fields(options) if COMMAND_LINE_ONLY.items() <= one.metadata.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """What gives cyclopts the options that a command line does not: the folder of the run that it resumes, and its files.
+def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> Callable[..., None]:
+    """Return what gives cyclopts the options that a command line does not: the folder of a `run` to resume, and its files.
 
     `commands`: other words that may have been meant by one that is not a preset.
     """
 
-    options: type
-    run: str | None
-    commands: Collection[str] = ()
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    def fill(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Set the arguments that have no value yet."""
         from cyclopts.config import Dict
 
         words = {one.field_info.name: [token.value for token in one.tokens] for one in arguments if one.tokens}
-        sources = [(one, values_of_file(self.options, one, self.commands)) for one in words.get("files", ())]
-        if self.run is not None:
-            path = Path(self.run) / RUN_FILE
+        sources = [(one, values_of_file(options, one, commands)) for one in words.get("files", ())]
+        if run is not None:
+            path = Path(run) / RUN_FILE
             if not path.is_file():
-                raise UsageError(f"there is no run in {self.run} to resume: it has no {RUN_FILE}; name the folder of a run")
-            if other := next((one for one in words.get("output_dir", ()) if Path(one) != Path(self.run)), None):
+                raise UsageError(f"there is no run in {run} to resume: it has no {RUN_FILE}; name the folder of a run")
+            if other := next((one for one in words.get("output_dir", ()) if Path(one) != Path(run)), None):
                 raise UsageError(
-                    f"--resume is {self.run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
+                    f"--resume is {run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
                 )
-            sources = [(str(path), values_of_file(self.options, str(path))), *sources, ("--resume", {"output_dir": self.run})]
+            sources = [(str(path), values_of_file(options, str(path))), *sources, ("--resume", {"output_dir": run})]
         given = {*words}
         for place, values in reversed(sources):
             own = {name: value for name, value in values.items() if name not in given and _INSTEAD.get(name) not in given}
             given |= own.keys()
-            Dict({name: value for name, value in own.items() if value != []}, source=place)(app, commands, arguments)
+            Dict({name: value for name, value in own.items() if value != []}, source=place)(app, names, arguments)
+
+    return fill
 
 
 def config_as_json(config: Any) -> dict[str, Json]:  # noqa: ANN401 - a TrainConfig, whose file imports this one

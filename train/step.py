@@ -1,33 +1,37 @@
-"""One complete optimizer step."""
+"""One complete optimizer step, and validation."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bucketline.loader.plan.permutation import key_of
+from bucketline.errors import UsageError
+from bucketline.loader.mixture import parse_stores
+from bucketline.loader.plan.order import key_of
 from bucketline.train.config import WeightDtype
-from bucketline.train.noise import squared_error
+from bucketline.train.noise import sample_noise, squared_error
 from bucketline.train.optim import learning_rate_at
 from bucketline.train.parallel import free_gathered, whole, without_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from bucketline.families.family import Family
-    from bucketline.loader import Batch
+    from bucketline.loader import Batch, WeightedStore
     from bucketline.train.config import TrainConfig
-    from bucketline.train.ema import Average
     from bucketline.train.noise import Noised, Prep
+    from bucketline.train.optim import Average
+    from bucketline.typed_json import Json
+
 
 # Purposes of keys of the seed; `loader/plan/` has 1 to 7, and a 4 only in keys without a step.
 _DROPOUT, _ROUNDING = 4, 8
@@ -44,7 +48,6 @@ class Training:
     average: Average
     prep: Prep
     autocast: torch.autocast
-    scheduler: dict[str, Any] = field(default_factory=dict)  # configuration of diffusers', with the trained objective
     mean_weight: float | None = None  # of the stores' rows in the loss; None: each counts alike
     trained: tuple[nn.Parameter, ...] = field(init=False)  # of the model, which takes milliseconds to look through
 
@@ -79,6 +82,23 @@ class Training:
         """Return the error of the model's prediction for each sample, [B] float32: in training as in validation."""
         prediction = self.predict(model, noised.noisy, noised.timesteps, noised.conditions(batch))
         return squared_error(prediction, noised.target)
+
+
+def store_weights(config: TrainConfig) -> tuple[float, ...]:
+    """Return the weights of the stores in the loss, 1 where only others have one; () if none has."""
+    weights = [one.weight for one in parse_stores(config.store, "--store")]
+    return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
+
+
+def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
+    """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
+    if not (weights := store_weights(config)):
+        return None
+    rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
+    mean = sum(weight * count for weight, count in zip(weights, rows, strict=True)) / sum(rows)
+    if mean == 0:
+        raise UsageError("the weight of every --store that has rows is 0, expected one above 0")
+    return mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +141,9 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         bucket = batch.bucket
     if config.weights is WeightDtype.BF16:  # so is stochastic rounding, of which all ranks draw the same
         torch.manual_seed(key_of(config.seed, _ROUNDING, step) >> 1)
+    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found, by which it steps
     grad_norm = update(training.optimizer, training.trained, config.clip_norm)
     training.average.update(step)
-    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
 
 
@@ -174,3 +194,50 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 def is_whole_on_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor is on a GPU and not one of FSDP's."""
     return tensor.is_cuda and not isinstance(tensor, DTensor)
+
+
+# ------------------------------------------------------------------------------------------------------------------ validation
+# Validation: every held-out sample at fixed timesteps, with fixed noise per sample and the averaged weights.
+#
+# A sample's noise depends only on the sample, so the curve does not jitter with batches, ranks or steps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResult:
+    """Means over the held-out samples."""
+
+    loss: float
+    zero_loss: float  # the loss of predicting zero, computed in the same way
+    loss_per_timestep: dict[int, float]
+
+    def line(self, steps_done: int) -> dict[str, Json]:
+        return {
+            "step": steps_done,
+            "val_loss": self.loss,
+            "val_zero_loss": self.zero_loss,
+            "val_loss_per_timestep": {str(timestep): loss for timestep, loss in self.loss_per_timestep.items()},
+        }
+
+
+@torch.no_grad()
+def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Callable[[Tensor], Tensor]) -> ValidationResult:
+    """Evaluate this rank's held-out batches, sum over the ranks, and return the means; one host sync, at the end."""
+    num, num_timesteps = training.config.val_timesteps, training.prep.schedule.num_timesteps
+    timesteps = [(2 * i + 1) * num_timesteps // (2 * num) for i in range(num)]  # the midpoints of equal parts
+    sums = []  # of each batch, [2 * val_timesteps + 1] float64: losses, losses of predicting zero, the weight of its samples
+    with training.averaged() as model:
+        for stored in batches:
+            batch, noise, weights = stored.dequantised(), sample_noise(stored), stored.weight.double()
+            losses, zero_losses = [], []
+            for timestep in timesteps:
+                noised = training.prep.for_validation(batch, noise, timestep)
+                losses.append((training.errors(model, noised, batch).double() * weights).sum())
+                zero_losses.append((squared_error(torch.zeros_like(noised.target), noised.target).double() * weights).sum())
+            sums.append(torch.stack([*losses, *zero_losses, weights.sum()]))
+    total = sum_over_ranks(torch.stack(sums).sum(0)).tolist()
+    *each, weight = total
+    return ValidationResult(
+        loss=sum(each[: len(timesteps)]) / weight / len(timesteps),
+        zero_loss=sum(each[len(timesteps) :]) / weight / len(timesteps),
+        loss_per_timestep={timestep: loss / weight for timestep, loss in zip(timesteps, each, strict=False)},
+    )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 
+from bucketline.model_file import LORA_FILE, PEFT_FILE
 from bucketline.train.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
-from bucketline.weight_files import LORA_FILE, PEFT_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

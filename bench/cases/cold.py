@@ -14,8 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.bench.apart import apart
-from bucketline.bench.harness import Mark, Result, StoreCase, Subject, alternate, counted_threads, summarise
-from bucketline.bench.process_usage import FROM_DISK, TRIES, drop_pages, read_bytes
+from bucketline.bench.harness import (
+    FROM_DISK,
+    TRIES,
+    Mark,
+    Result,
+    StoreCase,
+    Subject,
+    alternate,
+    counted_threads,
+    drop_pages,
+    read_bytes,
+    summarise,
+)
 from bucketline.errors import BucketlineError, CorruptError, UsageError
 
 if TYPE_CHECKING:
@@ -175,7 +186,7 @@ def plan_captions(store: Path, batch_size: int, batches: int, seed: int, plan: P
 
 def _first_rows(store: Store, batch_size: int, batches: int, seed: int) -> tuple[Bucket, NDArray[np.int64]]:
     from bucketline.loader import LoaderConfig
-    from bucketline.loader.plan.make_plan import plan_of
+    from bucketline.loader.plan.plan import plan_of
 
     plan = plan_of(store, LoaderConfig(batch_size=batch_size, seed=seed), 1)
     return store.buckets("train")[0], np.concatenate([plan.at(step).rows for step in range(batches)])
@@ -208,7 +219,7 @@ def read_cold(asked: dict[str, Any]) -> Read:
 
 def direct(run: ColdRun, plan: Plan) -> Prepared:
     """Read the plan's ranges with O_DIRECT in threads, each from the start of its first sector."""
-    from bucketline.bench.memcpy import in_threads
+    from bucketline.bench.harness import in_threads
 
     store = _opened(run.store)
     fds = [os.open(shard.paths.lmdb, os.O_RDONLY | os.O_DIRECT) for shard in store.shards]

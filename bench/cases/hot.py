@@ -60,7 +60,7 @@ class Hot(StoreCase):
     """Numbers of prefetch threads; each is measured."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.memcpy import Copies
+        from bucketline.bench.harness import Copies
         from bucketline.loader import Loader, LoaderConfig
         from bucketline.store import Store
 
@@ -105,7 +105,7 @@ class HotText(Case):
     """Prefetch threads."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+        from bucketline.bench.fixtures.stores import StoreShape, kept_store
         from bucketline.loader import LoaderConfig, TextForm
 
         shape = StoreShape(
@@ -149,7 +149,7 @@ def delivering(
     the first time must enter its page table, and a batch of such pages takes 1.7 times as long.
     """
     from bucketline.loader import Loader
-    from bucketline.loader.prefetch.readahead import WARM_AFTER
+    from bucketline.loader.prefetch.ahead import WARM_AFTER
 
     def deliver() -> Delivery:
         for file in path.rglob("*"):  # some systems drop pages that nobody has read for a minute

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.bench.fixtures.kept import kept
+from bucketline.bench.fixtures.stores import kept
 from bucketline.bench.harness import Case, Clock, Mark, Result, Subject, alternate, not_measured, summarise
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.apart import apart
-from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
-from bucketline.bench.fixtures.random_model import ModelShape, kept_model
+from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs
+from bucketline.bench.fixtures.trained_model import kept_random_model as kept_model
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, not_measured, summarise
 from bucketline.errors import BucketlineError
 
@@ -224,7 +224,7 @@ class PackMemory(Case):
 def listing_bytes(source: str) -> int:
     """Return the private bytes that a listing adds to this process."""
     from bucketline.bench.cases.start import memory_kib
-    from bucketline.ingest.sources.open_source import open_source
+    from bucketline.ingest.sources.dataset_file import open_source
 
     opened = open_source(source)
     before = memory_kib()["private"]

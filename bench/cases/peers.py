@@ -88,7 +88,7 @@ class Peers(_OnPeers):
     """Minimum total seconds of a hot repeat's passes."""
 
     def measure_and_tell(self, folder: Path) -> tuple[list[Result], dict[str, Any]]:
-        from bucketline.bench.peers.capabilities import as_json
+        from bucketline.bench.peers.registry import as_json
 
         peers = self._set(folder)
         written = peers.write(chosen([entry for entry in ENTRIES if entry.hot or entry.cold], self.only))

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.parallel.item_parts import Outline
+    from bucketline.ingest.parallel.exchange import Outline
     from bucketline.ingest.sources.source import Listing
-    from bucketline.loader.plan.lanes import ShardRuns
+    from bucketline.loader.plan.epoch_steps import ShardRuns
     from bucketline.loader.plan.plan import Plan
 
 BITS = (10, 20, 40)
@@ -144,7 +144,7 @@ def in_shards(rows: int) -> ShardRuns:
     """Spread rows evenly over shards of at least a thousand, at most 10,000 shards."""
     import numpy as np
 
-    from bucketline.loader.plan.lanes import ShardRuns
+    from bucketline.loader.plan.epoch_steps import ShardRuns
 
     num_shards = min(SHARDS, max(1, rows // 1000))
     ends = np.arange(1, num_shards + 1) * rows // num_shards
@@ -200,13 +200,11 @@ class ScaleListing(Case):
 
 def _steps(folder: Path, samples: int, shards: int) -> dict[str, Callable[[], object]]:
     """Make a store and return the steps of a run over a source that has exactly its images."""
-    from bucketline.bench.fixtures.sparse_store import kept_sparse_store
-    from bucketline.ingest.listing_diff import not_in_source, unknown
-    from bucketline.ingest.pipeline.packed_index import PackedIndex
+    from bucketline.bench.fixtures.stores import kept_sparse_store
+    from bucketline.ingest.packed_index import PackedIndex, not_in_source, unknown
     from bucketline.store import Store
     from bucketline.store.folder import LocalFolder
-    from bucketline.store.write.change_base import ChangeBase
-    from bucketline.store.write.publish import replaced
+    from bucketline.store.write.publish import ChangeBase, replaced
 
     path = kept_sparse_store(folder, shards, samples)
     outline = _outline_of(path)
@@ -242,8 +240,8 @@ def _microseconds(act: Callable[[], object], samples: int, _: int) -> float:
 
 def _outline_of(path: Path) -> Outline:
     """Return the outline of a source whose images are the store's samples."""
-    from bucketline.bench.fixtures.sparse_store import sample_ids
-    from bucketline.ingest.parallel.item_parts import take_apart
+    from bucketline.bench.fixtures.stores import sample_ids
+    from bucketline.ingest.parallel.exchange import take_apart
     from bucketline.ingest.sources.source import Listing, SourceItem
     from bucketline.store import Store
 
@@ -262,7 +260,7 @@ def _listing(count: int) -> Listing:
 
 def _dealt(count: int, num_ranks: int, rank: int) -> object:
     """Return what a rank keeps: its images, and on rank 0 also the outline of all images."""
-    from bucketline.ingest.parallel.item_parts import take_apart
+    from bucketline.ingest.parallel.exchange import take_apart
 
     outline, slices = take_apart(_listing(count), num_ranks)
     return (outline, slices[0]) if rank == 0 else slices[rank]

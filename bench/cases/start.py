@@ -40,7 +40,7 @@ class Start(Case):
     """Numbers of shards to open, with ten rows each."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.fixtures.sparse_store import kept_sparse_store
+        from bucketline.bench.fixtures.stores import kept_sparse_store
 
         stores = {f"{rows:,} rows, {self.num_shards} shards": (self.num_shards, rows) for rows in self.rows}
         sizes = {f"{n} shard{'s' if n > 1 else ''}": (n, 10 * n) for n in self.shards}
@@ -132,7 +132,7 @@ class FirstBatch(Case):
     """Rows per batch."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.fixtures.sparse_store import kept_sparse_store
+        from bucketline.bench.fixtures.stores import kept_sparse_store
 
         path = kept_sparse_store(folder, self.num_shards, self.rows)
 

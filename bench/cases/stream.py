@@ -70,9 +70,8 @@ class Stream(StoreCase):
     """Milliseconds before each of the server's answers, for the first batch."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.fixtures.pushed_store import pushed
         from bucketline.bench.fixtures.server_process import ServerProcess
-        from bucketline.bench.fixtures.sparse_store import kept_sparse_store
+        from bucketline.bench.fixtures.stores import kept_sparse_store, pushed
 
         store, served = self.kept_store(folder), folder / "served"
         sparse = {rows: kept_sparse_store(folder, 32, rows) for rows in self.first_batch_rows}
@@ -124,9 +123,8 @@ def _lines(store: str) -> list[tuple[str, int, int]]:
     As much of the page cache as they have is filled and freed: in a virtual machine, the very first touch of memory makes the
     host allocate it, which takes about 10 times as long.
     """
-    from bucketline.store.format.hashing import LINE_BYTES
-    from bucketline.store.format.layout import shard_paths
-    from bucketline.store.format.manifest import read_manifest
+    from bucketline.store.format.block import LINE_BYTES
+    from bucketline.store.format.manifest import read_manifest, shard_paths
 
     found = []
     for entry in read_manifest(Path(store)).shards:
@@ -162,7 +160,7 @@ def gets(server: str, store: str, _cache: str, _batch_size: int) -> Spent:
     import obstore
     from obstore.store import HTTPStore
 
-    from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
+    from bucketline.store.remote.cache.fetch import MAX_REQUESTS
 
     lines = _lines(store)
     options = {"allow_http": True, "timeout": timedelta(seconds=60)}

@@ -35,23 +35,20 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
     made = {} if "store" in more else {"store": (kept_store(folder, model, rows),), "model": kept_model(folder, model)}
     own: dict[str, Any] = {
         **made,
-        "output_dir": folder / "never-made",
+        "output_dir": folder / "train.run",
         "prefetch_bytes": 1 << 20,
         "precision": Precision.BF16 if torch.cuda.is_available() else Precision.FP32,
     }
     return TrainConfig(**{**own, **more})
 
 
-def _trainer(asked: TrainConfig, progress: ProgressLine | None = None, *, is_kept: bool = False) -> Run:
-    """Return the trainer of a run on one rank; `is_kept`: it takes its output folder."""
+def _trainer(asked: TrainConfig, progress: ProgressLine | None = None) -> Run:
+    """Return the trainer of a run on one rank."""
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.run import Run
 
-    if is_kept:
-        asked.output_dir.mkdir(parents=True, exist_ok=True)
-    run = Run(asked, TrainRanks(rank=0, world_size=1), progress=progress)
-    run.build()
-    return run
+    asked.output_dir.mkdir(parents=True, exist_ok=True)
+    return Run(asked, TrainRanks(rank=0, world_size=1), progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +298,7 @@ class TrainSaves(Case):
             lora_rank=self.lora_rank,
         )
         times, stop = Ends(), StopRequest(TrainRanks(rank=0, world_size=1))
-        trainer = _trainer(asked, times, is_kept=True)
+        trainer = _trainer(asked, times)
         try:
             trainer.train(stop)
         finally:

@@ -149,9 +149,8 @@ def _imported(kind: str, folder: Path, made: Environment, count: int) -> int:
 def compare(kind: str, cache: Path, samples: Sequence[dict[str, Any]]) -> int:
     """Import a cache, and compare what is read and what is stored with the samples; return the number of values."""
     from bucketline.ingest.cli import main as ingest_main
-    from bucketline.ingest.importers.cache import ListRequest
-    from bucketline.ingest.importers.listing import listed
-    from bucketline.ingest.importers.registry import IMPORTERS
+    from bucketline.ingest.importers.cache import IMPORTERS, ListRequest
+    from bucketline.ingest.importers.reading import listed
     from bucketline.ingest.importers.rows import read_entry
     from bucketline.store import Store
 

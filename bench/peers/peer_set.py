@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.apart import apart
-from bucketline.bench.harness import Subject, alternate
+from bucketline.bench.harness import FROM_DISK, TRIES, Subject, alternate, drop_pages
 from bucketline.bench.peers import worker
 from bucketline.bench.peers.environments import Environment, Failure, environment, own_environment
 from bucketline.bench.peers.registry import OURS, Remote
 from bucketline.bench.peers.samples import SetShape, expected
 from bucketline.bench.peers.worker import Task, Timed, own_folder, write_expected
-from bucketline.bench.process_usage import FROM_DISK, TRIES, drop_pages
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.fixtures.server_process import control
-from bucketline.bench.peers.gate import GateError, check, sums_up, touch
+from bucketline.bench.harness import cpu_s, read_bytes
 from bucketline.bench.peers.registry import BY_NAME, Opened, Remote, Way
-from bucketline.bench.peers.samples import Expected, SetShape
-from bucketline.bench.process_usage import cpu_s, read_bytes
+from bucketline.bench.peers.samples import Expected, GateError, SetShape, check, sums_up, touch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.cosmos import ORIGINAL_NAMES, do_without_torchvision
 from bucketline.families.family import Encoded, Family, Padding, Part
-from bucketline.families.schedules import flow
+from bucketline.families.packing import flow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from bucketline.families.family import Family, Part
-from bucketline.families.schedules import flow
+from bucketline.families.packing import flow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Padding, Part
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, image_ids, pack
-from bucketline.families.schedules import flow
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, flow, image_ids, pack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

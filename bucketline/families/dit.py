@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Expected, Family, refuse_unsquare
-from bucketline.families.schedules import LINEAR
-from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.families.packing import LINEAR
+from bucketline.store.format.block import CLASS_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

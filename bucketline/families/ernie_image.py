@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Padding, Part
-from bucketline.families.packing import PATCH
-from bucketline.families.schedules import flow
+from bucketline.families.packing import PATCH, flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,16 +19,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bucketline.errors import UsageError
 from bucketline.families.modular import modular_pipeline
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, channels_first, channels_last, join_layers, pack, unpack
-from bucketline.families.schedules import SCALED_LINEAR
-from bucketline.store.format.columns import POOLED, TOKENS
+from bucketline.families.packing import (
+    NUM_TRAIN_TIMESTEPS,
+    SCALED_LINEAR,
+    channels_first,
+    channels_last,
+    join_layers,
+    pack,
+    unpack,
+)
+from bucketline.store.format.block import POOLED, TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from bucketline.families.schedules import NoiseLevels
+    from bucketline.families.packing import NoiseLevels
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
 

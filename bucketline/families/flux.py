@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Part, variants
-from bucketline.families.packing import PATCH, image_ids
-from bucketline.families.schedules import flow
-from bucketline.store.format.columns import POOLED
+from bucketline.families.packing import PATCH, flow, image_ids
+from bucketline.store.format.block import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

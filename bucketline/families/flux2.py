@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Part, variants
-from bucketline.families.packing import PATCH, grid_ids
-from bucketline.families.schedules import by_size_and_steps, flow
+from bucketline.families.packing import PATCH, by_size_and_steps, flow, grid_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

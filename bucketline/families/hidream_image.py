@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import SAME_WIDTH, Expected, Family, Part
-from bucketline.families.packing import split_layers
-from bucketline.families.schedules import flow
-from bucketline.store.format.columns import POOLED
+from bucketline.families.packing import flow, split_layers
+from bucketline.store.format.block import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Padding, Part
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, grid_ids, padded_left
-from bucketline.families.schedules import by_pixels, flow
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, by_pixels, flow, grid_ids, padded_left
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Expected, Family, Padding, Part
-from bucketline.families.packing import PATCH, image_ids
+from bucketline.families.packing import PATCH, alike_if_distilled, flow, image_ids
 from bucketline.families.qwenimage import QwenImage
-from bucketline.families.schedules import alike_if_distilled, flow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import SAME_WIDTH, Expected, Family, Padding, Part
-from bucketline.families.schedules import LINEAR
+from bucketline.families.packing import LINEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.errors import ModelError
 from bucketline.families.family import Family, Padding, Part
-from bucketline.families.schedules import flow
+from bucketline.families.packing import flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

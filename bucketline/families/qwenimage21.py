@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.chats import NO_PROCESSOR, TextProcessor
 from bucketline.families.family import Family, Padding, Part
-from bucketline.families.image_positions import place_behind_captions
-from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH
+from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, place_behind_captions
 from bucketline.families.qwenimage import QwenImage
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.errors import ModelError
 from bucketline.families.family import PENULTIMATE_CLIP, Expected, Family, Part, StandIn, variants
-from bucketline.families.schedules import flow
-from bucketline.store.format.columns import POOLED
+from bucketline.families.packing import flow
+from bucketline.store.format.block import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import PENULTIMATE_CLIP, Expected, Part, variants
 from bucketline.families.stable_diffusion import TEXT_TIME, StableDiffusion
-from bucketline.store.format.columns import POOLED
+from bucketline.store.format.block import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

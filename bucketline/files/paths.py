@@ -1,10 +1,14 @@
-"""Path checks: suggestions for a missing path, overlapping paths, and what a path that is not a store contains."""
+"""Paths: suggestions and overlaps, what is redacted in messages, regular files, and the files of a training run's folder."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
+import json
 import os
+import re
+import stat
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,34 +18,12 @@ from bucketline.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
 _LOOKED_AT = 10_000  # maximum number of names read from a folder
 IMAGE_SUFFIXES = frozenset(
     [
-        ".apng",
-        ".avif",
-        ".bmp",
-        ".cur",
-        ".dib",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".ico",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jxl",
-        ".pgm",
-        ".png",
-        ".pnm",
-        ".ppm",
-        ".qoi",
-        ".tga",
-        ".tif",
-        ".tiff",
-        ".webp",
+        *(".apng", ".avif", ".bmp", ".cur", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg"),
+        *(".jpg", ".jxl", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"),
     ]
 )
 
@@ -147,3 +129,150 @@ def refuse_overlap(source: Path, store: Path) -> None:
     }
     if how := overlap(store, source):
         raise UsageError(f"{found[how]}; choose a store outside the folder of images")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- redact
+# Redact sources and names for messages: remove passwords, tokens of signed URLs, and arguments of commands.
+
+HIDDEN = "…"
+PIPE = "pipe:"
+_URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s'"`]*@)?(?P<place>[^?#\s'"`]*)(?P<rest>[?#][^\s'"`]*)?""")
+_KNOWN = r"(?:s3|gs|az|https?|ftps?|hf|file|memory)"
+_BEGIN = re.compile(  # of a URL, however it is misspelt: its scheme, and what stands before the path
+    rf"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*\s*[:;]\s*[/\\]+|{_KNOWN}(?:\s*[:;]\s*[/\\]*|\s*[/\\]+)|[/\\]{{2,}}|)"""
+    r"""(?P<authority>[^/?#\\]*)""",
+    re.IGNORECASE,
+)
+
+
+def redacted(text: str) -> str:
+    """Return a source's text without its secrets.
+
+    >>> redacted("https://me:secret@host/a.tar?token=secret::https://host/b.tar")
+    'https://host/a.tar?…::https://host/b.tar'
+    >>> redacted("pipe:TOKEN=secret curl -u me:secret https://host/a.tar | zcat")
+    'pipe:…'
+    >>> redacted("https:/me:secret@host/a.tar"), redacted("https://me:sec/ret@host/a.tar"), redacted("https://me:secret/host/a.tar")
+    ('https:/host/a.tar', 'https://host/a.tar', 'https://me:…/host/a.tar')
+    """
+    if text.startswith(PIPE):
+        return PIPE + HIDDEN
+    text = _without_user(text)
+    return "::".join(_URL.sub(_without_secrets, part) for part in text.split("::"))
+
+
+def redacted_within(message: str, source: str) -> str:
+    """Return another program's message without secrets; it may quote the source, its command, or another URL."""
+    return _URL.sub(_without_secrets, message.replace(source, redacted(source)) if source else message)
+
+
+def without_userinfo(url: str) -> str:
+    """Return a URL without user and password."""
+    return re.sub(r"(://)[^/?#\s'\"]*@", r"\1", url)
+
+
+def has_password(text: str) -> bool:
+    """Return whether a text begins as a URL with a user and a password does, with or without its scheme.
+
+    >>> has_password("https:/me:secret@host/a"), has_password("me:secret@host/a"), has_password("/data/a:b@c")
+    (True, True, False)
+    """
+    return _without_user(text) != text
+
+
+def _without_user(text: str) -> str:
+    """Return a URL without user and password, also where it is not quite one; another text as it is."""
+    found = _BEGIN.match(text)
+    assert found is not None  # it matches the empty text
+    scheme, authority = found["scheme"], found["authority"]
+    after = text[found.end() :]
+    user, at, host = authority.rpartition("@")
+    if at:
+        return scheme + host + after if scheme or ":" in user else text
+    host, colon, port = authority.rpartition(":")
+    if not colon or not port or port.isdecimal() or authority.endswith("]") or not (scheme or "@" in after):
+        return text
+    _, at, rest = after.rpartition("@")  # the password has a slash, or a question mark
+    return scheme + rest if at else f"{scheme}{host}:{HIDDEN}{after}"
+
+
+def _without_secrets(found: re.Match[str]) -> str:
+    rest = found["rest"]
+    return found["scheme"] + found["place"] + (f"{rest[0]}{HIDDEN}" if rest else "")
+
+
+# ------------------------------------------------------------------------------------------------------------------ run marker
+# The files of a training run's folder, and how ingest and trainer recognise it: its images must never become samples.
+
+STATUS = "status.json"  # written first in a run's folder and never removed
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+CHECKPOINTS = "checkpoints"  # folder of the checkpoints
+RUN_FILE = "run.toml"  # the options of CONFIG, to be run again
+IMAGES, IMAGES_FOLDER = "images.png", "images"  # the last contact sheet, and what is drawn along the run
+LOSS_CURVE = "loss.png"
+_FIELDS = frozenset(("state", "step", "reason"))  # of the status
+_MAX_BYTES = 1 << 16  # the reason is an error message
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if the folder contains a training run, judged by the fields of its `status.json`."""
+    try:
+        with (folder / STATUS).open("rb") as file:
+            return is_status(file.read(_MAX_BYTES))
+    except OSError:
+        return False
+
+
+def is_status(data: bytes) -> bool:
+    """Return True if this is the content of a training run's `status.json`."""
+    try:
+        found = json.loads(data[:_MAX_BYTES])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() == _FIELDS
+
+
+# ---------------------------------------------------------------------------------------------------------------- regular file
+# Open regular files for reading, or links to them; never a pipe or a device, which could block or never end.
+#
+# Links are followed, because large shards may be on another disk. Writes and removals never follow one (`atomic_write`,
+# `locks`).
+
+NO_FILE = "it is a pipe, a device or a folder, expected a file"
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: do not block if a pipe has just replaced the file
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file, or a link to one, and return its descriptor."""
+    _refuse_others(path.stat(), path)  # check before opening: opening a device may have side effects
+    fd = os.open(path, _FLAGS)
+    try:
+        _refuse_others(os.fstat(fd), path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return a file's content, truncated to `most_bytes` + 1 bytes, so that the caller can detect a file that is too long."""
+    with open(open_regular(path), "rb") as file:
+        return file.read(most_bytes + 1)
+
+
+def why_unread(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file cannot be read as UTF-8 text, to follow its name in a sentence.
+
+    >>> why_unread(FileNotFoundError(2, "No such file or directory", "a.txt"))
+    'does not exist'
+    """
+    if isinstance(error, FileNotFoundError):
+        return "does not exist"
+    return (
+        f"is not UTF-8 (byte {error.start})" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
+    )
+
+
+def _refuse_others(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, NO_FILE, os.fspath(path))

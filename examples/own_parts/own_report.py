@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import print_json
 from bucketline.options import Positional  # noqa: TC001 - commands read their annotations at run time
-from bucketline.store.commands.place import ReadingArguments, StorePlace
-from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.commands.look import ReadingArguments, StorePlace
+from bucketline.store.read.samples import Selection, live_samples
 
 if TYPE_CHECKING:
     from bucketline.pages.page import Section

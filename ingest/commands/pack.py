@@ -1,4 +1,4 @@
-"""`ingest pack`."""
+"""`ingest pack`, and the lines that several commands of `ingest` print."""
 
 from __future__ import annotations
 
@@ -19,24 +19,53 @@ from bucketline.command_line import (
     torchrun_ranks,
 )
 from bucketline.errors import SourceError, UsageError
-from bucketline.files.paths import is_folder_of_images
-from bucketline.files.redact import redacted
-from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
+from bucketline.files.paths import is_folder_of_images, redacted
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
+from bucketline.ingest.other_options import STORED_OPTIONS
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
-from bucketline.pack_options import FIELDS, shown_option
-from bucketline.store.commands.place import shown
+from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from bucketline.ingest.dry_run import DryRun
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.dataset import DryRun
+    from bucketline.ingest.packed_index import SampleChanges
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 
 
-RULES = frozenset(option.removeprefix("--").replace("-", "_") for option in FIELDS) - {"max_crop"}
-"""The fields of the options that a store records, but `max_crop`, whose default is the store's anyway."""
+# -------------------------------------------------------------------------------------------------------------------- printing
+# Lines that several commands of `ingest` print.
+
+
+def print_entry(entry: DatasetEntry | None) -> None:
+    """Print the line that comes before a source's own, if it is one of a data set file."""
+    if entry is not None:
+        print(f"{one_line(str(entry.name))} x {entry.repeats}: {one_line(str(redacted(entry.path)))}")
+
+
+def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str], without: str | None) -> None:
+    """Print where captions came from, which images have none, and notes about the source."""
+    if without is not None:
+        print(f"  images without a caption: {without}")
+    if captions_from:
+        print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
+    for note in notes:
+        print(f"  note: {one_line(note)}")
+
+
+def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
+    """Print the first ten captions without an image and the first ten skipped images."""
+    for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
+        for name in names[:10]:
+            print(f"  warning: {what}: {one_line(name)}")
+        if (more := len(names) - 10) > 0:
+            print(f"  warning: and {more} more: {what}")
+
+
+# ------------------------------------------------------------------------------------------------------------------------ pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +73,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
-        from bucketline.ingest.parallel.signals import exit_code_of
+        from bucketline.ingest.packing.run import naming_packed_model, with_packed_model
+        from bucketline.ingest.parallel.ranks import exit_code_of
 
         if self.engine is not None:
             _prepare_environment(self)
@@ -97,11 +126,11 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import with_dataset_file
 
         options, given = with_dataset_file(options, options.source, given, FILE_TABLES)
-        return replace(options, left_out=(RULES | {"model"}) - given)
+        return replace(options, left_out=frozenset((*STORED_OPTIONS, "model")) - given)
 
     def _as_stored(self) -> Pack:
         """Return the options with the store's for those that were left out, and say which."""
-        from bucketline.ingest.packing.stored_rules import with_stored_rules
+        from bucketline.ingest.packing.run import with_stored_rules
 
         own = with_stored_rules(self)
         assert isinstance(own, Pack)
@@ -111,9 +140,9 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
     def _say_rules(self, asked: PackConfig, own: PackConfig, name: str = "") -> None:
         """Print the rules that are taken from the store, of one of several sources with its name."""
-        from bucketline.ingest.packing.stored_rules import changed_rules
+        from bucketline.ingest.packing.run import changed_rules
 
-        rules = ", ".join(shown_option(option, value) for option, value in changed_rules(asked, own).items())
+        rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:
             print(f"{name}as the store was packed: {printable(rules)}")
 
@@ -177,7 +206,7 @@ _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
-    from bucketline.ingest.parallel.signals import Stopped
+    from bucketline.ingest.parallel.ranks import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
         return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"
@@ -237,7 +266,8 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
-    _print_dropped_and_kept(summary, config)
+    _print_sample_changes(summary, config)
+    _print_ids(("kept, with the captions of the rules before", summary.captions_as_before, []))
     if summary.text_error is not None:
         print(f"  error of the quantised text: {summary.text_error}")
     print(
@@ -262,14 +292,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if report.too_many_rejects:
         print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
-    if report.not_pruned:
-        print(f"  not pruned: {printable(report.not_pruned)}")
-    _print_ids(
-        ("would be dropped, because rejected now", report.dropped, report.dropped_ids),
-        ("would be dropped, because no longer in the source", report.pruned, report.pruned_ids),
-        ("cannot be read now, but kept in the store", report.kept_unreadable, report.kept_unreadable_ids),
-    )
-    _print_gone(report.not_in_source, report.not_in_source_ids, is_pruning=config.prune is not None)
+    _print_sample_changes(report, config)
     if report.pending_shards:
         shards = counted(report.pending_shards, "shard")
         print(f"  an interrupted run left {shards}, which a pack adopts first; their images are counted as new")
@@ -295,18 +318,18 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
         )
 
 
-def _print_dropped_and_kept(summary: PackResult, config: PackConfig) -> None:
-    """Print what happened to rows whose images were rejected, unreadable or missing."""
+def _print_sample_changes(summary: SampleChanges, config: PackConfig) -> None:
+    """Print what happens, or would happen, to rows whose images are rejected, unreadable or missing."""
+    would = "would be " if config.dry_run else ""
     if summary.not_pruned:
         print(f"  not pruned: {printable(summary.not_pruned)}")
     _print_ids(
-        ("dropped, because rejected now", summary.dropped, summary.dropped_ids),
-        ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
+        (f"{would}dropped, because rejected now", summary.dropped, summary.dropped_ids),
+        (f"{would}dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
         ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
         ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
     )
     _print_gone(summary.not_in_source, summary.not_in_source_ids, is_pruning=config.prune is not None)
-    _print_ids(("kept, with the captions of the rules before", summary.captions_as_before, []))
 
 
 def _print_gone(count: int, first: list[str], *, is_pruning: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from bucketline.command_line import one_line, print_json
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
+from bucketline.store.commands.look import ReadingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)

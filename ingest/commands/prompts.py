@@ -10,7 +10,7 @@ from typing import Annotated
 from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
+from bucketline.store.commands.look import ChangingArguments, StorePlace, shown
 
 _NAMED = 3  # prompts that were cut
 

@@ -6,17 +6,11 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import (
-    counted,
-    human_bytes,
-    one_line,
-    print_json,
-    printable,
-)
-from bucketline.ingest.commands.printing import print_captions_and_notes, print_entry, print_warnings
+from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
+from bucketline.ingest.commands.pack import print_captions_and_notes, print_entry, print_warnings
 from bucketline.ingest.config import FILE_TABLES, ScanConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
-from bucketline.store.commands.place import shown
+from bucketline.store.commands.look import shown
 
 if TYPE_CHECKING:
     from bucketline.ingest.scan import ScanReport

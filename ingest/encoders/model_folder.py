@@ -1,24 +1,177 @@
-"""A model in diffusers layout: a folder with `vae/`, `text_encoder/`, `tokenizer/`, or the name of one on a hub."""
+"""A model in diffusers layout: a folder with `vae/`, `text_encoder/`, `tokenizer/`, or on a hub; digests of its weights."""
 
 from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import ModelError
+from bucketline.errors import BucketlineError, ModelError
 from bucketline.families.registry import crossed, family_of_model, takes_images
 from bucketline.families.vaes import latent_channels
-from bucketline.files.paths import can_be_reached
-from bucketline.files.redact import redacted
-from bucketline.ingest.encoders.hub import downloaded, snapshot
-from bucketline.model_file import ModelFile, index_path, open_model_file, refuse_config_without_file, single_file
-from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, safetensors_of, variant_of
+from bucketline.files.paths import can_be_reached, redacted
+from bucketline.model_file import (
+    DIFFUSERS,
+    INDEX,
+    MODULAR_INDEX,
+    TRANSFORMERS,
+    ModelFile,
+    error_line,
+    file_tensors,
+    index_path,
+    json_hash,
+    open_model_file,
+    refuse_config_without_file,
+    safetensors_of,
+    single_file,
+    variant_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+
+# ---------------------------------------------------------------------------------------------------------------- part weights
+# How many weights a part of a model has and in which dtype, from the headers of its files.
+
+WEIGHT_BYTES = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "int8": 1.1, "nf4": 0.6}  # quantised: with scales and what stays in BF16
+
+
+def part_weights(model: ModelFolder, name: str, bases: tuple[str, ...]) -> tuple[int, set[str]]:
+    """Return how many weights a part has, 0 if its files are not safetensors, and their dtypes by safetensors name.
+
+    The files of a hub are downloaded. Of a model in a single file no dtype is returned.
+    """
+    if model.file is not None and model.file.has(name):
+        return sum(prod(shape) for shape in model.file.shapes_of(name).values()), set()
+    number, dtypes = 0, set[str]()
+    for path in model.weight_files(name, bases):
+        for dtype, shape in file_tensors(path, f"{model.name}: {name}/{path.name}").values():
+            number += prod(shape)
+            dtypes.add(dtype)
+    return number, dtypes
+
+
+# --------------------------------------------------------------------------------------------------------------------- weights
+# Check that loaded weights are complete, and compute digests of weights and tokenizers.
+
+
+@contextmanager
+def loading(model: ModelFolder, part: str) -> Iterator[None]:
+    """Turn any exception of the libraries in the block, of which broken files cause almost any, into a ModelError."""
+    try:
+        yield
+    except BucketlineError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model.name}: {part}/ requires custom code (auto_map), which is never run; "
+                "use a model whose parts transformers itself has"
+            ) from error
+        if (lacks := model.lacks(part)) is not None:
+            raise ModelError(f"{model.name}: {part}/ has {lacks}; download or save the model again") from error
+        raise ModelError(f"{model.name}: {part}/ cannot be loaded: {error_line(error)}") from error
+
+
+def refuse_incomplete(item: str, told: Mapping[str, Any], unread: str | None = None) -> frozenset[str]:
+    """Refuse a part whose files lack weights, which the libraries would initialise at random.
+
+    Weights whose names begin with `unread` may be missing. Return the names of those that are.
+    """
+    spared: set[str] = set()
+    for what in ("missing_keys", "mismatched_keys"):
+        names = {str(key[0] if isinstance(key, tuple) else key) for key in told.get(what) or ()}
+        spared |= {name for name in names if unread is not None and name.startswith(unread)}
+        if wrong := names - spared:
+            raise ModelError(
+                f"{item} is incomplete: {len(wrong)} of its weights are {what.removesuffix('_keys')}, such as {min(wrong)}; "
+                "download or save the model again"
+            )
+    return frozenset(spared)
+
+
+def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers tokenizer
+    """Return the digest of what determines a tokenizer's output: its complete pipeline if it has one, else its vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    if backend is not None:  # set again at every call
+        rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    return json_hash([type(tokenizer).__name__, tokenizer.special_tokens_map, rules])
+
+
+# ------------------------------------------------------------------------------------------------------------------------- hub
+# Look up a model on a hub, and in the hub's local cache if the hub cannot be reached.
+
+_TIMEOUT_S = 10.0
+_CONFIG = "/config.json"
+
+
+def snapshot(name: str) -> tuple[Path, tuple[str, ...] | None]:
+    """Return the folder of a hub model's commit in the cache, named after it, with its configurations downloaded.
+
+    Also return the paths of all files on the hub; None if it could not be reached, and the folder is as it was.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    expected = "expected a model folder in diffusers' layout, or the name of a model on a hub"
+    try:
+        info = HfApi().model_info(name, timeout=_TIMEOUT_S)
+    except HFValidationError as error:
+        raise ModelError(f"{name} is neither a folder nor a valid hub name ({error_line(error)}); {expected}") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{name} is not a local folder, and the hub has no such model, or it is private; check the name, or log in with "
+            "`hf auth login` if it is private"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"{name} is not a local folder, and the hub refused the request ({error_line(error)}); try again later"
+        ) from error
+    except Exception as error:  # noqa: BLE001 - whatever the hub's HTTP client raises without a network
+        try:
+            # no pattern: no file has to be there, since parts that were never used were never downloaded either
+            path = snapshot_download(name, local_files_only=True, allow_patterns=[])
+            return Path(path), None
+        except LocalEntryNotFoundError:
+            raise ModelError(
+                f"{name} is not a local folder, and the hub could not be reached ({error_line(error)}); "
+                "name a model's folder, or run it once with network access"
+            ) from error
+    files = tuple(file.rfilename for file in info.siblings or ())
+    configs = [file for file in files if file in (INDEX, MODULAR_INDEX) or file.endswith(_CONFIG)]
+    if not configs:
+        raise ModelError(f"{name}: the model on the hub has no {INDEX} and no config.json in a folder; {expected}")
+    try:
+        # one by one, since a snapshot of these few would draw its progress bar at every start
+        paths = [Path(hf_hub_download(name, file)).parents[file.count("/")] for file in configs]
+    except Exception as error:  # as above
+        raise ModelError(
+            f"{name}: its configuration cannot be downloaded from the hub: {error_line(error)}; "
+            "log in with `hf auth login`, or try again"
+        ) from error
+    return paths[-1], files
+
+
+def downloaded(name: str, files: list[str], revision: str) -> list[Path]:
+    """Return the paths of a hub model's files in the cache, after downloading those that it lacks."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with suppress(LocalEntryNotFoundError):  # all of them are there: nothing is requested
+        return [Path(hf_hub_download(name, file, revision=revision, local_files_only=True)) for file in files]
+    try:
+        return [Path(hf_hub_download(name, file, revision=revision)) for file in files]
+    except Exception as error:  # whatever the hub's HTTP client raises
+        raise ModelError(f"{name}: its weights cannot be downloaded from the hub: {error_line(error)}; try again") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------- model folder
 
 DENOISERS = ("transformer", "unet")
 ENCODERS = ("vae", "text_encoder", "text_conditioner")  # what the names of parts that ingest loads begin with
@@ -180,7 +333,9 @@ def open_model(name: str, config: str | None = None) -> ModelFolder:
 
     `config`: for a single file, the folder of its configurations, or the name of a model on a hub that has the same.
     """
-    model = _found(name, config)
+    if (model := local_model(name, config)) is None:
+        path, files = snapshot(name)
+        model = ModelFolder(name=name, path=path, hub_files=files, is_unreached=files is None)
     model.refuse_other_classes()
     model.refuse_other_model()
     return model
@@ -201,10 +356,3 @@ def local_model(name: str, config: str | None = None) -> ModelFolder | None:
             "(vae/, text_encoder/, tokenizer/), a .safetensors file, or a hub name such as owner/model"
         )
     return None
-
-
-def _found(name: str, config: str | None) -> ModelFolder:
-    if (model := local_model(name, config)) is not None:
-        return model
-    found = snapshot(name)
-    return ModelFolder(name=name, path=found.path, hub_files=found.files, is_unreached=found.files is None)

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from bucketline.store.format.block import Column
-from bucketline.store.format.columns import TOKENS
-from bucketline.store.format.text_block import TextSpec, quantised_spec
-from bucketline.store.format.text_codec import QUANTISED
+from bucketline.store.format.block import TOKENS, Column
+from bucketline.store.format.text import QUANTISED, TextSpec, quantised_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,15 +43,6 @@ class Embedding:
     is_truncated: bool = False  # no part of the encoder saw the complete caption
     cuts: tuple[Cut, ...] = ()  # by each part that did not
     refusal: str | None = None  # why the caption cannot be used at all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptionLength:
-    """The length of a caption, measured without encoding it."""
-
-    num_tokens: int  # stored tokens
-    is_too_long: bool  # predicts `Embedding.is_truncated`
-    cuts: tuple[Cut, ...] = ()  # as in `Embedding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,26 @@
-"""Encode images to latents and back with a VAE of diffusers. The trainer scales the latents.
+"""Encode images to latents and back with a VAE of diffusers, in halves when memory is short. The trainer scales the latents.
 
 Letters: B images, H and W their height and width in px, C latent channels, h and w the latent's height and width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.vaes import PACKED_VAES, VAES, batch_norm, latent_channels, vae_class, vae_decode, vae_encode
-from bucketline.fingerprint import config_hash, weights_hash
-from bucketline.ingest.encoders.weights import loading, refuse_incomplete
-from bucketline.store.format.columns import LatentKind
-from bucketline.store.format.hashing import draw
-from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.weight_files import DIFFUSERS
+from bucketline.ingest.encoders.model_folder import loading, refuse_incomplete
+from bucketline.model_file import DIFFUSERS, config_hash, weights_hash
+from bucketline.store.format.block import FLIPPED, LATENT, Column, LatentKind, draw
+from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
+from bucketline.torch_setup import is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
@@ -152,3 +151,91 @@ def vae_provenance(kind: str, constants: Mapping[str, Any], **made: Json) -> dic
         "latents_mean": mean and [float(value) for value in mean],
         "latents_std": std and [float(value) for value in std],
     }
+
+
+# ------------------------------------------------------------------------------------------------------------------- oom retry
+# Retry in halves when a batch does not fit into GPU memory.
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class OomRetry(Generic[T, R]):
+    """Calls an encoder with as many items as fit into GPU memory.
+
+    If memory runs out, the batch is halved and retried. The size that fitted is remembered for items of the same kind (such
+    as an image size), so that the failure does not recur in every batch.
+    """
+
+    def __init__(self, encode: Callable[[Sequence[T]], Sequence[R]], what: str) -> None:
+        """`encode` returns one result per item, in order; `what` names an item in messages."""
+        self._encode, self._what = encode, what
+        self._limits: dict[Hashable, int] = {}
+
+    def __call__(self, items: Sequence[T], kind: Hashable = None) -> list[R]:
+        """Encode items in order."""
+        results: list[R] = []
+        while len(results) < len(items):
+            size = self._limits.get(kind, len(items))
+            part = items[len(results) : len(results) + size]
+            try:
+                results.extend(self._encode(part))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if len(part) == 1:
+                    item = self._what if kind is None else f"{self._what} of {kind}"
+                    raise ModelError(
+                        f"not enough GPU memory to encode one {item}: "
+                        f"{error!s:.200}; free some, use a smaller --grid or --encode-dtype bf16, or choose another --device"
+                    ) from error
+                self._limits[kind] = (len(part) + 1) // 2
+            else:
+                continue
+            # outside the handler: inside it, the exception still holds the failed call's tensors
+            torch.cuda.empty_cache()
+        return results
+
+
+# --------------------------------------------------------------------------------------------------------------------- latents
+# Latent columns of an image: its latent, and optionally that of the flipped image.
+
+
+class LatentColumns:
+    """Encodes images into the latent columns of a bucket."""
+
+    def __init__(self, vae: VaeEncoder, *, flip: bool) -> None:
+        self._vae = vae
+        self._names = (LATENT, FLIPPED) if flip else (LATENT,)
+        self._halving = OomRetry(self._encode, "image")
+
+    def columns(self, height_px: int, width_px: int) -> tuple[Column, ...]:
+        """Return the columns of a bucket; they depend only on its size, never on the output of the VAE."""
+        shape = (self._vae.stored_channels, height_px // self._vae.downscale, width_px // self._vae.downscale)
+        return tuple(Column(name=name, dtype=self._vae.stored_dtype, shape=shape) for name in self._names)
+
+    def encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
+        """Encode images of one size, given as id and pixels `[H, W, 3]`.
+
+        Return in order each image's columns by name, `[C, h, w]` as stored, or why they cannot be stored.
+        """
+        height, width = images[0][1].shape[:2]
+        return self._halving(images, f"{height}x{width} px")
+
+    def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
+        pixels = np.stack([own for _, own in images])
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name in self._names:
+            seen = np.ascontiguousarray(pixels[:, :, ::-1]) if name == FLIPPED else pixels
+            found[name] = self._vae.encode(seen, [seed_of(sample_id, name) for sample_id, _ in images])
+        return [
+            self._row({name: (latents[n], bool(good[n])) for name, (latents, good) in found.items()})
+            for n in range(len(images))
+        ]
+
+    def _row(self, found: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, NDArray[Any]] | str:
+        for name, (latent, is_finite) in found.items():
+            if not is_finite:
+                what = "NaN" if bool(torch.isnan(latent).any()) else "infinite, or beyond the dtype's range"
+                return f"{name} as {self._vae.stored_dtype}: {what}"
+        return {name: as_stored(latent) for name, (latent, _) in found.items()}

@@ -8,17 +8,14 @@ import threading
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError
 
-from bucketline.ingest.images.colour_profile import colour_profile
-from bucketline.ingest.images.file_type import damaged_format, described, register
-from bucketline.ingest.images.geometry import NoBucketError, Placement
-from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.images.sixteen_bits import deep_layout, round_to_eight_bits
-from bucketline.ingest.images.srgb import refuse_unknown_white, to_srgb
+from bucketline.ingest.images.crop import NoBucketError, Placement, Reason, RejectedError
+from bucketline.ingest.images.pixels import colour_profile, deep_layout, refuse_unknown_white, round_to_eight_bits, to_srgb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +23,71 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.images.crop import Framing
+
+
+# ------------------------------------------------------------------------------------------------------------------- file type
+# Formats that Pillow reads by plugins, and what a file that is not an image is, by its first bytes.
+
+
+def register() -> tuple[str, ...]:
+    """Register the installed plugins with Pillow and return the names of their formats."""
+    formats: tuple[str, ...] = ()
+    if find_spec("pillow_heif"):
+        import pillow_heif
+
+        pillow_heif.register_heif_opener(thumbnails=False)
+        formats += ("HEIF",)
+    if find_spec("pillow_jxl"):
+        import pillow_jxl  # noqa: F401 - registers itself
+
+        formats += ("JXL",)
+    return formats
+
+
+SHOWN_BYTES = 32  # of a file that is no image
+_IMAGES = (
+    (b"\x89PNG", "PNG"),
+    (b"\xff\xd8", "JPEG"),
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\x00", "TIFF"),
+    (b"MM\x00*", "TIFF"),
+    (b"II+\x00", "TIFF"),
+    (b"MM\x00+", "TIFF"),
+    (b"\x00\x00\x01\x00", "ICO"),
+    (b"\x00\x00\x02\x00", "CUR"),
+    (b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
+    (b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (b"qoif", "QOI"),
+)
+_JXL = (b"\xff\x0a", b"\x00\x00\x00\x0cJXL ")
+
+
+def damaged_format(data: bytes) -> str | None:
+    """Return the image format that the first bytes of an unreadable file indicate; None if they indicate none."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WebP"
+    if data[4:8] == b"ftyp" and data[8:11] == b"avi":
+        return "AVIF"
+    return next((name for start, name in _IMAGES if data.startswith(start)), None)
+
+
+def described(data: bytes) -> str:
+    """Describe a file whose first bytes are not those of a known image format.
+
+    >>> described(b"<!DOCTYPE html><html>")
+    "it begins with b'<!DOCTYPE html><html>'"
+    """
+    is_heif = data[4:8] == b"ftyp" and data[8:11] in (b"hei", b"hev", b"mif", b"msf")
+    if is_heif or data.startswith(_JXL):
+        kind, plugin = ("a HEIC image", "pillow_heif") if is_heif else ("a JPEG XL image", "pillow_jxl")
+        if find_spec(plugin):
+            return f"{kind}; it is damaged or of a kind that {plugin} cannot read; convert it to PNG, JPEG or WebP"
+        return f"{kind}; convert it to PNG, JPEG or WebP, or install the extra heif: pip install 'bucketline[heif]'"
+    return f"it begins with {data[:SHOWN_BYTES]!r}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- decode
 
 __all__ = ["Decoded", "Reason", "RejectedError", "decode_image", "placed_by_header"]
 

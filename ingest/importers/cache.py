@@ -1,4 +1,4 @@
-"""Records of a format and of a cache: its samples, listed without their values, and a sample's values once read.
+"""Records of a format and of a cache, and the formats that `ingest import` knows.
 
 Letters: C latent channels, h and w the latent's height and width, T tokens of a caption, D width of a token.
 """
@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bucketline.errors import BucketlineError, SourceError
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.errors import BucketlineError, SourceError, UsageError
+from bucketline.extensions import Extensions
+from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.encoders.model_folder import local_model
+from bucketline.ingest.images.crop import Reason, RejectedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
+
+    from bucketline.ingest.importers.config import ImportConfig
+
 
 Spelled: TypeAlias = "tuple[str, str]"  # a caption as it is stored, and as the trainer embeds it; often with other white space
 
@@ -219,3 +225,37 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not JSON ({error!s:.100}); make the cache again, or restore the file") from error
+
+
+# -------------------------------------------------------------------------------------------------------------------- registry
+# The formats that `ingest import` knows, ours and those of other packages.
+
+_OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
+IMPORTERS: Extensions[Importer] = Extensions(
+    "an importer called",
+    "bucketline.importers",
+    {name: f"bucketline.ingest.importers.formats.{name.replace('-', '_')}:IMPORTER" for name in _OURS},
+    lambda found: isinstance(found, Importer),
+)
+
+
+def expect_inputs(config: ImportConfig) -> None:
+    """Refuse inputs that are not there or overlap, before anything heavy is imported."""
+    if config.kind not in tuple(IMPORTERS):
+        known = f"{', '.join(IMPORTERS)}; another package's is known once it is installed"
+        raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
+    if not config.source.is_dir():
+        raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
+    for path in (config.source, config.captions):
+        if path is not None:
+            refuse_overlap(path, config.store)
+    if config.model is not None:
+        local_model(config.model, config.model_config)
+
+
+def importer_of(kind: str) -> Importer:
+    """Return the importer of a kind."""
+    importer = IMPORTERS[kind]
+    if importer.kind != kind:
+        raise UsageError(f"an importer called {kind!r} has the kind {importer.kind!r}, expected the same; update its package")
+    return importer

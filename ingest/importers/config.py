@@ -13,7 +13,7 @@ from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, StorePlace
+from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_folder
 
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
@@ -89,7 +89,7 @@ class ImportConfig(ChangingArguments):
     max_rejects: Annotated[str | None, Arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more samples are rejected, as a count (10) or a fraction (0.01); the others are imported all the same."""
     work: Annotated[Path | None, Arg(metavar="FOLDER")] = None
-    """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
+    """Of a store's URL: folder in which shards are made before they are sent. Default: next to the cache."""
     dry_run: bool = False
     """Read and check everything, and print what would be imported and rejected. Writes nothing."""
     json: bool = False
@@ -112,10 +112,6 @@ class ImportConfig(ChangingArguments):
         reject_limit(self.max_rejects)
         if self.text in ("source", "encode", "plain") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
-
-    def most_captions(self, text: str) -> int:
-        """Return how many captions a sample has at most: of a cache's embeddings one, since it has no other."""
-        return 1 if text == "source" else self.max_captions
 
     @property
     def held_out(self) -> HeldOut:

@@ -9,36 +9,35 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
-from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling
-from bucketline.ingest.importers.captions import CaptionSource, text_plan
-from bucketline.ingest.importers.listing import listed
-from bucketline.ingest.importers.registry import expect_inputs, importer_of
+from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling, expect_inputs, importer_of
+from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import (
     SOURCE,
+    CaptionSource,
     RowRules,
     cache_stamp,
     kept_captions,
     origin_of,
     read_entry,
     rejects_named,
+    text_plan,
 )
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.packing.target import newest_store
-from bucketline.ingest.pipeline.packed_index import PackedIndex
-from bucketline.store.format.columns import FLIPPED
-from bucketline.store.format.hashing import draw
+from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.packing.run import newest_store
+from bucketline.store.format.block import FLIPPED, draw
 from bucketline.store.format.manifest import refuse_difference
-from bucketline.store.format.sample_record import captions_checksum
+from bucketline.store.format.schema import captions_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import Cached, CacheEntry, Importer
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.listing import CacheListing
+    from bucketline.ingest.importers.reading import CacheListing
     from bucketline.ingest.importers.vae import NamedVae
     from bucketline.store import Store
     from bucketline.typed_json import Json
@@ -70,13 +69,6 @@ class ImportPlan:
     captions: CaptionSource | None  # if its encoders were loaded
 
 
-class _ReadSample(NamedTuple):
-    """A sample that is read before anything is written, and can be imported."""
-
-    cached: Cached
-    latent: NDArray[Any]  # [C, h, w], unscaled
-
-
 def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
     """List the cache, compare it with the store, and check new samples."""
     expect_inputs(config)
@@ -86,7 +78,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
         stored = store.manifest.rules.get("import")
         if not isinstance(stored, dict):
             raise FingerprintError(f"{config.store} was packed, not imported; import into a new store")
-        root = str(stored["root"])
+        root = found if isinstance(found := stored.get("root"), str) else None
     listing = listed(
         importer,
         ListRequest(source=config.source, variant=config.variant, captions=config.captions, trigger=config.trigger, root=root),
@@ -111,7 +103,7 @@ def _planned(
     if crops is Crops.SOURCE and not importer.has_crops:
         raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
     vae, text = named_vae(model, config.vae, config.dtype, listing.form.latents), text_plan(config, model, listing)
-    at_most = config.most_captions(text)
+    at_most = 1 if text == SOURCE else config.max_captions  # a cache has an embedding of one caption
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
@@ -121,13 +113,13 @@ def _planned(
     is_flipped = store is not None and any(FLIPPED in bucket.columns for bucket in store.manifest.buckets)
     if changed and (checked := _checked(config.source, importer, listing, changed, vae, is_first=store is None)):
         if not config.trust_scale:
-            spread = vae.spread_of([sample.latent for sample in checked])
+            spread = vae.spread_of([latent for _, latent in checked])
             _refuse_other_spread(spread, config.source, vae, listing.form.scaling)
         if text == SOURCE:
             captions = CaptionSource(config, model, text)
-            captions.refuse_other_encoders([sample.cached for sample in checked])
+            captions.refuse_other_encoders([cached for cached, _ in checked])
         if store is None:
-            is_flipped = checked[0].cached.flipped is not None
+            is_flipped = checked[0][0].flipped is not None
     rules: dict[str, Json] = {"import": _rules(config, importer, listing, text, crops, is_flipped=is_flipped)}
     if store is not None:
         manifest = store.manifest
@@ -233,35 +225,25 @@ def _rules(
         "text": text,
         "crop": crops.value,
         "flip": is_flipped,
-        "split": config.held_out.as_json(),
+        "val_fraction": str(config.held_out),
+        "encode_dtype": None if text == "none" else config.encode_dtype,
+        "max_tokens": None if text == "none" else config.max_tokens,
     }
 
 
 def _checked(
     source: Path, importer: Importer, listing: CacheListing, changed: list[CacheEntry], vae: NamedVae, *, is_first: bool
-) -> list[_ReadSample]:
-    """Return some samples, new ones first; none if none can be read and the store has others."""
+) -> list[tuple[Cached, NDArray[Any]]]:
+    """Return some samples that can be imported, new ones first, with their unscaled latents [C, h, w].
+
+    None are returned if none can be read and the store has others.
+    """
     is_new = {entry.id for entry in changed}
     others = [entry for entry in listing.entries if entry.id not in is_new]
+    found: list[tuple[Cached, NDArray[Any]]] = []
     rejects: list[RejectedError] = []
     # with few new ones, as many of the others: one flat image would not have the spread of a data set
-    found = list(_readable(source, importer, listing, [*_drawn(changed), *_drawn(others)][:CHECKED], vae, rejects))
-    if is_first and not found:
-        number, first = counted(len(rejects), "sample"), rejects[0]
-        raise SourceError(f"{source}: not one of {number} can be imported; the first: {first.reason}: {first.detail}")
-    return found
-
-
-def _readable(
-    source: Path,
-    importer: Importer,
-    listing: CacheListing,
-    entries: Iterable[CacheEntry],
-    vae: NamedVae,
-    rejects: list[RejectedError],
-) -> Iterator[_ReadSample]:
-    """Yield the samples that can be imported; add what is wrong with the others to `rejects`."""
-    for entry in entries:
+    for entry in [*_drawn(changed), *_drawn(others)][:CHECKED]:
         try:
             cached = read_entry(importer, source, entry, listing.variant)
             with rejects_named(entry):
@@ -271,7 +253,11 @@ def _readable(
         except RejectedError as error:
             rejects.append(error)
         else:
-            yield _ReadSample(cached, latent)
+            found.append((cached, latent))
+    if is_first and not found:
+        number, first = counted(len(rejects), "sample"), rejects[0]
+        raise SourceError(f"{source}: not one of {number} can be imported; the first: {first.reason}: {first.detail}")
+    return found
 
 
 def _refuse_other_spread(spread: float, source: Path, vae: NamedVae, scaling: Scaling) -> None:

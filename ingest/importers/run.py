@@ -5,33 +5,32 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.captions import CaptionSource
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
-from bucketline.ingest.importers.rows import read_entry, rejects_named, row_of
-from bucketline.ingest.packing.target import target_of
-from bucketline.ingest.parallel.signals import Interrupts
-from bucketline.ingest.pipeline.model.device import share_of_cores
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.pipeline.packed_index import PackedIndex
+from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_named, row_of
+from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.packing.run import target_of
+from bucketline.ingest.parallel.ranks import Interrupts
+from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import StoreWriter
-from bucketline.store.commands.place import bar_of_bytes, shown
+from bucketline.store.commands.look import bar_of_bytes, shown
 from bucketline.store.sync.working import sender_to
+from bucketline.torch_setup import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import CacheEntry
@@ -60,8 +59,9 @@ def import_cache(config: ImportConfig) -> ImportResult:
             if not config.dry_run and (plan.store is None or plan.changed):
                 published = _write(config, plan, model, target, summary, check)
             else:
-                for row in _rows(config, plan, summary, check):
-                    _count(row, summary)
+                with closing(_rows(config, plan, summary, check)) as rows:
+                    for row in rows:
+                        _count(row, summary)
                 check_identity(len(plan.changed), summary)
     return _result(config, plan, target, joined_summaries([summary]), published, time.monotonic() - started)
 
@@ -114,8 +114,9 @@ def _write(
                 send_sealed()
 
         try:
-            for row in _rows(config, plan, summary, check):
-                add(row)
+            with closing(_rows(config, plan, summary, check)) as rows:
+                for row in rows:
+                    add(row)
             add(None)
             writer.seal()
             send_sealed()
@@ -133,7 +134,7 @@ def _write(
         return manifest
 
 
-def _rows(config: ImportConfig, plan: ImportPlan, summary: RunSummary, check: Callable[[], None]) -> Iterator[ImportedRow]:
+def _rows(config: ImportConfig, plan: ImportPlan, summary: RunSummary, check: Callable[[], None]) -> Generator[ImportedRow]:
     """Yield the rows of what is new in order, read ahead by threads; count the others. `check` may raise between them."""
 
     def row(entry: CacheEntry) -> ImportedRow | RejectedError:

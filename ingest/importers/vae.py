@@ -14,11 +14,11 @@ import torch
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.vaes import VAES, batch_norm, latent_channels, vae_class
-from bucketline.fingerprint import config_hash
 from bucketline.ingest.encoders.vae import VaeEncoder, load_vae, vae_provenance
-from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
-from bucketline.store.format.columns import LatentKind
+from bucketline.model_file import config_hash
+from bucketline.store.format.block import LatentKind
 from bucketline.store.report.latent_rgb import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 
@@ -81,7 +81,10 @@ class NamedVae:
         """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled."""
         channels = self.channels * (_PATCH_PX**2 if scaling is Scaling.PACKED else 1)
         if latent.shape[0] != channels:
-            raise RejectedError(Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {channels}")
+            packed = f", packed {channels}" if channels != self.channels else ""
+            raise RejectedError(
+                Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {self.channels}{packed}"
+            )
         values: NDArray[Any] = latent.float().numpy()
         if scaling is not Scaling.NONE:
             with np.errstate(all="ignore"):  # what is not finite is rejected, not warned about

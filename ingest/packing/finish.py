@@ -1,4 +1,4 @@
-"""The end of a pack: drop what is to be dropped, publish, and sum up what was done."""
+"""Publish a pack: during packing with `--publish-every`, and at its end, with what is to be dropped and the sums."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.regular_file import read_regular
+from bucketline.files.paths import read_regular
 from bucketline.ingest.images.crop import crop_losses_as_json
-from bucketline.ingest.listing_diff import NAMED_IDS, drops, not_in_source
-from bucketline.ingest.packing.packed_model import note_model
-from bucketline.ingest.pipeline.kept_captions import remove_kept_captions
-from bucketline.ingest.pipeline.model.encoder_facts import NOT_COMPARED
-from bucketline.ingest.pipeline.packed_index import StoredIds
-from bucketline.ingest.pipeline.stage_timer import slowest_of
+from bucketline.ingest.packed_index import NAMED_IDS, SampleChanges, StoredIds, sample_changes
+from bucketline.ingest.packing.run import note_model
+from bucketline.ingest.pipeline.captions import remove_kept_captions
+from bucketline.ingest.pipeline.model import NOT_COMPARED
+from bucketline.ingest.pipeline.pool import slowest_of
 from bucketline.ingest.summary import (
     LONG_CAPTIONS,
     WITHOUT_CAPTION,
@@ -26,24 +25,29 @@ from bucketline.ingest.summary import (
     rejects_as_lines,
     without_caption_as_lines,
 )
-from bucketline.pack_options import PLAIN_FAMILY
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import PLAIN_FAMILY, sample_digest
 from bucketline.store.shard.reader import as_keys
+from bucketline.store.sync.working import SentShard, take_sent
+from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.run import PackRun
+    from bucketline.ingest.parallel.ranks import PackRanks
+    from bucketline.ingest.pipeline.slice_packer import SlicePacker
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.text_codec import TextError
+    from bucketline.store.format.text import TextError
+
 
 _MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackResult:
+class PackResult(SampleChanges):
     """Result of a run, as `ingest pack --json` prints it."""
 
     found: int
@@ -65,18 +69,6 @@ class PackResult:
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
-    not_in_source: int  # samples of the store whose images are no longer in the source; they are kept
-    not_in_source_ids: list[str]  # at most ten
-    pruned: int  # samples dropped because their images are no longer in the source
-    pruned_ids: list[str]  # at most ten
-    not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
-    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --prune allows
-    dropped: int  # samples dropped because their images are now rejected
-    dropped_ids: list[str]  # at most ten
-    kept_unreadable: int  # samples whose images or captions could not be read; they are kept
-    kept_unreadable_ids: list[str]  # at most ten
-    kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
-    too_many_rejects: bool  # more than --max-rejects
     text_error: TextError | None  # of the store's captions, if their tokens are quantised
     payload_bytes: int
     disk_bytes: int
@@ -93,54 +85,38 @@ def finish(run: PackRun) -> PackResult:
     assert run.plan is not None
     assert run.newest is not None
     before = run.plan.manifest
-    dropping = drops(config, target.open(before), outline, account)
-    rejected, pruned = dropping.rejected, dropping.pruned
-    dropped = [*map(sample_digest, rejected), *pruned.digests]
+    dropped, changes = sample_changes(config, target.open(before), outline, account)
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    published = target.publish(run.newest, run.sealed, dropped, config.caption_rules.recorded(run.newest.rules))
+    published = target.publish(run.newest, run.sealed, dropped, {**run.newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
-    store = target.open(published)
-    _write_long_captions(config.store / LONG_CAPTIONS, store, run.sealed, account)
-    gone = not_in_source(store, outline)
-    gone_ids = gone.ids(NAMED_IDS)
+    _write_long_captions(config.store / LONG_CAPTIONS, target.open(published), run.sealed, account)
     target.send_lists()
     remove_kept_captions(config.store)
-    kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(before.rules)
+    as_before = changes["not_in_source"] + changes["kept_unreadable"] + changes["kept_beyond_limit"]
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
         found=outline.num_items,
         packed=account.packed,
         latents_kept=account.latents_kept,
         recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
-        captions_as_before=len(gone) + len(account.kept) + kept_beyond_limit if change else 0,
+        captions_as_before=as_before if change else 0,
         unchanged=account.unchanged,
         rejected=len(account.rejects),
         without_caption=account.without_caption,
-        captions_from=outline.captions_from,
-        notes=[*outline.notes, *unnoted, *_notes_about_encoders(config, before, account)],
+        captions_from=dict(outline.listing.captions_from.most_common()),
+        notes=[*outline.listing.notes, *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
         captions_cut=account.num_cut,
         captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED_IDS],
         captions_beyond=account.captions_beyond,
-        captions_without_image=outline.orphans,
-        passed_over=outline.passed_over,
+        captions_without_image=outline.listing.orphans,
+        passed_over=outline.listing.passed_over,
         rejected_by_reason=by_reason(account),
-        not_in_source=len(gone),
-        not_in_source_ids=gone_ids,
-        pruned=len(pruned.digests),
-        pruned_ids=pruned.ids,
-        not_pruned=pruned.why_not,
-        not_pruned_beyond_limit=pruned.num_refused,
-        dropped=len(rejected),
-        dropped_ids=rejected[:NAMED_IDS],
-        kept_unreadable=len(account.kept),
-        kept_unreadable_ids=account.kept[:NAMED_IDS],
-        kept_beyond_limit=kept_beyond_limit,
-        too_many_rejects=dropping.too_many_rejects,
+        **changes,
         text_error=published.text_error,
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),
@@ -182,3 +158,89 @@ def _write_long_captions(path: Path, store: Store, sealed: list[str], account: R
         return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
 
     write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))
+
+
+# ------------------------------------------------------------------------------------------------------------------- meanwhile
+# `--publish-every`: publish during packing what is packed so far.
+#
+# When a period is over, each rank ends its shard. It tells rank 0 of each of its shards that is sealed (and sent, if the store
+# is in object storage). Rank 0 publishes what it was told of a little after each period, or as soon as there is something: the
+# ranks need not agree on a moment, and none waits for another.
+
+SEALING = 0.1  # of a period, in which ranks seal the shards that they ended with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """From a rank to rank 0: shards that are ready to be listed by a generation."""
+
+    ready: list[str]
+    sent: list[SentShard]  # the same, if they were made on a disk that rank 0 does not see
+
+
+class Meanwhile:
+    """The part of one rank in publishing during packing. Call `check` between images.
+
+    A rank that makes shards on a disk of its own tells of them in any case, with what rank 0 needs to list them.
+    """
+
+    def __init__(
+        self,
+        every_s: float | None,
+        ranks: PackRanks,
+        run: PackRun | None,
+        packer: SlicePacker,
+        sent: Callable[[list[str]], list[SentShard]],
+    ) -> None:
+        """`every_s` is the period, None for none; `run` that of rank 0; `sent` describes shards that were sent from here."""
+        self._every_s, self._ranks, self._run, self._packer, self._sent = every_s, ranks, run, packer, sent
+        self._end_at = time.monotonic() + (every_s or 0.0)
+        self._publish_at = self._end_at + SEALING * (every_s or 0.0)
+        self._num_told = 0  # of the packer's shards
+        self._waiting: list[str] = []  # on rank 0: shards to publish
+
+    def check(self) -> None:
+        """End the shard if a period is over, and tell of shards that are ready; on rank 0, publish."""
+        if self._every_s is None:
+            return
+        if time.monotonic() >= self._end_at:
+            self._end_at = time.monotonic() + self._every_s
+            self._packer.end_shard()
+        self._tell()
+        self.publish_due()
+
+    def finish(self) -> None:
+        """Tell of all shards: this rank packs nothing more of its slice."""
+        if self._every_s is not None or not self._ranks.shares_disk:
+            self._tell()
+
+    def take(self) -> None:
+        """On rank 0, take what the others have told."""
+        for _, value in self._ranks.notes():
+            self._take(decode(Told, value))
+
+    def publish_due(self) -> None:
+        """Publish on rank 0 if it is time."""
+        if self._run is None:
+            return
+        self.take()
+        if self._every_s and self._waiting and time.monotonic() >= self._publish_at:
+            self._publish_at = time.monotonic() + self._every_s
+            self._run.publish(self._waiting)
+            self._waiting = []
+
+    def _tell(self) -> None:
+        ready = list(self._packer.ready[self._num_told :])
+        if not ready:
+            return
+        self._num_told += len(ready)
+        told = Told(ready=ready, sent=self._sent(ready))
+        if self._ranks.is_first:
+            self._take(told)
+        else:
+            self._ranks.note(encode(told))
+
+    def _take(self, told: Told) -> None:
+        if self._run is not None and told.sent:
+            take_sent(self._run.config.store, told.sent)
+        self._waiting += told.ready

@@ -1,32 +1,327 @@
-"""A pack as seen by the process that publishes, rank 0 or the driver of a Ray cluster: list, plan, take what was packed."""
+"""A pack as seen by the process that publishes, rank 0 or a Ray driver: open, list, plan, take what was packed."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from bucketline.ingest.packing.prepare import opened_source, prepare
-from bucketline.ingest.packing.target import newest_whole
-from bucketline.ingest.parallel.item_parts import take_apart
+import numpy as np
+
+from bucketline.command_line import counted
+from bucketline.errors import ModelError, UsageError
+from bucketline.families.family import Padding
+from bucketline.files.atomic_write import refuse_too_little_disk, write_durably
+from bucketline.files.paths import can_be_reached, read_regular, redacted, refuse_overlap
+from bucketline.ingest.images.crop import model_grid
+from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
+from bucketline.ingest.packed_index import unknown
+from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
-from bucketline.ingest.sources.open_source import source_as_json
+from bucketline.ingest.sources.dataset_file import is_dataset_file, open_source, read_dataset_file, source_as_json
+from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
 from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
+from bucketline.store import Store
+from bucketline.store.commands.look import bar_of_bytes
+from bucketline.store.folder import LocalFolder
+from bucketline.store.format.block import CLASS_LABELS, DTYPES
+from bucketline.store.format.manifest import MANIFEST, generations
+from bucketline.store.format.schema import Schema, text_entry
+from bucketline.store.read.files import refuse_lost_shards
+from bucketline.store.remote.generations import find_newest
+from bucketline.store.remote.urls import working_cache
+from bucketline.store.write.publish import LocalTarget
+from bucketline.typed_json import TypedJsonError, decode, decode_field, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import ExitStack
+
+    from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.ingest.parallel.item_parts import ItemParts, Outline
-    from bucketline.ingest.pipeline.model.encoder_facts import EncoderFacts
+    from bucketline.ingest.images.crop import Grid
+    from bucketline.ingest.parallel.exchange import ItemParts, Outline
+    from bucketline.ingest.pipeline.model import EncoderFacts
     from bucketline.ingest.pipeline.slice_worker import PackedSlice
     from bucketline.ingest.sources.source import Listing, Source
     from bucketline.ingest.summary import RunSummary
+    from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.write.publish import StoreTarget
+    from bucketline.typed_json import Json
+
+
+# ---------------------------------------------------------------------------------------------------------------- packed model
+# The model that a store was last packed with on this machine, and its place.
+#
+# A manifest has the encoders' fingerprints, and is the same on every machine. The place of their model is noted in a file next
+# to it, which no push takes along.
+
+PACKED_MODEL = "packed_model.json"  # next to the manifest
+MODEL = "model"
+"""The field of the options that the command line may leave out, if a store has noted its model."""
+_MAX_NOTE_BYTES = 1 << 16
+_C = TypeVar("_C", bound="PackConfig")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedModel:
+    """A model as the options named it: each an absolute path, or a name on a hub."""
+
+    model: str
+    model_config: str | None
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it was in a folder or file that is no longer there, or cannot be reached."""
+        return self.model.startswith("/") and not can_be_reached(self.model)
+
+
+def packed_model(store: Path) -> PackedModel | None:
+    """Return the model that a store in a folder was last packed with; None if it is not noted."""
+    try:
+        found = decode(PackedModel, json.loads(read_regular(store / PACKED_MODEL, _MAX_NOTE_BYTES)))
+    except (OSError, ValueError, RecursionError, TypedJsonError):
+        return None
+    return found if found.model.startswith("/") or found.model.count("/") == 1 else None
+
+
+def note_model(config: PackConfig, *, is_compared: bool) -> list[str]:
+    """Note a run's model next to the store, if it is in a folder; return why it could not, in a line, or nothing.
+
+    `is_compared`: the encoders' weights are known to be the store's; without it, a model that is there is not replaced.
+    """
+    if not isinstance(config.place, Path):
+        return []
+    of_file = None if config.model_config is None else _resolved(config.model_config)
+    own, before = PackedModel(model=_resolved(config.model), model_config=of_file), packed_model(config.store)
+    if own != before and (is_compared or before is None or before.is_gone):
+        path = config.store / PACKED_MODEL
+        try:
+            write_durably(path, json.dumps(encode(own), indent=1, sort_keys=True).encode() + b"\n", syncs=False)
+        except OSError as error:
+            return [f"the model's place was not noted for the next pack, since {path} cannot be written: {error.strerror}"]
+    return []
+
+
+def with_packed_model(config: _C) -> _C:
+    """Return the options with the model of the last pack into the store, if `--model` was left out; of several, theirs."""
+    if MODEL not in config.left_out:
+        return config
+    needs = f"{redacted(str(config.place))} needs --model MODEL"
+    if not isinstance(config.place, Path):
+        raise UsageError(f"{needs}, since a store at a URL does not know where its model is on this machine")
+    stores = [config.place]
+    if is_dataset_file(config.source):
+        entries = read_dataset_file(Path(config.source), config.alone()).sources
+        stores = [config.place / entry.store_name for entry in entries]
+    found = {store: noted for store in stores if (noted := packed_model(store)) is not None}
+    if not found:
+        if not any(can_be_reached(store / MANIFEST) or generations(store) for store in stores):
+            raise UsageError(f"{needs}, since it is a new store (`ingest pack --help` explains it)")
+        raise UsageError(
+            f"{needs}, since it does not know where its model is on this machine: it was pulled or copied here; give it once"
+        )
+    (first, own), *others = found.items()
+    if other := next((store for store, noted in others if noted != own), None):
+        raise UsageError(
+            f"{needs}, since its stores were last packed with several: {first.name} with {own.model}, {other.name} with "
+            f"{found[other].model}"
+        )
+    if own.is_gone:
+        raise ModelError(
+            f"{own.model}, with which {first} was last packed, is no longer there or cannot be reached; add --model MODEL with "
+            "the place where it is"
+        )
+    return replace(config, model=own.model, model_config=config.model_config or own.model_config)
+
+
+@contextmanager
+def naming_packed_model(config: PackConfig) -> Iterator[None]:
+    """Add to a ModelError that the model is the one of the last pack, and how to name another, if the options left it out."""
+    try:
+        yield
+    except ModelError as error:
+        if MODEL not in config.left_out:
+            raise
+        raise ModelError(
+            f"{error}; {redacted(config.model)} is the model of the last pack into {config.place}, --model MODEL names another"
+        ) from error
+
+
+def _resolved(name: str) -> str:
+    return str(Path(name).absolute()) if can_be_reached(name) else name
+
+
+# ------------------------------------------------------------------------------------------------------------------------- run
+
+# --------------------------------------------------------------------------------------------------------------------- prepare
+# Before packing: open the source, open or create the store, and check that the disk has room.
+
+
+def opened_source(config: PackConfig) -> Source:
+    """Open the source, and check that it does not overlap with the store."""
+    source = open_source(config.source, config)
+    for path in source.local_paths:
+        refuse_overlap(path, config.store)
+    if isinstance(source, ObjectSource) and isinstance(config.place, str):
+        refuse_overlapping_urls(source.folder_url, config.place)
+    return source
+
+
+def prepare(
+    config: PackConfig,
+    model: ModelFolder,
+    facts: EncoderFacts,
+    outline: Outline,
+    held: ExitStack,
+    target: StoreTarget,
+    *,
+    num_making: int,
+) -> Manifest:
+    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space.
+
+    The store stays locked until `held` is closed. Its manifest keeps its caption rules until the rows of other rules are
+    published, in the same generation. `num_making`: processes that make shards on this disk; they send them if the store
+    is in object storage.
+    """
+    existing = target.newest()
+    if facts.text.get("family") == CLASS_LABELS:
+        from bucketline.ingest.encoders.text_encoders import refuse_text_dtype
+
+        config.caption_rules.refuse_for_classes(model.name)
+        refuse_text_dtype(model, config.text_dtype)
+    grid = model_grid(config.grid, model, facts.downscale)
+    contents = Schema(
+        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+        rules=recorded_rules(config, grid.name),
+        max_captions=config.max_captions,
+        text=text_entry(facts.columns),
+    )
+    is_recaptioned = False
+    if existing is not None:
+        refuse_other_options(config, existing, contents.encoders, contents.rules)
+        contents.rules.update({name: existing.rules.get(name) for name in CAPTION_OPTIONS})
+        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
+    most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
+    store = None if existing is None else target.open(existing)
+    refuse_small_disk(config, facts, grid, outline, store, most_bytes, is_recaptioned=is_recaptioned)
+    manifest = held.enter_context(target.writing(contents))
+    if existing is None:
+        note_model(config, is_compared=True)  # so that an interrupted run is continued without it
+    return manifest
+
+
+TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
+DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
+SHARDS_ON_DISK = 4  # of a process that sends them: one that is written, one twice while it is sealed, one that is sent
+
+
+def refuse_small_disk(
+    config: PackConfig,
+    facts: EncoderFacts,
+    grid: Grid,
+    outline: Outline,
+    store: Store | None,
+    most_bytes: int | None,
+    *,
+    is_recaptioned: bool,
+) -> None:
+    """Check that the disk has room for the estimated size of the new images, or of all if their captions change.
+
+    `most_bytes`: what is on the disk at a time if shards leave it; None if they stay.
+    """
+    is_new = np.ones(outline.num_items, dtype=bool)
+    if store is not None and not is_recaptioned:
+        is_new = unknown(store, outline)
+    num_new = int(is_new.sum())
+    caption_chars = outline.caption_chars[np.repeat(is_new, outline.num_captions)]
+    needed = estimate_bytes(config, facts, grid, num_new, caption_chars)
+    if most_bytes is not None:
+        needed = min(needed, most_bytes)
+    if facts.is_text_first:
+        needed += int(_text_bytes(facts, caption_chars) * DISK_FACTOR)
+    folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
+    what = f"packing {counted(num_new, 'new image')} into {config.store}"
+    if is_recaptioned:
+        what = f"writing {counted(num_new, 'image')} again, with other captions, to {config.store}"
+    refuse_too_little_disk(folder, needed, what, "choose another disk, or a smaller --grid")
+
+
+def estimate_bytes(
+    config: PackConfig, facts: EncoderFacts, grid: Grid, num_items: int, caption_chars: NDArray[np.int32]
+) -> int:
+    """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
+    pixels = max(size.height_px * size.width_px for size in grid.sizes) // facts.downscale**2
+    row = facts.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
+    total = int((num_items * row + _text_bytes(facts, caption_chars)) * DISK_FACTOR)
+    return total + min(total, config.shard_size.num_bytes)
+
+
+def _text_bytes(facts: EncoderFacts, caption_chars: NDArray[np.int32]) -> int:
+    num_tokens = len(caption_chars) * facts.max_tokens
+    if facts.padding is Padding.VALID:
+        lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
+        num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
+    return num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------- target
+# The store of a pack or an import: on a disk, or in object storage by way of a folder in which its shards are made.
+
+
+class Placed(Protocol):
+    """The options of a command that writes to a store, in a folder or in object storage."""
+
+    @property
+    def place(self) -> Path | str:
+        """Path or URL of the store."""
+
+    @property
+    def store(self) -> Path:
+        """Its folder, or the one that stands for it."""
+
+    @property
+    def work(self) -> Path | None:
+        """The folder that was given for `store`."""
+
+    def objects(self, url: Path | str) -> ObjectFolder:
+        """Return the folder at a URL."""
+
+
+def target_of(config: Placed) -> StoreTarget:
+    """Return the store, to be written; nothing is requested yet."""
+    if isinstance(config.place, Path):
+        return LocalTarget(config.store)
+    from bucketline.store.sync.working import WorkingStore
+
+    folder, show = config.objects(config.place), partial(bar_of_bytes, "send")
+    return WorkingStore(folder, config.store, working_cache(config.work), show)
+
+
+def newest_whole(folder: Folder) -> Manifest | None:
+    """Return the newest generation of the store in a folder; None if there is none."""
+    if (manifest := find_newest(folder, lists=True)) is not None:
+        refuse_lost_shards(folder, manifest)
+    return manifest
+
+
+def newest_store(config: Placed) -> Store | None:
+    """Return the newest generation of the store where it is; None if there is none. Raises what `newest_whole` does."""
+    folder = LocalFolder(config.store) if isinstance(config.place, Path) else config.objects(config.place)
+    manifest = newest_whole(folder)
+    return None if manifest is None else Store.at(folder, manifest, working_cache(config.work))
+
+
+# ------------------------------------------------------------------------------------------------------------------------- run
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,3 +405,40 @@ class PackRun:
         whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
         check_identity(self.outline.num_items, whole)
         return whole
+
+
+# ---------------------------------------------------------------------------------------------------------------- stored rules
+# A pack into a store that exists takes the store's rules for the options that the command line left out.
+
+
+def with_stored_rules(config: PackConfig) -> PackConfig:
+    """Return the options with those of the store in place of what was `left_out`; as they are if there is no store.
+
+    With `--recaption` the captions' options are as given: these are what it changes.
+    """
+    if not config.left_out:
+        return config
+    if isinstance(config.place, Path):
+        manifest = newest_whole(LocalFolder(config.store))
+    else:
+        objects = config.objects(config.place)
+        objects.refuse_read_only()
+        manifest = newest_whole(objects)
+    if manifest is None or "import" in manifest.rules:
+        return config
+    names = config.left_out - {*(CAPTION_OPTIONS if config.recaption else ())}
+    stored = {name: value for name, value in stored_options(manifest).items() if name in names}
+    try:
+        return replace(config, **{name: decode_field(type(config), name, value, name) for name, value in stored.items()})
+    except (TypedJsonError, UsageError):
+        return config  # of a store that another program wrote: `refuse_other_options` names what differs
+
+
+def changed_rules(before: PackConfig, after: PackConfig) -> list[str]:
+    """Return the options that `with_stored_rules` has changed, as they are typed."""
+    old, new = (_options(config) for config in (before, after))
+    return [shown_option(name, value) for name, value in new.items() if old[name] != value]
+
+
+def _options(config: PackConfig) -> dict[str, Json]:
+    return {**recorded_rules(config, config.grid), "max_captions": config.max_captions}

@@ -1,19 +1,36 @@
-"""Captions as a store has them: encoded when they are needed, or kept from before."""
+"""Captions: encoded in batches of equal length, and kept for the rows that have them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import json
+import shutil
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import Caption, make_caption, quantised_caption
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.files.atomic_write import explaining
+from bucketline.ingest.encoders.text_columns import Cut
+from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.model_file import json_hash
+from bucketline.store import Store
+from bucketline.store.format.block import caption_digest
+from bucketline.store.format.text import Caption, as_arrays, make_caption, quantised_caption
+from bucketline.store.read.samples import checked_row
+from bucketline.store.write.publish import KEPT_CAPTIONS, changing, newest_manifest
+from bucketline.store.write.row_form import RowColumn
+from bucketline.store.write.store_writer import StoreWriter
+from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut, Embedding
-    from bucketline.store.format.text_block import TextSpec
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
+    from bucketline.ingest.parallel.exchange import Share
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.text import TextSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +52,6 @@ def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
     return quantised_caption(spec, digest, as_stored(embedding.tokens), fixed)
 
 
-class EncodedCaptions(Protocol):
-    """A source of captions' embeddings."""
-
-    @property
-    def empty(self) -> Caption: ...
-
-    def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
-        """Return captions in order; of one that cannot be stored, why."""
-        ...
-
-
 class FreshCaptions:
     """Encodes captions.
 
@@ -55,7 +61,7 @@ class FreshCaptions:
 
     def __init__(self, encoder: CaptionEncoder, spec: TextSpec, batch_size: int) -> None:
         """`spec`: the store's text columns."""
-        from bucketline.ingest.encoders.oom_retry import OomRetry  # imports torch
+        from bucketline.ingest.encoders.vae import OomRetry  # imports torch
 
         self._encoder, self._spec, self._batch_size = encoder, spec, batch_size
         self._encode = OomRetry(encoder.encode, "caption")
@@ -65,6 +71,7 @@ class FreshCaptions:
         self.empty = empty.caption
 
     def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
+        """Return captions in order; of one that cannot be stored, why."""
         return [self._stored(text, embedding) for text, embedding in zip(texts, self.embeddings(texts), strict=True)]
 
     def embeddings(self, texts: Sequence[str]) -> list[Embedding]:
@@ -93,3 +100,124 @@ class FreshCaptions:
         if not embedding.is_finite:
             return RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._spec.tokens[0].dtype}")
         return None
+
+
+# --------------------------------------------------------------------------------------------------------------- kept captions
+# Embeddings of captions that are kept on the disk until the rows with them are written: what phases = "two" encodes first.
+#
+# They are stores of their own in `pending/captions/`, with a row for each caption by the digest of its text, so that commits,
+# kills and checksums are those of any store. Each process writes into one of its own, and reads all.
+
+# JSON: whether the caption is truncated, its cuts, and what quantising it cost
+_NOTE = RowColumn(role="features/note", dtype="U8", shape=("length",))
+_NOTE_BYTES = 256  # notes are filled up with spaces, so that few lengths make few buckets
+
+
+class KeptCaptions:
+    """The captions that are kept next to a store's shards, of which one process adds some."""
+
+    def __init__(self, folder: Path, manifest: Manifest, share: Share) -> None:
+        """Read what is kept in a store's `folder`, after adopting what killed processes committed."""
+        made = {"text_encoder": manifest.encoders["text_encoder"]}
+        self._encoders, self._spec = made, manifest.text.spec()
+        self._root = folder / "pending" / KEPT_CAPTIONS / json_hash([made, encode(manifest.text)])
+        self._own = self._root / str(share.rank)
+        for path in self._root.glob("*"):
+            if int(path.name) % share.world_size == share.rank and newest_manifest(path) is not None:
+                with changing(path):
+                    pass
+        self._stores: list[Store] = []
+        self._bad: dict[str, RejectedError] = {}
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open the newest generation of all that is kept."""
+        found = ((path, newest_manifest(path)) for path in sorted(self._root.glob("*")))
+        self._stores = [Store(path, manifest) for path, manifest in found if manifest is not None]
+
+    def missing(self, texts: Iterable[str]) -> list[str]:
+        """Return those of some captions that are not kept, each once."""
+        wanted = {_name(text): text for text in texts if text not in self._bad}
+        return [text for name, text in wanted.items() if not any(store.find_digest(_key(name)) for store in self._stores)]
+
+    def writer(self, empty: Caption, shard_bytes: int) -> CaptionWriter:
+        """Return what adds captions; use it in a `with` block, and `reopen` afterwards."""
+        return CaptionWriter(self._own, self._encoders, self._spec, empty, shard_bytes)
+
+    def refuse(self, text: str, error: RejectedError) -> None:
+        """Note that a caption cannot be stored."""
+        self._bad[text] = error
+
+    @property
+    def empty(self) -> Caption:
+        (found,) = self.of([""])
+        assert isinstance(found, EncodedCaption)
+        return found.caption
+
+    def of(self, texts: Sequence[str]) -> list[EncodedCaption | RejectedError]:
+        """Return kept captions in order; of one that cannot be stored, why."""
+        return [self._bad.get(text) or self._read(text) for text in texts]
+
+    def _read(self, text: str) -> EncodedCaption:
+        for store in self._stores:
+            if (found := store.find_digest(_key(_name(text)))) is None:
+                continue
+            shard, record = found
+            try:
+                ordinal = store.shards.index(shard)
+                is_truncated, cuts, *measured = json.loads(checked_row(store, ordinal, record)[_NOTE.name])
+                caption = store.caption(ordinal, record.caption_rows[0])
+            except StoreError as error:
+                raise StoreError(
+                    f"{self._root}: a kept caption cannot be read: {error}; remove that folder and rerun the command"
+                ) from error
+            if measured:
+                caption = replace(caption, error=np.array(measured, dtype=np.float32))
+            return EncodedCaption(caption=caption, is_truncated=is_truncated, cuts=tuple(decode(Cut, one) for one in cuts))
+        raise StoreError(
+            f"the caption {text[:80]!r} was not encoded in the first phase, since its image changed; rerun the command"
+        )
+
+
+class CaptionWriter(StoreWriter):
+    """Adds captions to those that are kept; after an error in its block, what was committed stays for the next run."""
+
+    def __init__(self, path: Path, encoders: Mapping[str, object], spec: TextSpec, empty: Caption, shard_bytes: int) -> None:
+        self._text_spec = spec
+        super().__init__(
+            path,
+            columns=[_NOTE],
+            encoders=encoders,
+            text=spec,
+            empty_caption=as_arrays(spec, empty),
+            max_captions=1,
+            shard_bytes=shard_bytes,
+        )
+
+    def add_caption(self, text: str, found: EncodedCaption) -> None:
+        """Add a caption; `commit` makes it durable."""
+        error = [] if found.caption.error is None else found.caption.error.tolist()
+        note = json.dumps([found.is_truncated, [encode(cut) for cut in found.cuts], *error]).encode("ascii")
+        note += b" " * (-len(note) % _NOTE_BYTES)
+        columns = {_NOTE.role: np.frombuffer(note, dtype="u1")}
+        self.add(_name(text), "train", columns, {text: as_arrays(self._text_spec, found.caption)})
+
+    def has_caption(self, text: str) -> bool:
+        """Return whether a caption was added, by this run or one before."""
+        return _name(text) in self
+
+
+def remove_kept_captions(store: Path) -> None:
+    """Remove all kept captions of a store, whose rows are published. Call under the store's lock."""
+    with explaining(store):
+        shutil.rmtree(store / "pending" / KEPT_CAPTIONS, ignore_errors=True)
+
+
+def _name(text: str) -> str:
+    return caption_digest(text).hex()
+
+
+def _key(name: str) -> bytes:
+    from bucketline.store.format.block import sample_digest
+
+    return sample_digest(name)

@@ -1,4 +1,4 @@
-"""Pack one rank's slice of a source: decode in threads, encode by bucket, and write the rank's shards in another thread.
+"""Pack a slice: read, encode, and write rows in a thread of their own.
 
 Memory is bounded for any source: images being decoded (_AHEAD_BYTES), images that wait for their bucket's batch to fill
 (WAITING_BYTES), and encoded batches that wait for the disk. An image's id travels with its pixels from the file to the
@@ -8,49 +8,171 @@ row, so a rejected image cannot shift the others.
 from __future__ import annotations
 
 import itertools
+import queue
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import SourceError
+from bucketline.errors import ModelError, StoreError
+from bucketline.forks import JoinableThread
+from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.images.decode import Decoded
-from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.pipeline.captions import FreshCaptions
-from bucketline.ingest.pipeline.decode_notes import DecodeNotes
-from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
-from bucketline.ingest.pipeline.kept_captions import KeptCaptions
-from bucketline.ingest.pipeline.ordered_pool import OrderedPool, WorkLimits
-from bucketline.ingest.pipeline.packed_index import PackedIndex
-from bucketline.ingest.pipeline.read_ahead import read_ahead
-from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
-from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
+from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.pipeline.captions import FreshCaptions, KeptCaptions
+from bucketline.ingest.pipeline.image_reader import DecodeNotes, ImageReader, ReadImage, record_of
+from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, OrderedPool, WorkLimits, read_ahead
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
-from bucketline.store.format.block import BlockSpec, fixed_columns
-from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns
+from bucketline.store.format.text import TEXT_GROUP
+from bucketline.store.write.publish import seal_rest
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+    from types import TracebackType
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.latents import LatentColumns
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut
-    from bucketline.ingest.encoders.vae import VaeEncoder
-    from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.parallel.shares import Share
-    from bucketline.ingest.pipeline.captions import EncodedCaptions
-    from bucketline.ingest.pipeline.kept_captions import CaptionWriter
-    from bucketline.ingest.pipeline.stage_timer import StageTimer
+    from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
+    from bucketline.ingest.images.crop import Grid
+    from bucketline.ingest.parallel.exchange import Share
+    from bucketline.ingest.pipeline.captions import CaptionWriter
+    from bucketline.ingest.pipeline.pool import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
-    from bucketline.store.format.text_block import Caption
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.format.schema import SampleRecord
+    from bucketline.store.format.text import Caption
+    from bucketline.store.transfer import ShardSender
 
+
+# ------------------------------------------------------------------------------------------------------------------ row writer
+# Writer thread: writes encoded rows to shards while the next ones are decoded and encoded.
+
+BATCHES_WAITING = 4  # encoded batches in the queue
+_POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
+
+
+@dataclass(slots=True, kw_only=True)
+class EncodedBatch:
+    """Rows of one bucket, and those of their captions that the shard does not have yet."""
+
+    spec: BlockSpec
+    begins_shard: bool
+    captions: list[Caption] = field(default_factory=list)
+    # of each sample its record, its latents by column, [C, h, w], and the digests of its captions
+    rows: list[tuple[SampleRecord, Mapping[str, NDArray[Any]], list[bytes]]] = field(default_factory=list)
+
+
+class _EndShard:
+    """In the queue: seal the shard, and begin another with the next batch."""
+
+
+class RowWriter:
+    """Writes batches in order. All LMDB calls are made in this thread, since a transaction belongs to one thread.
+
+    The thread ends at its first error and takes nothing more from the queue. Every wait therefore ends when the thread has
+    either taken the batch or ended, and the call that waited raises the error.
+    """
+
+    def __init__(self, new_shard: Callable[[], ShardWriter], on_sealed: Callable[[str], None] = lambda _: None) -> None:
+        """Take what begins a shard, and what is told the name of each that is sealed; the thread calls both."""
+        self._new_shard, self._on_sealed = new_shard, on_sealed
+        self._waiting: queue.Queue[EncodedBatch | _EndShard | None] = queue.Queue(BATCHES_WAITING)
+        self._thread = JoinableThread(self._run, name="row-writer")
+        self._failure: BaseException | None = None
+        self._is_to_seal = True
+        self.sealed: list[str] = []
+
+    def put(self, batch: EncodedBatch) -> None:
+        """Queue a batch; blocks while the disk is slower than the encoders."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._hand_over(batch)
+        self._raise_failure()
+
+    def end_shard(self) -> None:
+        """Have the current shard sealed, if there is one. Raises what `put` does."""
+        self._hand_over(_EndShard())
+        self._raise_failure()
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write all queued batches and seal the last shard; after an error, commit it and leave it pending."""
+        self._is_to_seal = error is None
+        self._hand_over(None)
+        self._thread.join()
+        if self._failure is not error:
+            self._raise_failure()
+
+    def _hand_over(self, batch: EncodedBatch | _EndShard | None) -> None:
+        """Put a batch, or None to end, into the queue; return at once if the thread has ended."""
+        while self._thread.is_alive():
+            with suppress(queue.Full):
+                self._waiting.put(batch, timeout=_POLL_S)
+                return
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, MemoryError):
+            explained = StoreError(
+                "not enough memory to write what was encoded; what was committed is kept: "
+                "free memory, or choose a smaller --batch-size, and rerun the command"
+            )
+            explained.__cause__, self._failure = self._failure, explained
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._write_shards()
+        except BaseException as error:  # noqa: BLE001 - raised in the encoding thread
+            self._failure = error
+
+    def _write_shards(self) -> None:
+        """Write batches until None arrives, then seal or commit the last shard."""
+        shard: ShardWriter | None = None
+        try:
+            while (batch := self._waiting.get()) is not None:
+                if isinstance(batch, _EndShard) or batch.begins_shard:
+                    self._seal(shard)
+                    shard = None
+                if not isinstance(batch, _EndShard):
+                    shard = shard or self._new_shard()
+                    _write(shard, batch)
+            if self._is_to_seal:
+                self._seal(shard)
+            elif shard is not None:
+                shard.commit()
+        finally:
+            if shard is not None:
+                shard.close()
+
+    def _seal(self, shard: ShardWriter | None) -> None:
+        if shard is not None and shard.seal():
+            self.sealed.append(shard.name)
+            self._on_sealed(shard.name)
+
+
+def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
+    for caption in batch.captions:
+        shard.add_caption({TEXT_GROUP: caption})
+    for record, latents, captions in batch.rows:
+        try:
+            shard.add(spec=batch.spec, latents=latents, record=record, captions=captions)
+        except ValueError as error:
+            raise ModelError(
+                f"{record.id}: the VAE's latent does not fit its bucket: {error}; "
+                "its config.json does not describe its weights, or it takes other sizes than the grid's"
+            ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------- slice packer
 
 _PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in passing them on than in comparing them
 PARTS_PER_THREAD = 4  # in a window, so that threads rarely wait for the slowest
@@ -89,7 +211,7 @@ class ChangedItems:
             yield window
 
 
-_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
+_AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if these come with the items
 AHEAD_ITEMS = 256
 CAPTIONS_TOGETHER = 64  # encoded and committed together, if they are encoded first
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
@@ -119,7 +241,7 @@ class SlicePacker:
         Shards are made in `folder`, the store's own or one that is laid out as it. `sender` gets each shard that is sealed, and
         says when there is room for another.
         """
-        self._source, self._store, self._config, self._folder = source, store, config, folder
+        self._source, self._store, self._config, self.folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = WorkLimits(
@@ -127,9 +249,9 @@ class SlicePacker:
         )
         self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: LatentColumns | None = None
-        self._captions: EncodedCaptions | None = None
+        self._captions: FreshCaptions | KeptCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
-        self._sender = sender
+        self.sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
         self._check: Callable[[], None] = lambda: None
         self._shard = ShardFill()
@@ -144,9 +266,9 @@ class SlicePacker:
         return self._writer.sealed
 
     @property
-    def num_ended(self) -> int:
-        """Number of the calls of `end_shard` that have been carried out."""
-        return self._writer.num_ended
+    def ready(self) -> Sequence[str]:
+        """Names of the shards that are sealed, and sent if that is needed; they become more."""
+        return self.sealed if self.sender is None else self.sender.sent
 
     def end_shard(self) -> None:
         """Have the current shard sealed with what is encoded so far; the next batch begins another. Raises what `run` does."""
@@ -169,6 +291,13 @@ class SlicePacker:
         self.account.stage_seconds = self.stages.seconds
         self.account.on_shared_cores = self.stages.on_shared_cores()
 
+    def seal_rest(self) -> None:
+        """After `run` was stopped: seal what it had committed, and have that sent."""
+        for name in seal_rest(self.folder):
+            self.sealed.append(name)
+            if self.sender is not None:
+                self.sender.put(name)
+
     def encode_captions(
         self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None], is_due: Callable[[], bool]
     ) -> None:
@@ -184,18 +313,19 @@ class SlicePacker:
                 if kept is None:
                     if not is_due():
                         return
-                    kept = KeptCaptions(self._folder, self._store.manifest, self._share)
-                missing = [text for text in kept.missing(texts) if writer is None or text not in writer]
+                    kept = KeptCaptions(self.folder, self._store.manifest, self._share)
+                missing = [text for text in kept.missing(texts) if writer is None or not writer.has_caption(text)]
                 if missing and (fresh is None or writer is None):
                     fresh = self._fresh_captions()
-                    writer = held.enter_context(kept.writer(fresh.empty, self._config.shard_size.num_bytes))
+                    writer = kept.writer(fresh.empty, self._config.shard_size.num_bytes)
+                    held.enter_context(writer)
                 if fresh is None or writer is None:
                     continue
                 for text, found in zip(missing, fresh.of(missing), strict=True):
                     if isinstance(found, RejectedError):
                         kept.refuse(text, found)
                     else:
-                        writer.add(text, found)
+                        writer.add_caption(text, found)
                 writer.commit()
                 check()
         if kept is not None:
@@ -238,12 +368,8 @@ class SlicePacker:
         with OrderedPool(coming, self._reader.read, self._bytes_under_way, self._room) as ahead:
             results = ahead.results(count_and_check)
             while True:
-                try:
-                    with self.stages.spent(DECODE):
-                        found = next(results, None)
-                except SourceError:
-                    check()  # Ctrl-C also ends the command behind a stream, which then looks damaged
-                    raise
+                with self.stages.spent(DECODE):
+                    found = next(results, None)
                 if found is None:
                     break
                 item, future = found
@@ -284,9 +410,9 @@ class SlicePacker:
         begins_shard = self._shard.is_full(self._config.shard_size.num_bytes)
         if begins_shard:
             self._shard = ShardFill()
-            if self._sender is not None:
+            if self.sender is not None:
                 with self.stages.spent(WRITE):
-                    self._sender.wait_for_room(self._check)
+                    self.sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
             batch = self._encoded(encoder, captions, bucket, images, begins_shard=begins_shard)
         with self.stages.spent(WRITE):
@@ -295,7 +421,7 @@ class SlicePacker:
             on_image()
 
     def _loaded(self) -> LatentColumns:
-        from bucketline.ingest.encoders.latents import LatentColumns  # imports torch
+        from bucketline.ingest.encoders.vae import LatentColumns  # imports torch
 
         self.account.has_encoded = True
         return LatentColumns(self._load_vae(), flip=self._config.flip)
@@ -305,39 +431,38 @@ class SlicePacker:
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
     def _encoded(
-        self, encoder: LatentColumns, captions: EncodedCaptions, bucket: str, images: list[ReadImage], *, begins_shard: bool
+        self,
+        encoder: LatentColumns,
+        captions: FreshCaptions | KeptCaptions,
+        bucket: str,
+        images: list[ReadImage],
+        *,
+        begins_shard: bool,
     ) -> EncodedBatch:
         decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
         encoded = iter(encoder.encode(decoded) if decoded else ())
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
         batch.captions, bad_captions = self._new_captions(captions, images)
         for image in images:
-            if isinstance(image.image, Decoded):
-                if (row := next(encoded)).problem is not None:
-                    self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
-                    continue
-                latents = row.columns
-            else:
-                latents = image.image.latents
-            digests = [caption_digest(text) for text in self._kept(image.item)] or [caption_digest("")]
-            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
-                self._reject(image.item, error)
+            item, place = image.item, image.image.placement
+            latents = next(encoded) if isinstance(image.image, Decoded) else image.image.latents
+            if isinstance(latents, str):
+                self._reject(item, RejectedError(Reason.LATENT, latents))
                 continue
-            self._take(batch, image, latents, digests)
+            digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
+            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
+                self._reject(item, error)
+                continue
+            record = record_of(item, place, image.stamp, image.split, image.content)
+            batch.rows.append((record, latents, digests))
+            self._shard.num_bytes += record.text_bytes
+            self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
+            self.account.latents_kept += not isinstance(image.image, Decoded)
+            for digest in digests:
+                self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
-
-    def _take(self, batch: EncodedBatch, image: ReadImage, latents: Mapping[str, NDArray[Any]], digests: list[bytes]) -> None:
-        """Add an image's row to a batch, and to the summary."""
-        item, place = image.item, image.image.placement
-        record = record_of(item, place, image.stamp, image.split, image.content)
-        batch.rows.append(EncodedRow(record=record, latents=latents, captions=digests))
-        self._shard.num_bytes += record.text_bytes
-        self.account.count_packed(item.id, item.captions, place, batch.spec.bucket, self._config.max_captions)
-        self.account.latents_kept += not isinstance(image.image, Decoded)
-        for digest in digests:
-            self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
@@ -349,7 +474,7 @@ class SlicePacker:
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
     def _new_captions(
-        self, captions: EncodedCaptions, images: list[ReadImage]
+        self, captions: FreshCaptions | KeptCaptions, images: list[ReadImage]
     ) -> tuple[list[Caption], dict[bytes, RejectedError]]:
         """Encode the captions that the shard does not have yet; also return those that cannot be stored, with the reason."""
         wanted = {caption_digest(text): text for image in images for text in self._kept(image.item)}
@@ -376,7 +501,7 @@ class SlicePacker:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size.num_bytes
         store, empty = self._store, self._captions.empty
-        return ShardWriter(self._folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
+        return ShardWriter(self.folder, next(self._names), store.groups, {TEXT_GROUP: empty}, max_bytes)
 
 
 class ShardFill:

@@ -7,31 +7,27 @@ in the store's, and returns a `PackedSlice`, which counts once that process has 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
-from bucketline.ingest.parallel.shares import Share
-from bucketline.ingest.pipeline.model.device import share_of_cores
+from bucketline.ingest.images.crop import latent_sizes, model_grid
+from bucketline.ingest.parallel.exchange import Share
+from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.pool import StageTimer
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
-from bucketline.ingest.pipeline.stage_timer import StageTimer
-from bucketline.ingest.sources.open_source import source_from_json
+from bucketline.ingest.sources.dataset_file import source_from_json
 from bucketline.ingest.summary import RunSummary  # noqa: TC001 - decoded by its annotation
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
-from bucketline.store.sync.parts import PartStore, SentShard
-from bucketline.store.write.attempts import seal_rest
+from bucketline.store.sync.working import PartStore, SentShard
 from bucketline.typed_json import Json  # noqa: TC001 - decoded by its annotation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.pipeline.model.encoders import Encoders
+    from bucketline.ingest.pipeline.model import Encoders
     from bucketline.store import Store
-    from bucketline.store.transfer.sender import ShardSender
+    from bucketline.store.transfer import ShardSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,75 +58,33 @@ class PackedSlice:
     sent: list[SentShard]  # the same, if they were made on another disk
 
 
-class SliceWorker:
-    """Packs slices of a plan in this process."""
+def slice_packer(
+    config: PackConfig,
+    plan: PackPlan,
+    number: int,
+    name: str,
+    *,
+    store: Store,
+    place: tuple[Path, ShardSender | None],
+    encoders: Encoders,
+    workers_on_machine: int = 1,
+) -> SlicePacker:
+    """Return the packer of a plan's slice in this process. `name` was never used before; it begins its shards' names.
 
-    def __init__(
-        self,
-        config: PackConfig,
-        plan: PackPlan,
-        store: Store,
-        begin: Callable[[str], tuple[Path, ShardSender | None]],
-        encoders: Encoders,
-        workers_on_machine: int = 1,
-    ) -> None:
-        """`store` is the plan's generation. `begin` returns the folder for a slice's shards, given its name, and a sender."""
-        self.config, self.plan, self.encoders = config, plan, encoders
-        self._source = source_from_json(plan.source)
-        self._store, self._begin = store, begin
-        self._decode_threads = config.decode_threads or share_of_cores(workers_on_machine)
-
-    def slice(self, number: int, name: str) -> tuple[SlicePacker, SliceRun]:
-        """Return the packer of one slice, and its run. `name` was never used before; it begins its shards' names."""
-        folder, sender = self._begin(name)
-        model = self.encoders.model
-        packer = SlicePacker(
-            source=self._source,
-            store=self._store,
-            share=Share(rank=number, world_size=self.plan.num_slices),
-            folder=folder,
-            config=self.config,
-            grid=model_grid(self.config.grid, model, latent_sizes(model)[1]),
-            vae=lambda: self.encoders.vae(self.plan.manifest),
-            text=lambda: self.encoders.text(self.plan.manifest),
-            stages=StageTimer(on_shared_cores=lambda: self.encoders.on_shared_cores),
-            decode_threads=self._decode_threads,
-            shard_prefix=name,
-            sender=sender,
-        )
-        return packer, SliceRun(packer.account, packer.sealed, folder, sender)
-
-
-class SliceRun:
-    """The making of one slice. What is made is sent in the block of `sending`, if the store is in object storage."""
-
-    def __init__(self, account: RunSummary, sealed: list[str], folder: Path, sender: ShardSender | None) -> None:
-        """Take what its packer counts, and the names of the shards that it has sealed; both grow."""
-        self.account, self.folder, self.sender = account, folder, sender
-        self._sealed = sealed
-        self._rest: list[str] = []
-
-    @property
-    def ready(self) -> Sequence[str]:
-        """Names of the shards that are sealed, and sent if that is needed; they become more."""
-        return self._sealed if self.sender is None else self.sender.sent
-
-    def sending(self) -> AbstractContextManager[object]:
-        return self.sender or nullcontext()
-
-    def seal_rest(self) -> None:
-        """After the packer was stopped: seal what it had committed, and have that sent."""
-        self._rest = seal_rest(self.folder)
-        if self.sender is not None:
-            for name in self._rest:
-                self.sender.put(name)
-
-    def send(self, check: Callable[[], None] = lambda: None, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Wait until all is sent; otherwise as `ShardSender.finish`."""
-        if self.sender is not None:
-            self.sender.finish(check, on_bytes)
-
-    @property
-    def sealed(self) -> list[str]:
-        """Names of the shards."""
-        return [*self._sealed, *self._rest]
+    `store` is the plan's generation; `place` the folder for the shards, and what sends them if the store is in object storage.
+    """
+    folder, sender = place
+    return SlicePacker(
+        source=source_from_json(plan.source),
+        store=store,
+        share=Share(rank=number, world_size=plan.num_slices),
+        folder=folder,
+        config=config,
+        grid=model_grid(config.grid, encoders.model, latent_sizes(encoders.model)[1]),
+        vae=lambda: encoders.vae(plan.manifest),
+        text=lambda: encoders.text(plan.manifest),
+        stages=StageTimer(on_shared_cores=lambda: encoders.on_shared_cores),
+        decode_threads=config.decode_threads or share_of_cores(workers_on_machine),
+        shard_prefix=name,
+        sender=sender,
+    )

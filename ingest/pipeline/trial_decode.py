@@ -6,10 +6,8 @@ import resource
 import sys
 from contextlib import suppress
 
-from bucketline.ingest.images.bucket_grid import Grid, Size
-from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.crop import Framing, Grid, RejectedError, Size
 from bucketline.ingest.images.decode import decode_image
-from bucketline.ingest.images.rejects import RejectedError
 
 _ANY = Framing(grid=Grid(name="64x64", sizes=(Size(64, 64),)))
 

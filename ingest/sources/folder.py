@@ -1,25 +1,75 @@
-"""A folder of images as a source, searched recursively, with captions from files next to each image or `metadata` tables."""
+"""A folder of images as a source, searched recursively, with captions from files or tables; kohya's folder names."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
-from bucketline.files.paths import IMAGE_SUFFIXES
-from bucketline.files.run_marker import STATUS, is_run
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.sources.captions.caption_files import CaptionFiles
-from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
-from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, TableRows, folder_paths, read_rows
-from bucketline.ingest.sources.kohya_folders import naming_notes
-from bucketline.ingest.sources.local_files import LocalFileSource, followed
-from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.ingest.sources.splits import VAL, Splits, side_files, side_notes, split_in_folders
+from bucketline.files.paths import IMAGE_SUFFIXES, STATUS, is_run
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.sources.captions.files import CaptionFiles, refuse_unmet, unusable
+from bucketline.ingest.sources.captions.table import TABLE_SUFFIXES, TableRow, TableRows, folder_paths, read_rows
+from bucketline.ingest.sources.hf_dataset import VAL, Splits, side_files, side_notes, split_in_folders
+from bucketline.ingest.sources.source import Listing, LocalFileSource, SourceItem, SourceOptions, followed
 from bucketline.store.format.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+# --------------------------------------------------------------------------------------------------------------- kohya folders
+# Folders named as kohya's trainers have them: `10_sks dog` is read ten times per pass, `reg` is for prior preservation.
+
+_REPEATED = re.compile(r"([1-9][0-9]{0,2})_(.+)")  # not 2019_summer
+_REGULARIZATION = re.compile(r"([0-9]+_)?reg(ulari[sz]ation)?([ _-].*)?", re.IGNORECASE)
+
+
+def repeats_and_subject(folder: str) -> tuple[int, str] | None:
+    """Return the repeats and the rest of a folder's name; None if it is not named so.
+
+    >>> repeats_and_subject("10_sks dog"), repeats_and_subject("2019_summer")
+    ((10, 'sks dog'), None)
+    """
+    found = _REPEATED.fullmatch(folder)
+    return None if found is None else (int(found[1]), found[2].strip())
+
+
+def is_regularization(folder: str) -> bool:
+    """Return True if a folder's name says that its images are for prior preservation.
+
+    >>> is_regularization("1_reg"), is_regularization("reg"), is_regularization("region")
+    (True, True, False)
+    """
+    return _REGULARIZATION.fullmatch(folder) is not None
+
+
+def naming_notes(images: Iterable[str]) -> list[str]:
+    """Return what packing a folder as it is does to images (paths in the folder) in subfolders that are named so."""
+    folders = sorted({image.partition("/")[0] for image in images if "/" in image})
+    notes = []
+    if repeated := [name for name in folders if repeats_and_subject(name) and not is_regularization(name)]:
+        notes.append(
+            f"{_some(repeated)}: no repeats are read from folder names here; "
+            "if they are meant, pack a data set file with `kohya_folders = true` instead"
+        )
+    if regularization := list(filter(is_regularization, folders)):
+        notes.append(
+            f"{_some(regularization)}: packed as ordinary training images; to weigh regularization images less, move them out "
+            "of the source, pack them into a store of their own, and train with a weight (--store NAME@0.5)"
+        )
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- folder
 
 _NAMED_LINKS = 3
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)

@@ -1,25 +1,262 @@
-"""A dataset saved on disk by Hugging Face `datasets` as a source; images are read as stored bytes, not decoded."""
+"""A dataset saved on disk by Hugging Face `datasets` as a source, and the splits of any source."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
+import re
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bucketline.command_line import counted
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.sources.captions.caption_text import CaptionNames
-from bucketline.ingest.sources.captions.metadata_table import SPLIT, as_split
-from bucketline.ingest.sources.local_files import refuse_too_large
-from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp
-from bucketline.ingest.sources.splits import SplitRow, Splits, add_rows, image_column
+from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.ingest.sources.captions.files import CaptionNames, as_texts, stripped, unusable
+from bucketline.ingest.sources.captions.table import SPLIT, as_split
+from bucketline.ingest.sources.source import (
+    Listing,
+    Source,
+    SourceBytes,
+    SourceItem,
+    SourceOptions,
+    Stamp,
+    note_place,
+    refuse_too_large,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+# ---------------------------------------------------------------------------------------------------------------------- splits
+# Splits of a source: which images are trained on, held out, or left out.
+#
+# A split is in a column `split`, in the path (a folder of it, then a word of a table's, tar's or Parquet file's name), or in a
+# saved dataset. Train stays train, validation becomes val, test is left out unless requested.
+
+TRAIN, VAL = "train", "val"
+_TARGETS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), VAL),
+    **dict.fromkeys(("test", "testing"), None),
+}
+_LETTERS = re.compile(r"[^\W\d_]+")
+_PART = re.compile(r"(.+?)-\d+-of-\d+(-[0-9a-f]+)?(\.[^/]*)?")  # train-00000-of-00004, as on the hub; formerly with a hash
+_NAMED = 3
+_MAX_SAID = 10  # splits with one target
+
+
+def split_in_folders(path: str) -> str:
+    """Return the split that the outermost folder of a path is called, with or without digits; empty if none is.
+
+    >>> split_in_folders("default/test/a.png"), split_in_folders("val2017/a.png"), split_in_folders("test shots/test.png")
+    ('test', 'val', '')
+    """
+    return _split_of_folder(path.rpartition("/")[0])
+
+
+def split_in_path(path: str) -> str:
+    """Return the split of a file with many images: as `split_in_folders`, else by a word of its own name.
+
+    >>> list(map(split_in_path, ("validation/0.tar", "test-00000-of-00001-5e67.parquet", "my_test_0.csv", "latest.tar")))
+    ['validation', 'test', 'test', '']
+    """
+    name = path.rpartition("/")[2]
+    if split := split_in_folders(path):
+        return split
+    if part := _PART.fullmatch(name):
+        return part[1]
+    return next(_splits_in(name), "")
+
+
+def split_of_image(path: str, image: str) -> str:
+    """Return the split of an image in a file with many, or in a table: that by which the file is called, else of its folders.
+
+    >>> split_of_image("val.jsonl", "train/a.png"), split_of_image("photos-00000-of-00004.tar", "test/a.png")
+    ('val', 'test')
+    """
+    own, inside = split_in_path(path), split_in_folders(image)
+    return inside if inside and not any(_splits_in(own)) else own
+
+
+@lru_cache(maxsize=1024)
+def _split_of_folder(folder: str) -> str:
+    for part in folder.split("/"):
+        words = _LETTERS.findall(part.lower())
+        if words[:1] == ["partial"]:  # partial-train, of what the hub converts only in part
+            del words[0]
+        if len(words) == 1 and words[0] in _TARGETS:
+            return str(words[0])
+    return ""
+
+
+def _splits_in(name: str) -> Iterator[str]:
+    return (word for word in _LETTERS.findall(name.lower()) if word in _TARGETS)
+
+
+class Splits:
+    """Decides by its split where an image goes in the store, and counts the images of each split.
+
+    `asked` has the requested splits (`NAME`, `NAME=train`, `NAME=val`); without any, all but test are packed. A test split that
+    is requested without a target is held out, so that nobody trains on it by accident. Images in no split are trained on, and
+    are requested as `train`.
+    """
+
+    def __init__(self, asked: Sequence[str]) -> None:
+        self._asked = {name: target for name, _, target in (one.partition("=") for one in asked)}
+        self._num_images: Counter[str] = Counter()
+        self._num_misleading = 0  # images that are trained on although their names say another split
+        self._misleading: list[str] = []  # the first of them
+
+    def target(self, split: str) -> str | None:
+        """Return where the images of a split are packed: train, val, or None if they are left out."""
+        usual = _TARGETS.get(next(_splits_in(split), ""), TRAIN)
+        if not self._asked:
+            return usual
+        name = split or TRAIN
+        return (self._asked[name] or usual or VAL) if name in self._asked else None
+
+    def take(self, split: str, path: str, number: int = 1) -> str | None:
+        """Count images of a split; return where they are packed, as `target`. `path` names the image, or its file."""
+        self._num_images[split] += number
+        target = self.target(split)
+        is_chosen = target != TRAIN or split in self._asked
+        if not is_chosen and any(_TARGETS[word] != TRAIN for word in _splits_in(split or path)):
+            self._num_misleading += number
+            if len(self._misleading) < _NAMED and path not in self._misleading:
+                self._misleading.append(path)
+        return target
+
+    def finish(self, place: str, root: str, notes: list[str]) -> None:
+        """Add notes that say how each split is packed, and which images are trained on although a name says another split.
+
+        `place` is the source in messages, `root` its folder, in which paths begin.
+        """
+        there = list(dict.fromkeys(split or TRAIN for split in self._num_images))
+        is_split = any(self._num_images)
+        if self._asked and not is_split:
+            raise SourceError(f"{place} has no splits, but dataset_splits has {next(iter(self._asked))!r}")
+        if unknown := next((name for name in self._asked if name not in there), None):
+            raise SourceError(f"{place} has no split {unknown!r} (dataset_splits); it has {', '.join(there)}")
+        if is_split and all(self.target(split) is None for split in self._num_images):
+            raise SourceError(
+                f"{place} has only the split {', '.join(there)}, which is left out by default: "
+                f"pack it by {_in_file([f'{there[0]}={VAL}'])} (or ={TRAIN})"
+            )
+        if is_split:
+            notes += self._in_words()
+        if self._num_misleading:
+            more = ", …" if self._num_misleading > len(self._misleading) else ""
+            notes.append(
+                f"{counted(self._num_misleading, 'image')} packed as training data although a name says test or validation: "
+                f"{', '.join(self._misleading)}{more}; a folder that is called only test is left out, one called validation "
+                "held out"
+            )
+        name = os.path.basename(os.path.abspath(root))  # noqa: PTH100, PTH119 - a URL as well
+        if self._num_images[""] and self.target("") == TRAIN and self.target(split_in_folders(f"{name}/")) != TRAIN:
+            notes.append(
+                f"the source's folder is called {name}, and its images are in no split, because splits are looked for inside "
+                "the source; --val-fraction 1 holds all of them out"
+            )
+
+    def _in_words(self) -> Iterator[str]:
+        by_target: dict[str | None, list[str]] = {}
+        for split in self._num_images:
+            by_target.setdefault(self.target(split), []).append(split)
+        said = {split for splits in by_target.values() for split in splits[:_MAX_SAID]}  # a column `split` may have anything
+        taken = [f"{split or TRAIN}={target}" for split in self._num_images if (target := self.target(split)) is not None]
+        for split in (split for split in self._num_images if split in said):
+            images = counted(self._num_images[split], "image")
+            what = f"split {split} ({images})" if split else f"what is in no split ({images})"
+            if (target := self.target(split)) is None:
+                asked = _in_file(list(dict.fromkeys([*taken[:_MAX_SAID], f"{split or TRAIN}={VAL}"])))
+                yield f"{what} is left out; to include it: {asked} (or ={TRAIN})"
+            else:
+                yield f"{what} becomes {target}"
+        for target, splits in by_target.items():
+            if more := splits[_MAX_SAID:]:
+                images = counted(sum(self._num_images[split] for split in more), "image")
+                become = "are left out" if target is None else f"become {target}"
+                yield f"{counted(len(more), 'more split')} ({images}) {become}"
+
+
+class SplitRow(NamedTuple):
+    """A row of a dataset, without its image."""
+
+    split: str  # empty if it is in none
+    path: str  # of its file in the source
+    name: str | None  # of its image, if the dataset has it
+    number: str  # in the id, if the name is not unique
+    column: str | None  # of its caption
+    caption: object
+    place: str  # in messages
+    at: tuple[int, ...]  # as of `SourceItem`
+
+
+def add_rows(listing: Listing, splits: Splits, rows: Sequence[SplitRow]) -> None:
+    """Add the rows of a dataset to a listing, except those of splits that are left out; all are counted in `splits`."""
+    counts, seen = Counter((row.split, row.name) for row in rows), dict[str, str]()
+    for row in rows:
+        target = splits.take(row.split, row.path)
+        if target is None:
+            continue
+        captions = as_texts(row.caption)
+        if captions is None:
+            kind = type(row.caption).__name__
+            raise SourceError(f"{row.place}: {row.column} is a {kind}, expected a string or a list of strings")
+        own = row.name if row.name and counts[row.split, row.name] == 1 else row.number
+        sample_id = f"{row.split}/{own}" if row.split else own
+        note_place(seen, sample_id, row.place)
+        if kept := stripped(captions):
+            listing.captions_from[f"column {row.column}"] += 1
+        error = unusable(f"the column {row.column}", kept)
+        listing.items.append(SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=target == VAL, at=row.at))
+
+
+def image_column(place: str, images: Sequence[str], there: Sequence[str]) -> str:
+    """Return the column of the images: the only one of `images`, or the one that is called so; `there` are all columns."""
+    if "image" in images or len(images) == 1:
+        return "image" if "image" in images else images[0]
+    raise SourceError(
+        f"{place}: expected one column of images, or one named image; found {', '.join(images) or 'none'} among "
+        f"{', '.join(there)}"
+    )
+
+
+def _in_file(splits: Sequence[str]) -> str:
+    return f"dataset_splits = {json.dumps(splits)} under [source] of a data set file"
+
+
+_LABEL = re.compile(r"-(?:masklabel|condlabel)[^/]*$")  # of OneTrainer: NAME-masklabel.png next to NAME.png
+_CONTROLS = "/_controls/"  # of ai-toolkit
+
+
+def side_files(images: Sequence[str]) -> dict[str, str]:
+    """Return the images (paths in a source) that belong to other images, each with what tells it.
+
+    >>> side_files(["a.jpg", "a-masklabel.png", "b-masklabel.png", "_controls/a.depth.jpg"])
+    {'a-masklabel.png': 'NAME-masklabel', '_controls/a.depth.jpg': '_controls/'}
+    """
+    labels = {image: found for image in images if (found := _LABEL.search(image))}
+    stems = {image.rpartition(".")[0] for image in images} if labels else set()
+    sides = {image: f"NAME{found[0][:10]}" for image, found in labels.items() if image[: found.start()] in stems}
+    return sides | {image: _CONTROLS[1:] for image in images if _CONTROLS in f"/{image}"}
+
+
+def side_notes(kinds: Iterable[str]) -> list[str]:
+    """Return a note that counts side files by what tells them; none if there are none."""
+    counts = Counter(kinds).most_common()
+    if not counts:
+        return []
+    named = ", ".join(f"{kind} ({counted(number, 'image')})" for kind, number in counts)
+    what = f"left out as masks and control images of other trainers: {named}"
+    return [f"{what}; to pack such images, rename them, or name them in a table"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ hf dataset
 
 MARKS = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`; the folder of a split also has state.json
 _ROWS = 1000  # rows per batch
@@ -31,7 +268,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetSource:
+class DatasetSource(Source):
     """The rows of a saved dataset, split by split; a sample's id is `SPLIT/NAME`.
 
     NAME is the image's path in the dataset if it has a unique one, else its row number. Ids of rows in no split have no
@@ -113,9 +350,6 @@ class DatasetSource:
             raise SourceError(f"{self.path} is a dataset without rows")
         return listing
 
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
-
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
 
@@ -132,9 +366,6 @@ class DatasetSource:
                 f"the dataset holds the path {value['path']!r} and no bytes; save it with the images embedded",
             )
         return SourceBytes(data=value["bytes"], stamp=stamp)
-
-    def opened(self, item: SourceItem) -> BinaryIO:
-        return io.BytesIO(self.read(item).data)
 
 
 def _newest_ns(rows: Any) -> int:  # noqa: ANN401

@@ -1,17 +1,24 @@
-"""Protocol of sources: a listing of images with their captions, and the bytes of each image."""
+"""Protocol and options of sources: a listing of images with their captions, and the bytes of each image."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import stat
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path  # noqa: TC003 - decoded by its annotation
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from bucketline.errors import SourceError
-from bucketline.store.format.sample_record import storable_mtime_ns
+from bucketline.errors import SourceError, UsageError
+from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.store.format.schema import storable_mtime_ns
+from bucketline.store.remote.urls import ObjectArguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
+
 
 MAX_FILE_BYTES = 1 << 30  # of one image
 
@@ -69,12 +76,14 @@ class Source(Protocol):
     @property
     def local_paths(self) -> tuple[Path, ...]:
         """Local folders and files that the source reads; they must not overlap with the store."""
+        return ()
 
     def listing(self) -> Listing:
         """List every image once."""
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
         """Return these items in the listing's order, ready for `stamp` and `read`; items may carry their bytes."""
+        return iter(items)
 
     def stamp(self, item: SourceItem) -> Stamp:
         """Return an item's size and mtime without reading it; safe to call from several threads."""
@@ -84,6 +93,7 @@ class Source(Protocol):
 
     def opened(self, item: SourceItem) -> BinaryIO:
         """Open an item to read a part of it, such as its header; safe to call from several threads."""
+        return io.BytesIO(self.read(item).data)
 
 
 def caption_rest(listing: Listing, caption: str | None) -> None:
@@ -104,3 +114,182 @@ def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
             "(several captions of one image are a list in its one row)"
         )
     seen[sample_id] = place
+
+
+# --------------------------------------------------------------------------------------------------------------------- options
+# Options of a source, common to `ingest pack` and `ingest scan`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(ObjectArguments):
+    """Options about captions, splits, links and object storage."""
+
+    captions_from: tuple[str, ...] = ()  # a column or field, and .EXT of caption files; empty: the usual ones
+    caption: str | None = None  # of images without one; None: they get the empty caption
+    dataset_splits: tuple[str, ...] = ()  # NAME, NAME=train or NAME=val; empty: all but test
+    follow_links: bool = False  # follow file symlinks that lead out of the source
+
+    def __post_init__(self) -> None:
+        ObjectArguments.__post_init__(self)
+        for one, kind in ((self._columns, "column"), (self._extensions, "extension")):
+            if len(one) > 1:
+                raise UsageError(f"--captions-from {one[0]} and {one[1]}: expected at most one {kind}")
+        extension = self.caption_extension
+        if extension is not None and (not extension.strip(".") or "/" in extension):
+            raise UsageError(f"--captions-from is {extension!r}, expected a column's name, or an extension such as .caption")
+        caption = self.caption
+        if caption is not None and (not caption.strip() or any("\ud800" <= letter <= "\udfff" for letter in caption)):
+            raise UsageError(f"caption is {caption!r:.80}, expected a caption, such as 'a photo of a dog'")
+        for asked in self.dataset_splits:
+            name, equals, target = asked.partition("=")
+            if not name or (equals and target not in ("train", "val")):
+                raise UsageError(f"dataset_splits has {asked!r}, expected a split's name, NAME=train or NAME=val")
+
+    @property
+    def _columns(self) -> list[str]:
+        return [one for one in self.captions_from if not one.startswith(".")]
+
+    @property
+    def _extensions(self) -> list[str]:
+        return [one for one in self.captions_from if one.startswith(".")]
+
+    @property
+    def caption_column(self) -> str | None:
+        """Column of tables and saved datasets, or field of JSON files, that has the captions; None: the usual names."""
+        return next(iter(self._columns), None)
+
+    @property
+    def caption_extension(self) -> str | None:
+        """Extension of the caption files, with its dot; None: the usual ones."""
+        return next(iter(self._extensions), None)
+
+    def alone(self) -> SourceOptions:
+        """Return only these options, without the other fields of a subclass."""
+        return SourceOptions(**{field.name: getattr(self, field.name) for field in fields(SourceOptions)})
+
+
+# ----------------------------------------------------------------------------------------------------------------- local files
+# Local image files: their size, mtime and bytes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFileSource(Source):
+    """Base of sources whose images are files of a folder; a sample's id is its path relative to the folder."""
+
+    path: Path  # the folder, or a table in it
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+    @property
+    def folder(self) -> Path:
+        return self.path
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        return (self.folder,)
+
+    @property
+    def _within(self) -> Path | None:
+        return None if self.options.follow_links else self.folder
+
+    def stamp(self, item: SourceItem) -> Stamp:
+        return file_stamp(f"{self.folder}/{item.id}", self._within)  # a Path takes as long as the rest of the comparison
+
+    def read(self, item: SourceItem) -> SourceBytes:
+        return read_file(self.folder / item.id, self._within)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return open_file(self.folder / item.id, self._within)
+
+
+def file_stamp(path: str | Path, within: Path | None = None) -> Stamp:
+    """Return a file's size and mtime. Links that lead out of the folder `within` are not followed; None follows all links."""
+    try:
+        if within is None:
+            return _stamp(os.stat(path))  # noqa: PTH116 - called per image, and accepts surrogates as they are
+        status = os.lstat(path)
+        return _stamp(os.stat(followed(path, within)) if stat.S_ISLNK(status.st_mode) else status)  # noqa: PTH116 - likewise
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+
+
+def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> SourceBytes:
+    """Read a file with its current size and mtime; treats links as `file_stamp` does.
+
+    With few system calls, since an image may have a caption file.
+    """
+    try:
+        descriptor = _opened(path, within)
+        try:
+            stamp, data = _stamp(os.fstat(descriptor)), b""
+            refuse_too_large(stamp.num_bytes, at_most)
+            while len(data) < stamp.num_bytes and (part := os.read(descriptor, stamp.num_bytes - len(data))):
+                data += part
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+    if len(data) < stamp.num_bytes:
+        raise RejectedError(Reason.UNREADABLE, f"it has {len(data)} of {stamp.num_bytes} bytes: it changed while it was read")
+    return SourceBytes(data=data, stamp=stamp)
+
+
+def open_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> BinaryIO:
+    """Open a file to read a part of it; treats links as `file_stamp` does."""
+    try:
+        file = open(_opened(path, within), "rb")  # noqa: SIM115 - the caller closes it
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+    try:
+        refuse_too_large(_stamp(os.fstat(file.fileno())).num_bytes, at_most)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class LinkedOutError(RejectedError):
+    """A link leads out of the source; the detail advises `--follow-links`, which commands that pack and scan have."""
+
+
+LEADS_OUT = "a link that leads out of the source"
+
+
+def followed(path: str | Path, within: Path) -> str:
+    """Return the target of a link."""
+    real = os.path.realpath(path)
+    if not real.startswith(os.path.realpath(within).rstrip("/") + "/"):
+        raise LinkedOutError(Reason.UNREADABLE, f"{LEADS_OUT}; it is not followed without --follow-links")
+    return real
+
+
+class TooLargeError(RejectedError):
+    """A file has more bytes than are read into memory."""
+
+    def __init__(self, num_bytes: int, at_most: int) -> None:
+        super().__init__(Reason.TOO_LARGE, f"a file of {num_bytes} bytes, at most {at_most} are read")
+        self.num_bytes = num_bytes
+
+
+def refuse_too_large(num_bytes: int, at_most: int = MAX_FILE_BYTES) -> None:
+    """Check the size of a file before it is read into memory."""
+    if num_bytes > at_most:
+        raise TooLargeError(num_bytes, at_most)
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    if not stat.S_ISREG(status.st_mode):
+        raise RejectedError(Reason.UNREADABLE, "not a file (a pipe, a device or a folder)")
+    return Stamp(num_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _opened(path: str | Path, within: Path | None) -> int:
+    """Open a file without blocking if it is a pipe; return its descriptor."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    if within is None:
+        return os.open(path, flags)
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    return os.open(followed(path, within), flags)

@@ -20,9 +20,9 @@ import torch
 
 from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
-from bucketline.store.read.preadv import FileGather
-from bucketline.store.shard import map_budget
-from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange, MapRefusedError
+from bucketline.store.read.files import FileGather
+from bucketline.store.shard import mapped
+from bucketline.store.shard.mapped import ZERO_BYTES, AddressRange, MapRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,8 +59,8 @@ class Gather:
         def opened(ordinal: int) -> AbstractContextManager[int]:
             return files[ordinal].opened()
 
-        if not plain_reads and not map_budget.fits(len(files)):
-            self._warn(map_budget.advice(len(files)))
+        if not plain_reads and not mapped.fits(len(files)):
+            self._warn(mapped.advice(len(files)))
             plain_reads = True
         try:
             self._range = AddressRange([] if plain_reads else [file.entry.lmdb.num_bytes for file in files], opened)
@@ -88,7 +88,7 @@ class Gather:
                     except MapRefusedError as error:  # other code has used up the maps since this was opened
                         self._is_mapped[ordinal] = False
                         if not self._is_refused:
-                            self._warn(f"{error}; {map_budget.advice(self._range.num_unmapped)}")
+                            self._warn(f"{error}; {mapped.advice(self._range.num_unmapped)}")
                         self._is_refused = True
                     self._is_known[ordinal] = True
                 self._are_all_mapped = bool((self._is_known & self._is_mapped).all())

@@ -17,12 +17,11 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.loader.batch import BATCH_PRESENT_PREFIX
-from bucketline.loader.collate.buffer_layout import BufferLayout, RequestedGroup, make_layout
-from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
+from bucketline.loader.collate.buffers import EMPTY, BufferLayout, RequestedGroup, choose_captions, make_layout, mirrored_left
 from bucketline.loader.collate.gather import PlainRead
 from bucketline.store.format.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
-from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.format.text import EMPTY_CAPTION_ROW
+from bucketline.store.shard.mapped import ZERO_BYTES
 from bucketline.store.shard.row_locator import LocatedEntries, joined
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.collate.columns import Conditioning, RequestedColumn
+    from bucketline.loader.collate.buffers import Conditioning, RequestedColumn
     from bucketline.loader.collate.gather import Gather, GatherIndex
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards

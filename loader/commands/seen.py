@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from bucketline.command_line import counted, one_line, print_json, print_json_line, printable
 from bucketline.errors import UsageError
-from bucketline.files.regular_file import why_unread
+from bucketline.files.paths import why_unread
 from bucketline.options import Arg, Positional, Repeated
-from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.store.remote.urls import RemoteArguments
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -44,22 +44,19 @@ class SeenCommand(RemoteArguments):
     ids: Annotated[Path | None, Arg(metavar="FILE")] = None
     """Read sample ids from a file, one per line."""
     all: bool = False
-    """List every sample of the run's split: how often, and at which steps first and last."""
-    never: bool = False
-    """List the samples of the run's split that were not seen."""
+    """List every sample of the run's split: how often it was seen, 0 for never, and at which steps first and last."""
     json: bool = False
-    """Print one JSON object; with --all or --never, JSON Lines."""
+    """Print one JSON object; with --all, JSON Lines."""
 
     def __post_init__(self) -> None:
         RemoteArguments.__post_init__(self)
         if self.of_run is None:
             raise UsageError("no --run is given; name a run's folder, a checkpoint, or a loader's state: --run RUN")
-        given = [bool(self.id or self.ids), self.all, self.never]
-        if sum(given) != 1:
-            raise UsageError("expected one of --id (or --ids), --all and --never")
+        if bool(self.id or self.ids) == self.all:
+            raise UsageError("expected either --id (or --ids) or --all")
 
     def run(self) -> int:
-        from bucketline.loader.recorded_run import read_run
+        from bucketline.loader.seen import read_run
 
         assert self.of_run is not None
         run = read_run(self.of_run, "--run")
@@ -67,7 +64,7 @@ class SeenCommand(RemoteArguments):
 
         seen = Seen(run, self.stores, self.remote())
         faults = list(seen.unknown)
-        if self.all or self.never:
+        if self.all:
             self._print_all(seen)
         else:
             faults += self._print_each(seen, run.steps)
@@ -106,21 +103,15 @@ class SeenCommand(RemoteArguments):
         return [about] if missing else []
 
     def _print_all(self, seen: Seen) -> None:
-        total = num_listed = 0
+        total = 0
         for sample_id, count, first, last in seen.every_sample():
             total += 1
-            if self.never and count:
-                continue
-            num_listed += 1
             if self.json:
                 steps: dict[str, Any] = {"first": first, "last": last} if count else {}
                 print_json_line({"id": sample_id, "count": count, **steps})
-            elif self.never:
-                print(one_line(sample_id))
             else:
                 print(f"{one_line(sample_id)}\t{count}" + (f"\t{first}\t{last}" if count else ""))
-        what = "were not seen" if self.never else "listed: id, times seen, first and last step"
-        print(f"{num_listed} of {counted(total, 'sample')} {what}", file=sys.stderr)
+        print(f"{counted(total, 'sample')}: id, times seen, first and last step", file=sys.stderr)
 
 
 def _said(one: Sighting) -> str:

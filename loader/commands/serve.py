@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bucketline.options import Arg, Positional, Repeated
-from bucketline.store.commands.place import shown
-from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.store.commands.look import shown
+from bucketline.store.remote.urls import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,10 +94,6 @@ class Serve(RemoteArguments):
         from bucketline.errors import UsageError
         from bucketline.loader.service.sockets import place_of
 
-        if not self.stores:
-            raise UsageError("no store is given; name one or more")
-        if not self.at:
-            raise UsageError("no --at is given; say where clients connect: --at unix:PATH or --at tcp://HOST:PORT")
         if not 0 < self.every < 1e9:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         found = [place_of(one, "--at", "unix:PATH or tcp://HOST:PORT") for one in self.at]

@@ -16,26 +16,33 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.command_line import counted
-from bucketline.errors import PlanError
+from bucketline.command_line import counted, human_bytes, machines_of
+from bucketline.errors import PlanError, UsageError
 from bucketline.forks import cached_property
-from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
-from bucketline.loader.plan.epoch_steps import EpochSteps
-from bucketline.loader.plan.lanes import Lanes, ShardRuns, Span
-from bucketline.loader.plan.permutation import extend_key, key_of, permute, permute_all
+from bucketline.loader.config import LEAST_WINDOW, MOST_WINDOW_BYTES, SHARDS_AT_ONCE, USUAL_WINDOW, Remainder
+from bucketline.loader.plan.epoch_steps import EpochSteps, Lanes, ShardRuns, Span
+from bucketline.loader.plan.order import extend_key, key_of, permute, permute_all
+from bucketline.option_value import expect
+from bucketline.store.format.block import LINE_BYTES
+from bucketline.store.format.text import is_bucket
+from bucketline.store.read.store import OpenShards
+from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.epoch_steps import Epoch
     from bucketline.store.read.store import StoreRows
+    from bucketline.store.remote.cache.remote_source import RemoteSource
+
 
 PLAN_VERSION = 1
 MAX_NAMED = 8  # buckets listed in a message
@@ -275,22 +282,6 @@ class Plan:
         weight = (np.arange(bucket.global_batch) < real).astype(np.float32)
         return self._rows_of(spans), weight
 
-    def count(self, bucket: PlanBucket, epochs: int) -> tuple[int, int, int]:
-        """Count what E epochs read from a bucket: (j batches, carried rows E n - j G, batches that hold a row twice).
-
-        Enumerates only the batches that span two passes.
-        """
-        n, size = bucket.num_rows, bucket.global_batch
-        batches = self.batches_before(bucket, epochs)
-        if size > n and self.remainder is not Remainder.DROP:
-            repeats = batches
-        elif self.remainder is Remainder.CARRY:
-            spanning = {boundary * n // size for boundary in range(1, epochs) if boundary * n % size}
-            repeats = sum(len(np.unique(self.batch(bucket, j)[0])) < size for j in spanning if j < batches)
-        else:
-            repeats = 0  # a partial batch is padded with rows of its own pass that it does not hold yet
-        return batches, epochs * n - batches * size, repeats
-
     def small_buckets(self, *, can_drop: bool = True) -> str | None:
         """Return one line that names the buckets too small for their global batch, and the remedy; None if there is none.
 
@@ -366,14 +357,250 @@ class PassRows:
             within = numbers[own] - (int(self._ends[at]) - part.per_pass)
             before, begin = divmod(pass_number * part.per_pass, part.num_rows)  # Python's integers: passes may be many
             rounds, places = np.divmod(within + begin, part.num_rows)
-            for number in np.unique(rounds).tolist():
-                of_round = rounds == number
-                places[of_round] = self._mixed(places[of_round], part, at, before + number)
+            for number in np.unique(rounds).tolist() if self._is_mixed else ():
+                of_round, key = rounds == number, extend_key(extend_key(extend_key(self._key, _ROUND), at), before + number)
+                places[of_round] = permute(places[of_round], part.num_rows, key)
             rows[own] = part.first + places
         return rows
 
-    def _mixed(self, places: NDArray[np.int64], part: StoreRows, at: int, number: int) -> NDArray[np.int64]:
-        return permute(places, part.num_rows, self._key_of(at, number)) if self._is_mixed else places
 
-    def _key_of(self, at: int, number: int) -> int:
-        return extend_key(extend_key(extend_key(self._key, _ROUND), at), number)
+# ----------------------------------------------------------------------------------------------------------------- cache needs
+# The needs of an order from a machine's cache: room for the lines that it reads at a time, next to those that the cache keeps.
+#
+# A window is read as a part of each shard of a group, and its rows are mixed. So all lines of these parts are needed from the
+# window's first step to its last, while those of the next window arrive. They pass through the cache's ring, which must hold
+# both: a line that it could not keep is fetched again, many times if the ring is too small, because the least recently used
+# goes first.
+#
+# All is computed from the manifest and options that every rank has, so a window that is chosen by the size of the cache is the
+# same on every machine.
+
+RING_OF_USE = 2.0  # bytes of a ring by those of the lines in use at a time: others arrive meanwhile
+LEAST_RING = 1.1  # likewise: with less the order is refused, since lines would be fetched again at nearly each use
+_AT_ONCE = 2  # windows or batches
+LINES_OF_RUN = 2.0  # of a run of rows beyond its bytes: it begins and ends within one, and captions follow their rows
+KEPT_BY_RING = 1 / 32  # of a cache that does not hold its stores; a window that is chosen by the cache needs no more
+_AT_CUTS = 8  # lines of a machine that others read too
+_SMALLER = 0.75  # of a window that needs too much
+
+
+class CacheNeeds:
+    """The needs of each of some machines from its cache, to read a store by a plan."""
+
+    def __init__(self, store: OpenShards, plan: Plan, machines: int) -> None:
+        self._store, self._plan, self._machines = store, plan, machines
+        self.num_bytes = sum(file.entry.lmdb.num_bytes for file in store.files)  # of shards and added columns
+        self.kept_bytes = sum(file.entry.extents.num_bytes for file in store.files)  # next to the shards; held whole
+        self.whole_bytes = self.num_bytes + self.kept_bytes
+        self._lanes = -(-plan.lanes // machines)  # of a machine
+        own = self.num_bytes * self._lanes // plan.lanes + _AT_CUTS * LINE_BYTES if plan.window else self.num_bytes
+        self.share_bytes = min(self.num_bytes, own) + self.kept_bytes  # that one machine reads, shared lines included
+        self._row_bytes = self.num_bytes / max(1, sum(shard.entry.live_samples for shard in store.shards))
+        names = {one.name for one in plan.buckets}
+        groups_read = [sum(name in names or not is_bucket(name) for name in shard.entry.groups) for shard in store.shards]
+        self._regions = (sum(groups_read) + sum(len(shard.entry.added) for shard in store.shards)) / len(store.shards)
+        self.most_window = max(LEAST_WINDOW, int(MOST_WINDOW_BYTES / max(1.0, self._row_bytes)))  # by its bytes
+
+    def in_use(self, window: int | None) -> int:
+        """Return the bytes of the lines that a machine has in use at a time: those of two windows of each lane, or two batches.
+
+        Of a window, in each shard of a group a run of rows of each bucket, and of what belongs to rows, which begins and ends
+        within a line. A batch of a bucket may take more rows than a window has of it. In stored order, one such run of a batch;
+        if all rows are shuffled, a line or two of each row.
+        """
+        plan, rows = self._plan, sum(one.num_rows for one in self._plan.buckets)
+        if not window:
+            batch = -(-max(one.global_batch for one in plan.buckets) // self._machines)
+            lines = (1 if window == 0 else batch) * LINES_OF_RUN + batch * self._row_bytes / LINE_BYTES
+            return min(_AT_ONCE * math.ceil(lines) * LINE_BYTES, self.num_bytes)
+        shards = max(1, plan.lane_order.num_units // plan.lanes)
+        num_groups = max(1, min(shards // SHARDS_AT_ONCE, rows // plan.lanes // window))
+        of_window = sum(max(window * one.num_rows / rows, one.global_batch / plan.lanes) for one in plan.buckets)
+        # rows of a bucket of at most a batch are anywhere
+        rare = max((one.global_batch for one in plan.buckets if one.num_rows <= one.global_batch), default=0) / plan.lanes
+        lines = shards / num_groups * self._regions + LINES_OF_RUN * rare
+        return int(self._lanes * (_AT_ONCE * of_window * self._row_bytes + lines * LINE_BYTES))
+
+    @property
+    def ring_bytes(self) -> int:
+        """The bytes of a ring with which no line is fetched again while it is in use."""
+        ring = RING_OF_USE if self._plan.window else LEAST_RING
+        return min(int(ring * self.in_use(self._plan.window)), self.share_bytes - self.kept_bytes)
+
+    def is_held(self, cache_bytes: int) -> bool:
+        """Return whether a cache keeps all that a machine reads."""
+        if self._plan.window and cache_bytes >= self.share_bytes:
+            return True
+        return cache_bytes - ring_share(cache_bytes) >= self.whole_bytes
+
+    def window_for(self, cache_bytes: int) -> int | None:
+        """Return the rows of a window if none are given: fewer than usual if a cache keeps more of the store then.
+
+        None if it keeps all of the store, so that all rows may be shuffled. A window that has less than a line of each shard,
+        or than a batch, hardly needs less room.
+        """
+        if cache_bytes - ring_share(cache_bytes) >= self.whole_bytes:
+            return None
+        most = min(USUAL_WINDOW, self.most_window)
+        if cache_bytes >= self.share_bytes:
+            return most
+        buckets, lanes = self._plan.buckets, self._plan.lanes
+        of_batch = sum(one.num_rows for one in buckets) / lanes * max(one.global_batch / one.num_rows for one in buckets)
+        least = self.in_use(min(most, int(max(of_batch, SHARDS_AT_ONCE * LINE_BYTES / self._row_bytes, LEAST_WINDOW))))
+        room = min(max(cache_bytes * KEPT_BY_RING, RING_OF_USE * least), cache_bytes - self.kept_bytes)
+        window = most
+        while window > LEAST_WINDOW and RING_OF_USE * self.in_use(window) > room:
+            window = max(LEAST_WINDOW, int(window * _SMALLER))
+        return window
+
+    def why_too_small(self, cache_bytes: int) -> str | None:
+        """Return why the store is not read in this order through a cache of this size, and what would do; None if it may be.
+
+        If all rows are shuffled, hardly a line that was fetched for one row is still there for another, so the cache must hold
+        all. In another order, it needs room for what is read at a time.
+        """
+        window = self._plan.window
+        fits = window is not None and int(LEAST_RING * self.in_use(window)) <= cache_bytes - self.kept_bytes
+        if fits or self.is_held(cache_bytes):
+            return None
+        order = {None: "with all rows shuffled", 0: "in stored order"}.get(window, f"in windows of {window} rows")
+        needed = cache_for(self.whole_bytes) if window is None else self.ring_bytes + self.kept_bytes
+        fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch)"
+        other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
+        return (
+            f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "
+            f"{order}, lines would be fetched again and again; have a cache of {-(-needed >> 20)}MiB (--cache-bytes), or "
+            f"{other}"
+        )
+
+
+def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, world_size: int) -> None:
+    """Let the caches of stores in object storage leave as much to lines that pass through as the order needs.
+
+    It counts while `builder` exists. Ranks of a machine that share a cache need the same, and count once.
+    """
+    if (found := refuse_small_caches(store, plan, world_size)) is None:
+        return
+    needs, sources, limit = found
+    machines = machines_of(world_size)
+    machine = rank * machines // world_size
+    lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
+    each, holds_all = needs.ring_bytes // len(lanes), needs.is_held(limit)
+    for source in sources:
+        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
+
+
+def refuse_small_caches(store: OpenShards, plan: Plan, world_size: int) -> tuple[CacheNeeds, list[RemoteSource], int] | None:
+    """Return the plan's needs, the stores in object storage and the least limit of their caches; None without such stores."""
+    if all(shard.source is None for shard in store.shards):
+        return None
+    from bucketline.store.remote.cache.remote_source import RemoteSource
+
+    sources = {id(shard.source): shard.source for shard in store.shards if isinstance(shard.source, RemoteSource)}
+    if not sources:
+        return None
+    limit = min(source.limit for source in sources.values())
+    needs = CacheNeeds(store, plan, machines_of(world_size))
+    if (reason := needs.why_too_small(limit)) is not None:
+        raise UsageError(reason)
+    return needs, list(sources.values()), limit
+
+
+def cache_for(num_bytes: int) -> int:
+    """Return the size of a cache that pins so many bytes.
+
+    >>> cache_for(700 << 30) == (700 << 30) + (768 << 20)
+    True
+    """
+    return num_bytes + min(num_bytes, USUAL_RING_BYTES)
+
+
+# ------------------------------------------------------------------------------------------------------------------- make plan
+# Make the plan of a store and a configuration: the buckets' batches, the lanes, and the window that a cache allows.
+
+
+def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1, cache_bytes: int | None = None) -> Plan:
+    """Make the plan over one split of a store's generation, or of several joined stores.
+
+    If `config.window` is None, the window is chosen by `cache_bytes`, the size of each machine's cache: by default by the
+    configuration's, if a store is read at a URL.
+
+    Raises:
+        PlanError: if the split has no rows.
+        UsageError: if `store` is not an open one.
+    """
+    expect("store", store, OpenShards, "an open store: make_plan(Store.open('photos.store'), config)")
+    of_split = store.buckets(config.split)
+    if not of_split:
+        held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
+        raise PlanError(
+            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held}); pack "
+            "into it, or name a split that has rows"
+        )
+    buckets = tuple(
+        PlanBucket(
+            name=bucket.name,
+            num_rows=sum(part.per_pass for part in parts) if parts else bucket.num_rows,
+            global_batch=config.rows_of(bucket) * config.accumulation * world_size,
+            parts=parts,
+        )
+        for bucket in of_split
+        for parts in [bucket.shares()]
+    )
+    plan = Plan(
+        seed=config.seed,
+        remainder=Remainder(config.remainder),
+        buckets=buckets,
+        source=store.generations,
+        window=0 if config.window == 0 else None,
+        epochs=config.num_epochs,
+    )
+    if cache_bytes is None and any(shard.source is not None for shard in store.shards):
+        cache_bytes = config.remote().cache_bytes
+    if config.window == 0 or (config.window is None and cache_bytes is None):
+        return plan
+    runs = [ShardRuns(shard=shard, repeat=repeat, num_rows=rows) for shard, repeat, rows in (own.runs() for own in of_split)]
+    machines = machines_of(world_size)
+    mixed = replace(plan, window=config.window or USUAL_WINDOW, lanes=config.lanes or machines, runs=tuple(runs))
+    needs = CacheNeeds(store, mixed, machines)
+    window = config.window
+    if window is None and cache_bytes is not None:
+        window = needs.window_for(cache_bytes)
+    return plan if window is None else replace(mixed, window=min(window, needs.most_window))
+
+
+def asked_window(store: OpenShards, plan: Plan) -> int | None:
+    """Return the window that a plan was made with: the usual one, if the plan has as much of it as there may be."""
+    most = CacheNeeds(store, plan, 1).most_window
+    return USUAL_WINDOW if plan.window == min(USUAL_WINDOW, most) else plan.window
+
+
+def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
+    """Make the plan of a loader with this configuration. It is the same on every rank and in a service."""
+    plan = make_plan(store, config, world_size=world_size)
+    if plan.num_steps == 0 or not plan.has_steps:
+        raise PlanError(plan.without_step())
+    return plan
+
+
+def plan_counts(plan: Plan, epochs: int, split: str) -> dict[str, Any]:
+    """Return the steps and rows of some epochs, and each bucket's batches, as `loader plan --json` prints them."""
+    if (steps := plan.steps_before(epochs)) == 0:
+        raise PlanError(plan.without_step())
+    counts = [(bucket, plan.batches_before(bucket, epochs)) for bucket in plan.buckets]
+    return {
+        "steps": steps,
+        "rows": sum(batches * bucket.global_batch for bucket, batches in counts),
+        "plan": plan.digest,
+        "buckets": [
+            {
+                "name": bucket.name,
+                "split": split,
+                "rows": bucket.num_rows,
+                "global_batch": bucket.global_batch,
+                "batches": batches,
+                "carried": epochs * bucket.num_rows - batches * bucket.global_batch,
+            }
+            for bucket, batches in counts
+        ],
+    }

@@ -22,7 +22,7 @@ from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import OwnerProcess
 from bucketline.loader.service import wire
 from bucketline.loader.service.sockets import accept_all, peer_of
-from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.store.remote.urls import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

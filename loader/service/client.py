@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader.mixture import WeightedStore
-from bucketline.loader.prefetch.cuda_copy import CudaCopier
-from bucketline.loader.prefetch.delivery import Buffers
+from bucketline.loader.prefetch.stream import Buffers, CudaCopier
 from bucketline.loader.service import wire
 from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.ring import RingStream
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import StoreId
     from bucketline.loader.plan.epoch_steps import Cursor
     from bucketline.loader.service.sockets import ServiceAddress
-    from bucketline.store.remote.arguments import RemoteArguments
+    from bucketline.store.remote.urls import RemoteArguments
 
 
 class UnixLink:

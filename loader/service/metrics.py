@@ -12,7 +12,7 @@ from prometheus_client.utils import floatToGoString
 
 from bucketline.errors import UsageError
 from bucketline.loader.service.sockets import host_port
-from bucketline.store.remote.cache.fetch_threads import LATENCY_BOUNDS_S
+from bucketline.store.remote.cache.fetch import LATENCY_BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -31,7 +31,7 @@ import torch
 
 from bucketline.errors import DeliveryError
 from bucketline.forks import OwnerProcess
-from bucketline.loader.prefetch.threads import PrefetchThreads, depth_of
+from bucketline.loader.prefetch.stream import PrefetchThreads, depth_of
 from bucketline.loader.service import wire
 from bucketline.loader.service.sockets import peer_of
 from bucketline.loader.service.wire import HEAD, Client, Response
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
     from bucketline.errors import BucketlineError
     from bucketline.loader.collate.batch_builder import BatchBuilder
-    from bucketline.loader.collate.buffer_pool import FilledBuffer
-    from bucketline.loader.prefetch.cuda_copy import CudaCopier
+    from bucketline.loader.collate.buffers import FilledBuffer
+    from bucketline.loader.iteration import Stats
+    from bucketline.loader.prefetch.stream import CudaCopier
     from bucketline.loader.service.wire import Answer, Request
-    from bucketline.loader.stats import Stats
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from bucketline.errors import DeliveryError, StoreError, UsageError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import StoreArgument, WeightedStore, join, parse_stores
-from bucketline.loader.plan.cache_needs import reserve_ring
-from bucketline.loader.plan.make_plan import plan_of
+from bucketline.loader.plan.plan import plan_of, reserve_ring
 from bucketline.loader.service import wire
 from bucketline.loader.service.ring import RingClient
 from bucketline.loader.service.sockets import is_loopback
@@ -24,7 +23,7 @@ from bucketline.loader.service.tcp import FrameClient
 from bucketline.loader.service.wire import COUNTED, FullError, NamesRequest, Request, ServedManifest, StoresRequest
 from bucketline.store import Store
 from bucketline.store.format.manifest import dump_manifest, generations
-from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.read.files import refuse_lost_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

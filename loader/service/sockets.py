@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from bucketline.errors import DeliveryError, UsageError
-from bucketline.files.redact import redacted
-from bucketline.option_types import expect
+from bucketline.files.paths import redacted
+from bucketline.option_value import expect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -6,7 +6,6 @@ connection is lost, until a deadline: its request has the batch at which to cont
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import socket
@@ -20,17 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import BucketlineError, DeliveryError
-from bucketline.forks import OwnerProcess
-from bucketline.joinable_thread import JoinableThread
-from bucketline.loader.collate.buffer_pool import FilledBuffer
-from bucketline.loader.iteration import filled_batch
-from bucketline.loader.latent_scale import RecordedScale
-from bucketline.loader.prefetch.delivery import Buffers, Delivery
-from bucketline.loader.prefetch.threads import ThreadStream, depth_of
+from bucketline.forks import JoinableThread, OwnerProcess
+from bucketline.loader.iteration import Stats
+from bucketline.loader.prefetch.stream import Buffers, Delivery, ThreadStream, depth_of
 from bucketline.loader.service import sockets, wire
 from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, LostError, Response
-from bucketline.loader.stats import Stats
-from bucketline.store.format.columns import LatentKind
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -39,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
+    from bucketline.loader.collate.buffers import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.service.sockets import HostPort, Security, ServiceAddress
     from bucketline.loader.service.wire import Answer, Request
@@ -170,7 +164,6 @@ class FrameReader:
     def batch(self, buffer: Tensor) -> FilledBuffer:
         """Receive the tensors of the batch whose head was read into a buffer, `[buffer_bytes]` uint8."""
         try:
-            _expect_batch(self._layout)
             filled = wire.filled_as_laid_out(buffer, self._position, self._layout)
         except (ValueError, TypeError, RecursionError) as error:
             raise LostError(f"a batch's layout is damaged: {error}; is it a server of the same bucketline?") from error
@@ -204,22 +197,6 @@ def _failure_in(text: bytearray) -> BucketlineError:
     return LostError(str(failure)) if isinstance(failure, DeliveryError) else failure
 
 
-@functools.lru_cache(maxsize=1024)
-def _expect_batch(layout: bytes) -> None:
-    """Check that a layout is that of a batch, by making one of it."""
-    bucket, num_bytes, fields = wire.parse_layout.__wrapped__(layout)  # what is refused is not kept
-    if type(bucket) is not str or type(num_bytes) is not int or not 0 <= num_bytes <= MAX_BATCH_BYTES:
-        raise ValueError(f"it is of bucket {bucket!r:.100} with {num_bytes!r:.100} bytes")
-    if len({one.name for one in fields}) != len(fields):
-        raise ValueError("it has two tensors of one name")
-    flat = torch.empty(num_bytes, dtype=torch.uint8)
-    filled = FilledBuffer(buffer=flat, fields=fields, num_bytes=num_bytes, step=0, micro_step=0, epoch=0, bucket=bucket)
-    try:
-        filled_batch(filled, flat, LatentKind.MODE, RecordedScale())
-    except (TypeError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"its tensors are not those of a batch ({error})") from error
-
-
 class TcpLink:
     """A client's way to a server on another machine."""
 
@@ -248,13 +225,19 @@ class TcpLink:
         sock = socket.create_connection(self._place, timeout=min(CONNECT_S, self.deadline_s))
         try:
             sockets.end_when_peer_is_lost(sock)
-            return sock if self._context is None else self._context.wrap_socket(sock, server_hostname=self._place[0])
-        except OSError as error:
+            return sock if self._context is None else self._encrypted(sock, self._context)
+        except BaseException:
             sock.close()
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise DeliveryError(
-                    f"the certificate of {self._place[0]} is not trusted: {error.verify_message}; name the file that it is in"
-                ) from error
+            raise
+
+    def _encrypted(self, sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        try:
+            return context.wrap_socket(sock, server_hostname=self._place[0])
+        except ssl.SSLCertVerificationError as error:
+            raise DeliveryError(
+                f"the certificate of {self._place[0]} is not trusted: {error.verify_message}; name the file that it is in"
+            ) from error
+        except OSError as error:
             raise LostError(f"TLS fails: {getattr(error, 'reason', error)}; does the server have --certificate?") from error
 
     def answer(self, sock: socket.socket, message: Mapping[str, Any]) -> Answer:

@@ -25,7 +25,7 @@ import torch
 
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
-from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, FilledBuffer
+from bucketline.loader.collate.buffers import ALIGN_BYTES, Field, FilledBuffer
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - likewise
 from bucketline.loader.plan.epoch_steps import Cursor  # noqa: TC001 - likewise

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.command_line import counted
 from bucketline.errors import LockedError, StoreError, UsageError
-from bucketline.files.locks import FileLock
-from bucketline.option_types import expect, unlike
+from bucketline.files.atomic_write import FileLock
+from bucketline.option_value import expect, unlike
 from bucketline.store.change.commit import commit_change, newest_base
-from bucketline.store.change.drop import NAMED_SAMPLES
-from bucketline.store.format.columns import FLIPPED_SUFFIX, ROLE, role_of, stored_name
-from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.block import DTYPES, FLIPPED_SUFFIX, ROLE, role_of, stored_name
 from bucketline.store.format.schema import AddedColumn, ColumnEntry, column_spec
-from bucketline.store.read.iter_samples import live_positions
-from bucketline.store.read.lost_files import files_of_column
+from bucketline.store.read.files import files_of_column
+from bucketline.store.read.samples import live_positions
 from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.describe import (
@@ -36,7 +33,7 @@ from bucketline.store.write.describe import (
     write_column_shard,
 )
 from bucketline.store.write.publish import prepare_store, remove_unfinished
-from bucketline.store.write.row_form import as_array, checked_arrays, dtype_of, is_finite
+from bucketline.store.write.row_form import checked_arrays, dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -45,23 +42,16 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest, ShardEntry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
-    from bucketline.store.write.change_base import ChangeBase
+    from bucketline.store.write.publish import ChangeBase
 
 _ENTRIES = 256  # index entries read at a time
-
-
-class UnknownFormError(UsageError):
-    """No value of a bucket was given, which would say what dtype and shape they have."""
 
 
 class ColumnForms:
     """A column's dtype and its shape in each bucket, as the first values say; every other value must be alike."""
 
-    def __init__(self, manifest: Manifest, name: str, fill: Any = None) -> None:  # noqa: ANN401 - a number or an array
-        """Begin with what the store has: of the column itself, and of the one whose mirror image it is.
-
-        `fill` is stored in rows that have no value.
-        """
+    def __init__(self, manifest: Manifest, name: str) -> None:
+        """Begin with what the store has: of the column itself, and of the one whose mirror image it is."""
         self.name = name
         self._axes = {bucket.name: tuple(axis.name for axis in bucket.axes) for bucket in manifest.buckets}
         base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))
@@ -70,7 +60,6 @@ class ColumnForms:
             self._known |= {own.name: own.columns[column] for own in manifest.buckets if column in own.columns}
             self._known |= manifest.added[column].buckets if column in manifest.added else {}
         self.found: dict[str, ColumnEntry] = {}  # by bucket, of values that were given
-        self._fill = fill
 
     def note(self, forms: Mapping[str, ColumnEntry]) -> None:
         """Take the forms of values that were given before."""
@@ -83,7 +72,6 @@ class ColumnForms:
                 )
 
     def bytes_of(self, sample_id: str, bucket: str, value: Any) -> bytes:  # noqa: ANN401 - an array or a tensor
-        """Return a value's bytes."""
         item = f"sample {sample_id!r:.200}, column {self.name!r}"
         form = self.found.get(bucket) or self._known.get(bucket)
         others = iter(self.found.values() or self._known.values())
@@ -98,33 +86,8 @@ class ColumnForms:
         return array.tobytes()
 
     def spec(self, bucket: str) -> BlockSpec:
-        """Return the columns of a bucket's blocks."""
-        form = self.found.get(bucket) or self._known.get(bucket)
-        if form is None:
-            raise UnknownFormError(
-                f"no row of {bucket} has a value of {self.name!r}, so its shape there is unknown; give one of them a value"
-            )
-        self.found[bucket] = form
-        return column_spec(bucket, self._axes[bucket], self.name, form)
-
-    def blank(self, bucket: str) -> bytes:
-        """Return what rows without a value have: the fill value, or zeros."""
-        column = self.spec(bucket).column(self.name)
-        array = np.zeros(column.shape, dtype=column.numpy_dtype)
-        if self._fill is not None:
-            given = as_array(self._fill, column.dtype)
-            is_bits = column.dtype == "BF16" or column.dtype.startswith("F8")
-            try:
-                array[...] = given
-                is_same = bool((array == given).all()) and (not is_bits or given.dtype == array.dtype or not given.any())
-            except (ValueError, TypeError, OverflowError):
-                is_same = False
-            if not is_same or not is_finite(array, column.dtype):
-                raise UsageError(
-                    f"fill is {self._fill!s:.80}, and {self.name!r} of {bucket} is {column.dtype} {list(column.shape)}; give a "
-                    "finite number, or an array of them, that this holds exactly"
-                )
-        return array.tobytes()
+        """Return the columns of a bucket's blocks, once it has a value."""
+        return column_spec(bucket, self._axes[bucket], self.name, self.found[bucket])
 
 
 def _shown(form: ColumnEntry) -> str:
@@ -150,33 +113,19 @@ def _dtype_of(item: str, value: Any) -> str:  # noqa: ANN401 - anything
 
 
 class CalledValues:
-    """The values of one shard's rows, which a function returns by id, and which live rows have none."""
+    """The values of one shard's rows, which a function returns by id."""
 
     def __init__(self, shard: SealedShard, forms: ColumnForms, value_of: Callable[[str], Any]) -> None:
         self._shard, self._forms, self._value_of = shard, forms, value_of
-        self._left = {bucket for bucket, live in shard.entry.live.items() if live}
-        self.num_missing, self.missing = 0, list[str]()  # live rows without a value; the first ids
-
-    def spec(self, bucket: str) -> BlockSpec:
-        return self._forms.spec(bucket)
-
-    def blank(self, bucket: str) -> bytes:
-        return self._forms.blank(bucket)
+        self.spec = forms.spec
 
     def rows(self, bucket: str) -> Iterator[bytes | None]:
-        """Yield the value of each row of a bucket, in order; None for a row that is not live, or has none."""
-        self._left.discard(bucket)
+        """Yield the value of each row of a bucket, in order; None for a row that is not live."""
         live = self._live(bucket)
         for is_live in self._shard.is_live(bucket).tolist():
             yield next(live) if is_live else None
 
-    def count_left(self) -> None:
-        """Count the rows without a value in the buckets that were not read."""
-        for bucket in sorted(self._left):
-            for _ in self.rows(bucket):
-                pass
-
-    def _live(self, bucket: str) -> Iterator[bytes | None]:
+    def _live(self, bucket: str) -> Iterator[bytes]:
         positions = live_positions(self._shard, bucket).astype(np.int64)
         for first in range(0, len(positions), _ENTRIES):
             for entry in self._shard.index_entries(positions[first : first + _ENTRIES]):
@@ -187,9 +136,11 @@ class CalledValues:
                     error.add_note(f"This was the value of {self._forms.name!r} for sample {sample_id!r:.200}.")
                     raise
                 if value is None:
-                    self.num_missing += 1
-                    self.missing += [sample_id] if len(self.missing) < NAMED_SAMPLES else []
-                yield None if value is None else self._forms.bytes_of(sample_id, bucket, value)
+                    raise StoreError(
+                        f"sample {sample_id!r:.200} has no value of {role_of(self._forms.name)!r}; nothing was added: give "
+                        "every sample one, such as zeros, or `store drop` it"
+                    )
+                yield self._forms.bytes_of(sample_id, bucket, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +149,6 @@ class ColumnAdded:
 
     generation: int  # newest generation afterwards
     rows: int  # that have got a value
-    filled: int  # of them, those that have got the fill value
     rows_without: int  # live rows that lack the column: another writer has added them meanwhile
 
 
@@ -210,28 +160,21 @@ class _Made:
     files: dict[str, FoundColumn]  # by shard
     shards: dict[str, SealedShard]  # by name, with the rows that were dropped when the files were made
     rows: int
-    filled: int
 
 
-def add_column(
-    store: Path | str,
-    name: str,
-    values: Callable[[str], Any],
-    *,
-    fill: Any = None,  # noqa: ANN401 - a number or an array
-) -> ColumnAdded:
+def add_column(store: Path | str, name: str, values: Callable[[str], Any]) -> ColumnAdded:
     """Add a column to the rows of a store on a disk, and publish a generation with it; nothing that is there is written again.
 
     `name` is a role: `mask`, `audio`, `control/NAME`, `reference/NAME`, `features/NAME`, or one of these (or `target`) with
-    `/flipped` appended. `values` returns the array or tensor of a sample's id, or None, and is called shard by shard; of a
+    `/flipped` appended. `values` returns the array or tensor of a sample's id, and is called shard by shard; of a
     mapping, its `get` does. All have one dtype, and those of a bucket one shape.
 
-    Rows without a value are refused, or get `fill`, a number or an array. Rows that have the column keep it, so a second call
-    changes nothing, and one after new rows were packed gives it to these. A killed call begins again at its shard.
+    Rows that have the column keep it, so a second call changes nothing, and one after new rows were packed gives it to these.
+    A killed call begins again at its shard.
 
     Raises:
         UsageError: if the column cannot be added, or a value does not fit.
-        StoreError: if rows have no value, or something cannot be read or written; nothing is published.
+        StoreError: if a row has no value, or something cannot be read or written; nothing is published.
         LockedError: if another process adds a column, or changes the store when the values are to be published.
     """
     expect("a store's place", store or None, str | Path, "a path, such as 'photos.store'")
@@ -250,7 +193,7 @@ def add_column(
         prepare_store(path)
     with FileLock(path / "pending" / ADDING_LOCK):
         with newest_base(path) as base:
-            made = _make(base.store, path, name, values, fill)
+            made = _make(base.store, path, name, values)
         try:
             _, after = commit_change(path, lambda base: _with_column(base, made), adopting=False)
         except LockedError as error:
@@ -258,12 +201,11 @@ def add_column(
     return ColumnAdded(
         generation=after.generation,
         rows=made.rows,
-        filled=made.filled,
         rows_without=sum(entry.live_samples for entry in after.shards if made.forms.name not in entry.added),
     )
 
 
-def _make(store: Store, path: Path, role: str, values: Callable[[str], Any], fill: Any) -> _Made:  # noqa: ANN401
+def _make(store: Store, path: Path, role: str, values: Callable[[str], Any]) -> _Made:
     """Write the files of a column for the shards that lack it, and publish nothing."""
     name = stored_name(role)
     if holders := [bucket.name for bucket in store.manifest.buckets if name in bucket.columns]:
@@ -275,31 +217,16 @@ def _make(store: Store, path: Path, role: str, values: Callable[[str], Any], fil
     if base != name and not has_base:
         raise UsageError(f"{role!r} is the mirror image of {role_of(base)!r}, which {store.place} lacks; add that first")
     remove_unfinished(path)
-    forms = ColumnForms(store.manifest, name, fill)
+    forms = ColumnForms(store.manifest, name)
     files = _left_by_a_killed_call(store, path, name, forms)
     rows = sum(entry.live_samples for entry in store.manifest.shards if entry.name in files)
-    missing, filled = list[CalledValues](), 0
     for shard in store.shards:
         if shard.name in files or name in shard.entry.added or not shard.entry.live_samples:
             continue
-        own = CalledValues(shard, forms, values)
-        found = _write_one(path, shard, name, own, is_filled=fill is not None)
-        rows, filled = rows + shard.entry.live_samples, filled + own.num_missing
-        if found is None:
-            missing.append(own)
-        else:
-            files[shard.name] = found
-    if number := sum(own.num_missing for own in missing):
-        ids = [one for own in missing for one in own.missing][:NAMED_SAMPLES]
-        named = (
-            f"{', '.join(f'{one!r:.200}' for one in ids)}{' and others' if number > len(ids) else ''} ({counted(number, 'id')})"
-        )
-        raise StoreError(
-            f"{number} of {store.manifest.samples} rows of {store.place} have no value of {role!r}: {named}; nothing was "
-            "added; give them one, or a fill value for all of them (fill=0), or `store drop` them"
-        )
+        files[shard.name] = write_column_shard(path, shard, name, CalledValues(shard, forms, values))
+        rows += shard.entry.live_samples
     shards = {shard.name: shard for shard in store.shards if shard.name in files}
-    return _Made(forms=forms, files=files, shards=shards, rows=rows, filled=filled)
+    return _Made(forms=forms, files=files, shards=shards, rows=rows)
 
 
 def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnForms) -> dict[str, FoundColumn]:
@@ -322,7 +249,7 @@ def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnFor
         except StoreError:
             continue  # it is damaged, and made again
         made_for = (found.column, found.rows_of, found.dropped)
-        if made_for == (name, entry.shard_id, digest_of_dropped(entry)) and not found.filled:
+        if made_for == (name, entry.shard_id, digest_of_dropped(entry)):
             left[entry.name] = found
             forms.note(found.forms)
     return left
@@ -334,23 +261,6 @@ def _every_entry(store: Store) -> Iterator[ShardEntry]:
     for generation in listed_generations(store.folder):
         with suppress(StoreError):
             yield from read_generation(store.folder, generation, store.manifest).shards
-
-
-def _write_one(path: Path, shard: SealedShard, name: str, values: CalledValues, *, is_filled: bool) -> FoundColumn | None:
-    """Write a column's file for a shard; None, and no file, if rows have no value and are not filled."""
-    try:
-        found = write_column_shard(path, shard, name, values)
-    except UnknownFormError:
-        if is_filled:
-            raise
-        values.count_left()
-        return None
-    if is_filled or not values.num_missing:
-        return found
-    with_file = dataclasses.replace(shard.entry, added={name: found.entry})
-    for file, _ in reversed(list(files_of_column(path, with_file, name))):
-        file.unlink()
-    return None
 
 
 def _with_column(base: ChangeBase, made: _Made) -> Manifest:

@@ -1,4 +1,4 @@
-"""Commit changes of a store where it is: on a disk under its lock, in object storage by the commit that comes first.
+"""Commit a change to a store, on a disk or at a URL; and the drop of rows.
 
 `restore` is the commit of an earlier generation's manifest.
 """
@@ -10,15 +10,17 @@ import secrets
 import tempfile
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.store.folder import DeniedError, LocalFolder, MissingObjectError
+from bucketline.store.format.block import sample_digest
 from bucketline.store.format.manifest import finished
-from bucketline.store.read.lost_files import NAMED_SHARDS, files_of, lost_shards
+from bucketline.store.read.files import NAMED_SHARDS, files_of, lost_shards
+from bucketline.store.read.samples import Selection, live_samples
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
@@ -28,17 +30,24 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.remote.retries import pause_after
-from bucketline.store.transfer.files import Downloader, Uploader, shard_of
-from bucketline.store.transfer.sender import forget_sent, noted, sent_shards
-from bucketline.store.write.change_base import ChangeBase, existing_manifest
-from bucketline.store.write.publish import changing, next_generation, prepare_store, publish_shards
+from bucketline.store.remote.objects import ObjectFolder, pause_after
+from bucketline.store.shard.reader import as_keys
+from bucketline.store.transfer import Downloader, Uploader, forget_sent, noted, sent_shards, shard_of
+from bucketline.store.write.publish import (
+    ChangeBase,
+    changing,
+    existing_manifest,
+    next_generation,
+    prepare_store,
+    publish_shards,
+    replaced,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from bucketline.store.format.manifest import Manifest, ShardEntry
+
 
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
@@ -253,3 +262,84 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
             "or choose another generation"
         )
     return earlier
+
+
+# ------------------------------------------------------------------------------------------------------------------------ drop
+# Drop samples: their rows are added to the shards' sorted lists; nothing is rewritten.
+
+NAMED_SAMPLES = 5  # ids that an error lists by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Result of a drop or of its dry run."""
+
+    generation: int  # newest generation afterwards
+    ids: tuple[str, ...]
+    samples: int  # remaining
+
+
+def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = None, dry_run: bool = False) -> Dropped:
+    """Publish a generation without the given samples; older generations keep them. With `dry_run`, only check.
+
+    `match`: a pattern of *, ? and [abc]; the samples whose ids match are dropped, too.
+    """
+    named = tuple(ids)
+    if not named and match is None:
+        raise UsageError("there is no id to drop; name samples, a pattern with --match, or a file of ids with --from-file")
+    wanted: tuple[str, ...] = ()
+
+    def check(base: ChangeBase) -> None:
+        nonlocal wanted
+        wanted = tuple(dict.fromkeys((*named, *_matching(base, match))))
+        _refuse_unknown(base, wanted)
+
+    def without(base: ChangeBase) -> Manifest:
+        check(base)
+        return replace(base.manifest, shards=tuple(replaced(base, (), map(sample_digest, wanted))))
+
+    if dry_run:
+        with newest_base(place) as base:
+            check(base)
+        manifest = base.manifest
+        return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
+    _, after = commit_change(place, without)
+    return Dropped(generation=after.generation, ids=wanted, samples=after.samples)
+
+
+def _matching(base: ChangeBase, match: str | None) -> list[str]:
+    if match is None:
+        return []
+    base.fetch_indexes()
+    found = [listed.record.id for listed in live_samples(base.store, Selection(match=match))]
+    if not found:
+        raise StoreError(f"{base.folder.place('')} has no sample that matches {match!r:.200}; nothing was dropped")
+    return found
+
+
+def read_ids(path: Path) -> list[str]:
+    """Return the ids in a file, one per line; empty lines are skipped."""
+    try:
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; expected a file with one id per line") from error
+    return [line.removesuffix("\r") for line in text.split("\n") if line.removesuffix("\r")]
+
+
+def _refuse_unknown(base: ChangeBase, ids: tuple[str, ...]) -> None:
+    left = dict.fromkeys(ids)
+    base.fetch_indexes()
+    for entry in reversed(base.manifest.shards):
+        shard, asked = base.shard(entry), list(left)
+        digests = [sample_digest(sample_id) for sample_id in asked]
+        for sample_id, digest, position in zip(asked, digests, shard.positions(as_keys(digests)), strict=True):
+            if position >= 0 and shard.find(digest) is not None:
+                del left[sample_id]
+        if not left:
+            return
+    named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED_SAMPLES])
+    raise StoreError(
+        f"{base.folder.place('')} has no sample {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
+        f"({len(left)} of {len(ids)} ids given); "
+        "nothing was dropped; ids are paths in the source, with their extension"
+    )

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
-from bucketline.store.format.columns import RAGGED_PREFIX
-from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES, encode_record
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
-from bucketline.store.read.iter_samples import live_positions
-from bucketline.store.read.verified_sample import caption_entries, compare_with_record, row_entries
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, RAGGED_PREFIX, bad_rows, decode_block
+from bucketline.store.format.manifest import COPY_PREFIX, pending_path, shard_paths
+from bucketline.store.format.schema import MAX_RECORD_BYTES
+from bucketline.store.format.text import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.read.samples import caption_entries, compare_with_record, live_positions, row_entries
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.write.describe import describe_shard, ids_by_row, write_column_shard
 from bucketline.store.write.seal import SEALING
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
-    from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Entry
+    from bucketline.store.format.schema import SampleRecord
+    from bucketline.store.format.text import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import IndexEntry
     from bucketline.store.shard.row_locator import BlockRanges
@@ -80,21 +78,17 @@ class RowCopier:
         self._unreadable: dict[int, StoreError] = {}  # captions of it, by row
         self._columns: set[str] = set()  # the added columns of its rows
         self._taken: dict[str, array[int]] = {}  # by bucket, ordinal and row of each of its rows, in turn
-        self._sizes: list[int] = []
-        self._size = 0
-        self._max_bytes = self._filled = 0  # of the shard being written
-        self._counted: set[bytes] = set()  # captions counted in this run of shards
+        self._shard_bytes = 0
         self._num_named = 0
         self._sealed: list[str] = []
 
-    def copy(self, ordinals: range, sizes: tuple[int, ...], last_size: int, left_out: LeftOut | None = None) -> list[str]:
+    def copy(self, ordinals: range, shard_bytes: int, left_out: LeftOut | None = None) -> list[str]:
         """Copy all live rows of some shards. Return the names of the new sealed shards.
 
-        The new shards are full at `sizes`, in bytes, in turn; any further ones at `last_size`. One ends, too, where the next
-        shard's rows have other added columns. With `left_out`, rows that do not check are noted there.
+        The new shards are full at `shard_bytes`, but for the last. One ends, too, where the next shard's rows have other added
+        columns. With `left_out`, rows that do not check are noted there.
         """
-        self._sealed, self._sizes, self._size, self._left_out = [], [*sizes], last_size, left_out
-        self._counted.clear()
+        self._sealed, self._shard_bytes, self._left_out = [], shard_bytes, left_out
         for ordinal in ordinals:
             shard = self._store.shards[ordinal]
             digests = self._tried(caption_digests, shard)
@@ -162,7 +156,8 @@ class RowCopier:
         """Copy rows of a block, given by their entries in the index; `columns` may be why the block cannot be read."""
         bad = frozenset[int]() if isinstance(columns, StoreError) else frozenset(bad_rows(spec, columns))
         for entry, record in zip(entries, self._records(self._store.shards[ordinal], entries), strict=True):
-            self._seal_if_full(ordinal)
+            if self._writer and (self._writer.is_full or self._columns != self._store.shards[ordinal].entry.added.keys()):
+                self._seal()
             k = entry.row - first_row
             if isinstance(self._tried(self._row, ordinal, spec, columns, record, entry, k, k in bad), StoreError):
                 self._leave_out(1, *([] if isinstance(record, StoreError) else [record.id]))
@@ -199,17 +194,11 @@ class RowCopier:
         }
         entries = row_entries(self._store, ordinal, values)
         writer = self._room(ordinal)  # last: it is never empty
-        for digest, own in new.items():
-            is_counted = digest in self._counted or writer.has_caption(digest)
+        for own in new.values():
             writer.add_caption(own)
-            if not is_counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
-                self._counted.add(digest)
-                self._filled += sum(one.num_bytes for one in own.values())
         latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
         writer.add(spec=spec, latents=latents, record=record, captions=captions, entries=entries)
         self._taken.setdefault(entry.bucket, array("q")).extend((ordinal, entry.row))
-        self._filled += spec.row_bytes + len(encode_record(record))
-        self._filled += sum(self._new_bytes(group, one) for group, one in entries.items())
 
     def _caption(self, ordinal: int, row: int, digest: bytes) -> dict[str, Entry]:
         """Return a caption's entries by group. One that cannot be read is read once."""
@@ -231,31 +220,13 @@ class RowCopier:
                 data = [bytes(out) for out in outs]
         return [self._tried(shard.record, entry, own) for entry, own in zip(entries, data, strict=True)]
 
-    def _new_bytes(self, group: str, entry: Entry | None) -> int:
-        """Return the bytes of a row's entry, or 0 if they are counted already, like a caption's."""
-        if entry is None:
-            return 0
-        key = group.encode() + entry.digest
-        if self._store.groups[group].stored_once and key in self._counted:
-            return 0
-        self._counted.add(key)
-        return entry.num_bytes
-
-    def _seal_if_full(self, ordinal: int) -> None:
-        """Seal the shard being written if it is full, counted as in `live_bytes`, or has other columns than the next row."""
-        if self._filled >= self._max_bytes or self._columns != self._store.shards[ordinal].entry.added.keys():
-            self._seal()
-
     def _room(self, ordinal: int) -> ShardWriter:
-        """Return the writer of the shard for the next row."""
-        self._seal_if_full(ordinal)
         if self._writer is None:
             columns = set(self._store.shards[ordinal].entry.added)
             empty = caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW)
             name = f"{self._prefix}-{self._num_named:04d}"
             self._columns, self._taken, self._num_named = columns, {}, self._num_named + 1
-            self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
-            self._writer = ShardWriter(self._path, name, self._store.groups, empty, self._max_bytes)
+            self._writer = ShardWriter(self._path, name, self._store.groups, empty, self._shard_bytes)
         return self._writer
 
     def _seal(self) -> None:
@@ -303,8 +274,6 @@ def tried(read: Callable[..., T], *args: object) -> T | StoreError:
 class CopiedValues:
     """A column's values of rows of a store's shards, for a new shard with exactly these rows."""
 
-    num_missing = 0
-
     def __init__(self, store: Store, column: str, rows: Mapping[str, array[int]]) -> None:
         """`rows`: by bucket, in the new shard's order, the ordinal of each row's shard and its number there, in turn."""
         self._store, self._column, self._rows = store, column, rows
@@ -315,11 +284,7 @@ class CopiedValues:
     def spec(self, bucket: str) -> BlockSpec:
         return self._store.added[self._column].specs[bucket]
 
-    def blank(self, bucket: str) -> bytes:
-        return bytes(self.spec(bucket).column(self._column).row_bytes)
-
     def rows(self, bucket: str) -> Iterator[bytes]:
-        """Yield each row's value."""
         pairs = iter(self._rows[bucket])
         self._block = (-1, 0, {})
         for ordinal, row in zip(pairs, pairs, strict=True):

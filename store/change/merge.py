@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.dtype_names import dtype_name
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
-from bucketline.files.atomic_folder import refuse_existing, staged_folder
-from bucketline.files.copy_bytes import copy_some
-from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.store.format.hashing import file_digest
+from bucketline.files.atomic_write import copy_some, refuse_existing, refuse_too_little_disk, staged_folder
+from bucketline.store.format.block import file_digest
 from bucketline.store.format.manifest import sealed, write_manifest
-from bucketline.store.format.text_codec import TextError
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.format.text import TextError
+from bucketline.store.read.files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.shard.sidecar import open_listed
 from bucketline.store.write.publish import prepare_store
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.schema import AddedColumn, BucketEntry
     from bucketline.typed_json import Json
 
-_TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
 _GENERATION = 1  # of a merged store: 0 is the empty store
 _CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
 _NAMED = 5  # ids that an error lists by name
@@ -104,7 +100,6 @@ def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
 
 
 def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
-    """Return the buckets of all stores."""
     buckets: dict[str, tuple[BucketEntry, Path]] = {}
     for store in stores:
         _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].path, store.path)
@@ -136,13 +131,10 @@ def fingerprint_of(manifest: Manifest) -> Json:
 def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
-        dtypes = ""
-        if field == _TEXT_DTYPE and first_value and second_value:
-            dtypes = f": --text-dtype {dtype_name(str(first_value))} or {dtype_name(str(second_value))}"
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
             "only stores with the same settings can be merged: pack one of the sources again with the "
-            f"other's{dtypes}"
+            "other's"
         )
 
 

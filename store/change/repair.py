@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.files.atomic_write import refuse_too_little_disk, write_or_explain
 from bucketline.store.change.commit import commit_change, on_this_disk
 from bucketline.store.change.compact import OVERHEAD, live_bytes
 from bucketline.store.change.copy_rows import LeftOut, RowCopier, tried
-from bucketline.store.format.columns import EntriesOf
-from bucketline.store.format.hashing import bytes_digest, caption_digest, file_digest
-from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import FileEntry, ShardEntry
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
-from bucketline.store.read.iter_samples import live_positions
-from bucketline.store.read.lost_files import files_of, files_of_column
+from bucketline.store.format.block import EntriesOf, bytes_digest, caption_digest, file_digest
+from bucketline.store.format.manifest import FileEntry, ShardEntry, shard_paths
+from bucketline.store.format.text import EMPTY_CAPTION_ROW
+from bucketline.store.read.files import files_of, files_of_column
+from bucketline.store.read.samples import live_positions
 from bucketline.store.read.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.verify.shard import ColumnCheck, ShardCheck
@@ -36,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.store.format.manifest import DroppedEntry, Manifest
-    from bucketline.store.format.text_block import Entry, RaggedSpec
-    from bucketline.store.write.change_base import ChangeBase
+    from bucketline.store.format.text import Entry, RaggedSpec
+    from bucketline.store.write.publish import ChangeBase
 
 MIN_SHARD_BYTES = 1 << 20
 
@@ -145,7 +142,7 @@ def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEn
             size = max(MIN_SHARD_BYTES, int(live_bytes(manifest, entry) * OVERHEAD))
             refuse_too_little_disk(base.made, 2 * size, f"repairing {base.folder.place('')}")  # twice while it is sealed
             with RowCopier(store, manifest.generation + 1, path=base.made) as copier:
-                names = copier.copy(range(ordinal, ordinal + 1), (), 2 * size, left_out)
+                names = copier.copy(range(ordinal, ordinal + 1), 2 * size, left_out)
             new = tuple(describe_shard(base.made, name, manifest).entry for name in names)
         else:
             left_out, new = LeftOut(entry.live_samples, store.readable_ids(ordinal)), ()
@@ -193,7 +190,6 @@ def _has_faults(store: Store, entry: ShardEntry) -> bool:
 
 
 def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
-    """Return whether an added column of a shard's rows has a fault."""
     if not all(_is_as_written(file, expected) for file, expected in files_of_column(store.path, entry, column)):
         return True
     check = ColumnCheck(store, entry, column, lambda _: None)

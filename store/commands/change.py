@@ -1,21 +1,22 @@
-"""The commands that change a store: `store drop`, `compact`, `merge`, `repair` and `restore`."""
+"""Commands that change a store, here or at a URL, and that carry it there and back."""
 
 from __future__ import annotations
 
 import datetime as dt
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from bucketline.command_line import counted, human_bytes, one_line, print_json, printable, refuse_below
+from bucketline.command_line import counted, default_cache, human_bytes, one_line, print_json, printable, refuse_below
 from bucketline.errors import UsageError
 from bucketline.option_value import ByteSize, Duration
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import USUAL_SHARD, ChangingArguments, LocalStore, NewStore, StorePlace, shown
+from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, LocalStore, NewStore, StorePlace, StoreUrl, shown
 
 if TYPE_CHECKING:
-    from bucketline.store.change.garbage_collect import Collected
+    from bucketline.store.change.compact import Collected
     from bucketline.store.change.repair import Repaired, RepairedShard
+    from bucketline.store.remote.cache.folder import CachedStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Drop(ChangingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.change.drop import drop, read_ids
+        from bucketline.store.change.commit import drop, read_ids
 
         ids = (*self.ids, *(read_ids(self.from_file) if self.from_file else ()))
         done = drop(self.path_or_objects(self.store), ids, match=self.match, dry_run=self.dry_run)
@@ -90,7 +91,7 @@ class Compact(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.store.change.compact import compact
-        from bucketline.store.commands.place import byte_progress
+        from bucketline.store.commands.look import byte_progress
 
         older_than = self.older_than or OLDER_THAN
         gc_older_than_s, shard_bytes, dry_run = older_than.seconds if self.gc else None, self.shard_size.num_bytes, self.dry_run
@@ -128,13 +129,9 @@ def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool
     for name in collected.files:
         print(f"    {one_line(name)}")
     if collected.waiting:
-        last = max(waiting.until for waiting in collected.waiting)
-        until = dt.datetime.fromtimestamp(last).astimezone().isoformat(" ", "minutes")
-        what = counted(len(collected.waiting), "generation")
         print(
-            f"  {what} superseded less than {older_than} ago are kept, with the files only they use, for runs that may "
-            f"read them; `--gc` removes the last of them after {until}, `--gc --older-than 0s` removes them now, if no such "
-            "run is left"
+            f"  {counted(len(collected.waiting), 'generation')} superseded less than {older_than} ago are kept, with the files "
+            "only they use, for runs that may read them; `--gc --older-than 0s` removes them now, if no such run is left"
         )
 
 
@@ -142,7 +139,7 @@ def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool
 class Merge:
     """Create a new store from several. They must share the same encoders and rules, and no sample's id.
 
-    Stores at a URL are pulled first, and the new one is pushed.
+    Pull stores that are at a URL first, and push the new one.
 
     Example: store merge all.store photos.store more.store
     """
@@ -158,7 +155,7 @@ class Merge:
 
     def run(self) -> int:
         from bucketline.store.change.merge import merge
-        from bucketline.store.commands.place import byte_progress
+        from bucketline.store.commands.look import byte_progress
 
         with byte_progress("merge") as on_bytes:
             done = merge(self.out, self.stores, dry_run=self.dry_run, on_bytes=on_bytes)
@@ -194,7 +191,7 @@ class Repair(ChangingArguments):
 
     def run(self) -> int:
         from bucketline.store.change.repair import repair
-        from bucketline.store.commands.place import bar_of_bytes
+        from bucketline.store.commands.look import bar_of_bytes
         from bucketline.store.format.manifest import read_manifest
         from bucketline.store.remote.generations import newest_generation
 
@@ -218,9 +215,8 @@ class Repair(ChangingArguments):
             for sample_id in shard.dropped_ids[:_NAMED]:
                 print(f"    dropped: {one_line(sample_id)}")
             if (more := shard.dropped - min(len(shard.dropped_ids), _NAMED)) > 0:
-                unnamed = shard.dropped - len(shard.dropped_ids)
-                of_them = f", {unnamed} of them without a readable name" if unnamed else "; --json names all"
-                print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")
+                of_them = f"{shard.dropped - len(shard.dropped_ids)} of them without a readable name; --json names the others"
+                print(f"    dropped: {counted(more, 'sample')}, {of_them}")
         dropped = counted(done.dropped, "sample")
         print(f"{shown(self.store)}: {dropped} dropped, {done.samples} stay; generation {done.generation}")
         if done.dropped:
@@ -295,4 +291,124 @@ class Restore(ChangingArguments):
             when = dt.datetime.fromtimestamp(published).astimezone().isoformat(" ", "minutes")
             mark = "" if n else ", the newest"
             print(f"generation {one.generation}: {counted(one.samples, 'sample')}, published {when}{mark}")
+        return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------- remote
+# The commands that only stores in object storage need: `store push`, `pull`, and `cache` for what is kept on this machine.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(ChangingArguments):
+    """Send a store to object storage: s3://, gs://, az://, or file:// for a mounted disk.
+
+    Only what is not there yet is sent, each file compared with its digest on the way. Readers see the new generation once all
+    of it is there. If it is interrupted, run it again.
+
+    Example: store push photos.store s3://bucket/photos.store
+    """
+
+    store: Positional[LocalStore]
+    """Path to the store."""
+    url: Positional[StoreUrl]
+    """Target: a folder in a bucket, empty or with an earlier generation of the same store."""
+    jobs: int = 4
+    """Number of shards to send at the same time."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.store.commands.look import Tally, byte_progress
+        from bucketline.store.sync.push_pull import push
+
+        refuse_below(1, jobs=self.jobs)
+        folder = self.objects(self.url)
+        with byte_progress("push") as on_bytes:
+            report = Tally(on_bytes)
+            done = push(self.store, folder, jobs=self.jobs, on_total=report.expect, on_bytes=report.add)
+        if self.json:
+            print_json(asdict(done))
+            return 0
+        committed = "" if done.is_committed else ", which was there"
+        print(
+            f"{folder.url}: {counted(done.files, 'file')} with {human_bytes(done.num_bytes)} sent; generation "
+            f"{done.generation} with {counted(done.samples, 'sample')}{committed}"
+        )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull(ChangingArguments):
+    """Get a store to a disk. If it is interrupted, run it again.
+
+    If STORE is an older generation of the same store, only what it lacks is sent.
+
+    Example: store pull s3://bucket/photos.store photos.store
+    """
+
+    url: Positional[StoreUrl]
+    """Source: s3://, gs://, az://, https:// or file://."""
+    store: Positional[LocalStore]
+    """Path to write the store to."""
+    jobs: int = 4
+    """Number of files to get at the same time."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.store.commands.look import Tally, byte_progress
+        from bucketline.store.sync.push_pull import pull
+
+        refuse_below(1, jobs=self.jobs)
+        folder = self.objects(self.url)
+        with byte_progress("pull") as on_bytes:
+            report = Tally(on_bytes)
+            done = pull(folder, self.store, jobs=self.jobs, on_total=report.expect, on_bytes=report.add)
+        if self.json:
+            print_json(asdict(done))
+            return 0
+        print(
+            f"{self.store}: {counted(done.samples, 'sample')} in {counted(done.shards, 'shard')}, "
+            f"generation {done.generation}; {human_bytes(done.num_bytes)} received"
+        )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Show or clear the cache of stores in object storage: what it holds (info), or remove what no process has open (clear).
+
+    Example: store cache info
+    """
+
+    action: Annotated[Positional[Literal["info", "clear"]], Arg(metavar="{info,clear}")]
+    """info or clear."""
+    cache: Path | None = None
+    """Folder of the cache; None: BUCKETLINE_CACHE, or bucketline in the user's cache directory."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.store.remote.cache.folder import cache_folder, is_cache
+
+        path = self.cache or default_cache()
+        removed: list[CachedStore] = []
+        kept: list[CachedStore] = []
+        if is_cache(path):
+            folder = cache_folder(path)
+            if self.action == "clear":
+                removed, kept = folder.clear()
+            else:
+                kept = list(folder.stores())
+        if self.json:
+            print_json({"cache": str(path), "stores": list(map(asdict, kept)), "removed": list(map(asdict, removed))})
+            return 0
+        for store in removed:
+            print(f"removed {shown(store.url)} ({shown(store.folder)}): {human_bytes(store.num_bytes)}")
+        for store in kept:
+            use = "open" if store.is_open else "not open"
+            pinned, ring = human_bytes(store.pinned_bytes), human_bytes(store.ring_bytes)
+            about = f"{human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}"
+            print(f"{shown(store.url)} ({shown(store.folder)}): {about}")
+        print(f"{shown(path)}: {counted(len(kept), 'store')}, {human_bytes(sum(store.num_bytes for store in kept))}")
         return 0

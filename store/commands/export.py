@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from bucketline.command_line import counted, human_bytes, print_json
+from bucketline.command_line import counted, human_bytes, one_line, print_json
 from bucketline.errors import UsageError
 from bucketline.option_value import ByteSize
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
+from bucketline.store.commands.look import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
-    from bucketline.store.export.exporter import Exporter, ExportRequest
+    from bucketline.store.export.exporter import ExportRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,16 @@ class Export(ReadingArguments):
     bucket: Annotated[str | None, Arg(metavar="NAME")] = None
     """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: ByteSize | None = None
-    """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
-    columns: Annotated[str | None, Arg(metavar="ROLES")] = None
-    """Columns that kohya and mds get next to the latents, such as mask,control/depth, or none. Default: all; one that the
-    format cannot hold is refused by name."""
+    """Maximum size of a tar, such as 512MiB, or of a shard of MDS, unless one sample has more. Default: 1GiB, of MDS 64MiB."""
     dry_run: bool = False
     """Check the samples, and print their number, without writing them."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.commands.place import bar_of_samples
+        from bucketline.store.commands.look import bar_of_samples
         from bucketline.store.export.exporter import check_samples, export, open_export
-        from bucketline.store.read.iter_samples import buckets_of
+        from bucketline.store.read.samples import buckets_of
 
         request, store = self._request(), self.open_store(self.store)
         exporter = open_export(store, request)
@@ -63,38 +60,27 @@ class Export(ReadingArguments):
             with bar_of_samples("export", rows) as on_sample:
                 files, num_bytes = export(exporter, on_sample)
         if self.json:
-            report = {"output": str(self.output), "format": self.format, "samples": rows}
+            report = {"output": str(self.output), "format": self.format, "samples": rows, "left_out": list(exporter.left_out)}
             print_json({**report, "files": files, "bytes": num_bytes, "dry_run": self.dry_run})
         elif files is None or num_bytes is None:
             print(f"{shown(self.output)}: would have {counted(rows, 'sample')}")
         else:
             print(f"{shown(self.output)}: {counted(rows, 'sample')}, {counted(files, 'file')}, takes {human_bytes(num_bytes)}")
+        if exporter.left_out and not self.json:
+            print(f"  left out, as {self.format} has no place for them: {', '.join(map(one_line, exporter.left_out))}")
         return 0
 
     def _request(self) -> ExportRequest:
         from bucketline.store.export.exporter import EXPORTERS, ExportRequest
-        from bucketline.store.export.sample_arrays import NO_COLUMNS
-        from bucketline.store.read.iter_samples import Selection
+        from bucketline.store.read.samples import Selection
 
         if self.format not in EXPORTERS:
             raise UsageError(f"--format is {self.format!r:.80}, expected {', '.join(EXPORTERS)}")
-        self._refuse_options(EXPORTERS[self.format])
-        columns: tuple[str, ...] | None = None
-        if self.columns is not None:
-            columns = () if self.columns.strip() == NO_COLUMNS else tuple(role.strip() for role in self.columns.split(","))
+        if self.shard_size is not None and EXPORTERS[self.format].shard_bytes is None:
+            raise UsageError(f"--shard-size only applies to tars and shards, --format {self.format} writes none; leave it out")
         return ExportRequest(
             output=self.output,
             format=self.format,
             selection=Selection(split=self.split, bucket=self.bucket),
             shard_bytes=self.shard_size and self.shard_size.num_bytes,
-            columns=columns,
         )
-
-    def _refuse_options(self, exporter: type[Exporter]) -> None:
-        writes = f"--format {self.format}"
-        for option, value, why in (
-            ("shard_bytes", self.shard_size, f"--shard-size only applies to tars and shards, {writes} writes none"),
-            ("columns", self.columns, f"--columns {self.columns!r:.80}: {writes} writes all columns"),
-        ):
-            if value is not None and option not in exporter.options:
-                raise UsageError(f"{why}; leave it out")

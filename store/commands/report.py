@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from bucketline.command_line import refuse_below
 from bucketline.options import Arg, Positional
-from bucketline.store.commands.place import ReadingArguments, StorePlace, show_each
+from bucketline.store.commands.look import ReadingArguments, StorePlace, show_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Report(ReadingArguments):
     """Write one HTML page about a store: what is in it and, at the top, what is wrong with it.
 
     The page needs no network: samples of each bucket with captions and search, sizes, crops, captions, rejects, latents against
-    their VAE, near-duplicates, disk, provenance and the plan of an epoch. Samples are drawn by hash, so that the page stays
+    their VAE, near-duplicates, provenance and the plan of an epoch. Samples are drawn by hash, so that the page stays
     small. Latents are shown without a VAE, by published RGB factors if there are any; with --model they are decoded.
 
     Example: store report photos.store --source photos -o report.html

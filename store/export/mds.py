@@ -1,9 +1,8 @@
 """Export as MDS, the format of MosaicML Streaming: a folder for each bucket, with `index.json` and shards.
 
 The columns are those of mosaicml/diffusion: `latents_512` of a square bucket, `latents_HEIGHTxWIDTH` of another, in F16 and as
-the model is fed; the same with `/flipped` after the name of the mirrored image, if the store has it; `caption_latents`, F16. Of
-other columns there are `mask`, U8 of `mask_shape`, and `control/NAME`, as the latents are; both are empty for samples that lack
-them. A folder for each bucket, since a batch of a stream has one shape.
+the model is fed; the same with `/flipped` after the name of the mirrored image, if the store has it; `caption_latents`, F16. A
+folder for each bucket, since a batch of a stream has one shape.
 Source: `streaming/base/format/mds/`, `precompute_latents.py`.
 """
 
@@ -17,10 +16,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import StoreError
-from bucketline.store.export.exporter import Exporter
-from bucketline.store.export.sample_arrays import CONTROL, MASK, form_of, size_of
-from bucketline.store.format.columns import FLIPPED_SUFFIX, LATENT
-from bucketline.store.format.hashing import text_bytes
+from bucketline.store.export.exporter import Exporter, columns_beside, form_of
+from bucketline.store.format.block import FLIPPED_SUFFIX, text_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,37 +25,23 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.export.exporter import ExportedSample, ExportRequest
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.read.store import Store
 
 _MAX_SHARD_BYTES = (1 << 32) - 1  # offsets are U32
 _INTEGERS = ("caption_tokens", "height", "original_height", "original_width", "width")
 _TEXTS = ("caption", "key", "latents_shape")
-_MASK_SHAPE = "mask_shape"
 
 
 class MdsExporter(Exporter):
     """Writes a folder for each bucket."""
 
-    options = frozenset({"shard_bytes", "columns"})
     shard_bytes = 64 << 20  # as of its own writer
 
     def __init__(self, store: Store, request: ExportRequest) -> None:
-        """Read what the samples have in common."""
         super().__init__(store, request)
-
-        def why_not(bucket: str, role: str) -> str | None:
-            column, latent = store.bucket(bucket).column(role), store.bucket(bucket).column(LATENT)
-            if role == MASK:
-                is_own = column.dtype == "U8" and column.shape in (size_of(bucket), latent.shape[1:])
-            else:
-                is_own = role.startswith(CONTROL) and (column.dtype, column.shape) == (latent.dtype, latent.shape)
-            if is_own:
-                return None
-            found = f"in {bucket} it is {column.dtype} of {'x'.join(map(str, column.shape))}"
-            return f"{found}, and MDS takes masks, U8 of the image's or the latent's size, and control/NAME like the latents"
-
-        self.form = form_of(store, "MDS", request.columns, holds=why_not)
+        self.form = form_of(store)
+        self.left_out = columns_beside(store)
 
     def write(self, samples: Iterable[ExportedSample], folder: Path) -> None:
         most = min(self.request.shard_bytes or self.shard_bytes, _MAX_SHARD_BYTES)
@@ -81,25 +64,25 @@ class MdsExporter(Exporter):
             found["caption_latents"] = ("bytes", None)
         if self.form.pooled_width is not None:
             found["caption_pooled"] = ("bytes", None)
-        found |= dict.fromkeys(self.form.side, ("bytes", None))
-        if MASK in self.form.side:
-            found[_MASK_SHAPE] = ("str", None)
         return dict(sorted(found.items()))
 
     def sample(self, record: SampleRecord, data: bytes) -> bytes:
         """Return a sample as its shard has it, from its safetensors file."""
-        arrays, shape = self.form.arrays(record, data), self.form.latent_shape(self.store, record)
+        arrays = self.form.arrays(data)
         height, width = record.original_size
         numbers = {"original_height": height, "original_width": width, "height": record.crop[2], "width": record.crop[3]}
         numbers["caption_tokens"] = 0 if arrays.tokens is None else len(arrays.tokens)
         values: dict[str, bytes] = {name: struct.pack("<q", number) for name, number in numbers.items()}
-        values |= {"key": text_bytes(record.id), "caption": _caption(record), "latents_shape": _shape_text(shape)}
+        values |= {
+            "key": text_bytes(record.id),
+            "caption": _caption(record),
+            "latents_shape": "x".join(map(str, arrays.latent.shape)).encode("ascii"),
+        }
         for name, array in (
             (latents_name(record.bucket), self.form.fed(arrays.latent)),
             (latents_name(record.bucket) + FLIPPED_SUFFIX, None if arrays.flipped is None else self.form.fed(arrays.flipped)),
             ("caption_latents", arrays.tokens),
             ("caption_pooled", arrays.pooled),
-            *((role, self.form.fed(control)) for role, control in arrays.controls.items()),
         ):
             if array is None:
                 continue
@@ -107,8 +90,6 @@ class MdsExporter(Exporter):
             if not bool((abs(half) < float("inf")).all()):
                 raise StoreError(f"sample {record.id!r:.200}: its {name} is beyond the range of F16, which MDS caches have")
             values[name] = half.tobytes()
-        if arrays.mask is not None:
-            values |= {MASK: arrays.mask.tobytes(), _MASK_SHAPE: _shape_text(arrays.mask.shape)}
         columns = self.columns(record.bucket)
         values = dict.fromkeys(columns, b"") | values
         lengths = b"".join(struct.pack("<I", len(values[name])) for name, (_, size) in columns.items() if size is None)
@@ -144,7 +125,6 @@ class _Stream:
         return 4 * (num_samples + 2) + len(self._described)
 
     def add(self, sample: bytes) -> None:
-        """Write a sample."""
         if self._lengths and self._head_bytes(len(self._lengths) + 1) + self._samples.tell() + len(sample) > self._most:
             self._finish()
         self._samples.write(sample)
@@ -188,10 +168,6 @@ def latents_name(bucket: str) -> str:
 
 def _caption(record: SampleRecord) -> bytes:
     return text_bytes(record.captions[0]) if record.captions else b""
-
-
-def _shape_text(shape: tuple[int, ...]) -> bytes:
-    return "x".join(map(str, shape)).encode("ascii")
 
 
 def _as_json(value: Any) -> bytes:  # noqa: ANN401 - JSON

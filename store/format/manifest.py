@@ -1,4 +1,4 @@
-"""The manifest: a JSON document that lists a generation's shards, with the digest of every file.
+"""The manifest: a JSON document that lists a generation's shards, with the digest of every file; the store's files by name.
 
 `manifest.json` is the newest generation; `generations/N.json` keeps each one, so that readers stay on theirs.
 """
@@ -14,19 +14,85 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.paths import why_no_store
-from bucketline.files.regular_file import read_regular
-from bucketline.store.format.columns import LATENT, RAGGED_PREFIX, EntriesOf
-from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.layout import FORMAT_VERSION
-from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
+from bucketline.files.paths import read_regular, why_no_store
+from bucketline.store.format.block import LATENT, MAX_HEADER_BYTES, RAGGED_PREFIX, EntriesOf, bytes_digest
 from bucketline.store.format.schema import Schema
-from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.text_codec import TextError  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.store.format.text import (
+    TEXT_GROUP,
+    TextError,
+    is_bucket,
+)
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+# ---------------------------------------------------------------------------------------------------------------------- layout
+# The file layout of a store, and the keys in a shard.
+
+FORMAT_VERSION = 1
+SAMPLE_PREFIX = b"sample/"
+META_KEY = b"meta"
+TEXT_ERROR = "text_error"  # in the value of META_KEY: what quantising the shard's captions cost
+SHARD_ID_BYTES = 16
+COPY_PREFIX = "copy-"  # prefix of shards written by `store compact`, which hold the rows of existing shards
+IN_FILE = "file"  # what the offsets in a shard's sidecars refer to: bytes of its file, which sealing has read back
+ENGINE = "lmdb-0.9"  # py-lmdb's default engine, which cannot read files of its other one (1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPaths:
+    """The files of one sealed shard."""
+
+    folder: Path  # STORE/shards
+    name: str
+
+    @property
+    def lmdb(self) -> Path:
+        return self.folder / f"{self.name}.lmdb"
+
+    @property
+    def extents(self) -> Path:
+        return self.folder / f"{self.name}.extents"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / f"{self.name}.index"
+
+    def dropped(self, generation: int) -> Path:
+        return self.folder / f"{self.name}.dropped-{generation}"
+
+
+def shard_paths(store: Path, name: str) -> ShardPaths:
+    """Return the paths of the sealed shard `name`."""
+    return ShardPaths(folder=store / "shards", name=name)
+
+
+def pending_path(store: Path, name: str) -> Path:
+    """Return the path of the shard `name` while it is being written."""
+    return store / "pending" / f"{name}.lmdb"
+
+
+def block_key(group: str, block: int) -> bytes:
+    """Return a block's key, `train/256x192/00000042`; caption blocks are `text/00000042`."""
+    return f"{group}/{block:08d}".encode("ascii")
+
+
+def split_block_key(key: bytes) -> tuple[str, int] | None:
+    """Return a block key's group and number; None for other keys."""
+    group, _, number = key.rpartition(b"/")
+    if not number.isdigit() or key.startswith(SAMPLE_PREFIX):
+        return None
+    name = group.decode("ascii", "replace")
+    return (name, int(number)) if name == TEXT_GROUP or "/" in name else None
+
+
+def sample_key(digest: bytes) -> bytes:
+    return SAMPLE_PREFIX + digest
+
+
+# -------------------------------------------------------------------------------------------------------------------- manifest
 
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
@@ -302,7 +368,6 @@ def _serialised(document: Json) -> bytes:
 
 
 def generation_path(store: Path, generation: int) -> Path:
-    """Return the path of a generation's manifest."""
     return store / "generations" / f"{generation}.json"
 
 
@@ -432,3 +497,60 @@ def refuse_difference(stored: Json, present: Json) -> None:
             f"the store was made with {field} = {stored_value!s:.200}, this run has {present_value!s:.200}; "
             "use the settings the store was made with, or pack into a new store"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------- mixture file
+# `mixture.json`: names the stores of a folder that are read together, each with its repeats.
+#
+# `ingest pack` writes it for a data set file. The loader and the trainer take such a folder wherever they take a store.
+
+MIXTURE = "mixture.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStore:
+    """A store of the folder, and the number of times that a pass reads its rows."""
+
+    name: str  # of its folder
+    repeats: int
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name in (".", ".."):
+            raise ValueError(f"name is {self.name!r}, expected the name of a folder next to {MIXTURE}")
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}, expected 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureFile:
+    """The content of `mixture.json`."""
+
+    version: int
+    stores: tuple[MixedStore, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != _VERSION:
+            raise ValueError(f"version is {self.version}, expected {_VERSION}; a newer bucketline wrote it")
+
+
+def write_mixture(folder: Path, stores: tuple[MixedStore, ...]) -> None:
+    """Replace the folder's `mixture.json`."""
+    text = json.dumps(encode(MixtureFile(version=_VERSION, stores=stores)), indent=1)
+    write_or_explain(folder / MIXTURE, f"{text}\n".encode())
+
+
+def read_mixture(folder: Path) -> tuple[MixedStore, ...] | None:
+    """Return the stores that the folder's `mixture.json` names; None if it has none."""
+    path = folder / MIXTURE
+    try:
+        stores = decode(MixtureFile, json.loads(path.read_bytes()), MIXTURE).stores
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path} is damaged: {error}; run `ingest pack` with the data set file again") from error
+    if not stores:
+        raise StoreError(f"{path} names no store; run `ingest pack` with the data set file again")
+    return stores

@@ -14,25 +14,25 @@ import numpy as np
 
 from bucketline.command_line import counted, default_cache, shown_rows
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.redact import redacted
+from bucketline.files.paths import redacted
 from bucketline.forks import cached_property
-from bucketline.option_types import expect, expect_int, unlike
+from bucketline.option_value import expect, expect_int, unlike
 from bucketline.store.folder import LocalFolder
-from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, IMAGE_AXES, BlockSpec, Column
-from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
-from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.manifest import Manifest, read_manifest
-from bucketline.store.format.text_block import (
-    DIGEST,
-    Caption,
-    Entry,
-    RaggedSpec,
-    TextSpec,
-    as_arrays,
-    caption_checksum,
-    delivered,
+from bucketline.store.format.block import (
+    CAPTIONS,
+    CHECKSUM,
+    DIGEST_BYTES,
+    ID,
+    IMAGE_AXES,
+    RAGGED_PREFIX,
+    BlockSpec,
+    Column,
+    EntriesOf,
+    sample_digest,
 )
-from bucketline.store.read.preadv import FileGather, check_added, check_rows
+from bucketline.store.format.manifest import Manifest, read_manifest
+from bucketline.store.format.text import DIGEST, Caption, Entry, RaggedSpec, TextSpec, as_arrays, caption_checksum, delivered
+from bucketline.store.read.files import FileGather, check_added, check_rows
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import BlockTable, Located, LocatedEntries
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import DroppedEntry, FileEntry
-    from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.schema import BucketEntry, RaggedEntry
+    from bucketline.store.format.schema import BucketEntry, RaggedEntry, SampleRecord
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json

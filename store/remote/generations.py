@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
-from bucketline.store.remote.retries import asked_again
+from bucketline.store.remote.objects import asked_again
 
 FEW_AHEAD = 10  # generations after that of `manifest.json`: it lacks those whose writers died before they wrote it
 MAX_AHEAD = 1000  # of them, and no more than are found within the deadline once there are not few
@@ -33,7 +33,6 @@ class ForeignError(CorruptError):
 
 
 def generation_name(generation: int) -> str:
-    """Return the name of a generation's object."""
     return f"generations/{generation}.json"
 
 

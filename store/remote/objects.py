@@ -1,4 +1,4 @@
-"""A store's folder in object storage: S3, GCS, Azure, a web server (read only), a local folder, or memory (for tests).
+"""A store's folder in object storage: S3, GCS, Azure, a web server (read only), a local folder, or memory (for tests); retries.
 
 The client is not fork-safe: its threads are gone in a forked child, where a request would wait for ever and is refused instead.
 Credentials come from the environment or the machine's metadata; a web server's user and password in a URL are kept out of
@@ -8,18 +8,21 @@ messages and pickles.
 from __future__ import annotations
 
 import os
+import random
 import re
+import threading
+import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError, UsageError
-from bucketline.files.redact import redacted_within
+from bucketline.files.paths import redacted_within
 from bucketline.forks import ForkSafeLock
 from bucketline.store.folder import (
     MAX_READ_BYTES,
@@ -40,7 +43,35 @@ if TYPE_CHECKING:
 
     from bucketline.store.remote.urls import Address
 
+
+__all__ = ["ObjectFolder", "RemoteOptions", "is_url"]
+
 WRITE_TIMEOUT_S = 600.0  # of one part, on a slow line that others share
+PART_BYTES = 8 << 20
+MAX_PARTS = 9_000  # S3 allows 10,000
+PARTS_IN_FLIGHT = 4
+MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
+_CHUNK_BYTES = 4 << 20  # of an answer, between two looks at how much has come; by 1 MiB a line takes 1.6 times the time
+_LOOK_UPS = 16  # at a time, of objects that cannot be listed
+MAX_MESSAGE = 300  # characters of what the client says
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
+_NO_RANGES = re.compile(r"Range request not supported|non-partial response when range requested", re.IGNORECASE)
+_BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
+_REASON = re.compile(r"<(Code|Message)>([^<]*)</\1>")
+_CAUSE = re.compile(
+    r'(?:message|error): "([^"]*)"|InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)'
+    r"|(TooManyRedirects|TimedOut|IncompleteBody)"
+)
+_GONE = re.compile(r"non-2xx status code: 410\b")
+_CREDENTIALS: dict[Kind, str] = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the machine's role; for a public bucket, skip_signature=true",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+    "azure": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's identity",
+    "http": "user and password in the URL, if the server expects them",
+    "file": "the folder's permissions",
+    "memory": "nothing",
+}
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = ForkSafeLock()
 _users: list[int] = []  # the process that first made a client, or in whose memory it was
@@ -64,9 +95,9 @@ def connect(address: Address, secret_url: str, options: RemoteOptions, *, is_wri
         common = {"client_options": _client_options(address, options, is_writing=is_writing), "retry_config": _retry(options)}
         if address.kind == "http":
             if user := urlsplit(secret_url).netloc.rpartition("@")[0]:
-                common["client_options"]["default_headers"] = {
-                    "authorization": f"Basic {b64encode(unquote(user).encode()).decode()}"
-                }
+                name, _, password = user.partition(":")
+                both = f"{unquote(name)}:{unquote(password)}"
+                common["client_options"]["default_headers"] = {"authorization": f"Basic {b64encode(both.encode()).decode()}"}
             return kinds.HTTPStore(address.url, **common)
         config: Any = options.client_options()
         if options.endpoint is not None:
@@ -107,7 +138,7 @@ def _client_options(address: Address, options: RemoteOptions, *, is_writing: boo
         "read_timeout": timedelta(seconds=max(WRITE_TIMEOUT_S, wait_s) if is_writing else wait_s / 2),
         "connect_timeout": timedelta(seconds=min(5.0, wait_s)),
         # Without an endpoint it is that of the URL's kind, by https, unless the environment names another.
-        "allow_http": not (place or "").startswith("https://"),
+        "allow_http": not (place or "").lower().startswith("https://"),
     }
 
 
@@ -119,30 +150,6 @@ def _retry(options: RemoteOptions) -> Any:  # noqa: ANN401 - a TypedDict
         "base": 2,
     }
     return {"max_retries": 10, "retry_timeout": timedelta(seconds=wait_s), "backoff": backoff}
-
-
-__all__ = ["ObjectFolder", "RemoteOptions", "is_url"]
-
-PART_BYTES = 8 << 20
-MAX_PARTS = 9_000  # S3 allows 10,000
-PARTS_IN_FLIGHT = 4
-MAX_LISTED = 1_000_000  # objects in a store's folder; one with 100,000 shards has half as many
-_CHUNK_BYTES = 4 << 20  # of an answer, between two looks at how much has come; by 1 MiB a line takes 1.6 times the time
-_LOOK_UPS = 16  # at a time, of objects that cannot be listed
-MAX_MESSAGE = 300  # characters of what the client says
-_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
-_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
-_NO_RANGES = re.compile(r"Range request not supported|non-partial response when range requested", re.IGNORECASE)
-_BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
-_REASON = re.compile(r"<(Code|Message)>([^<]*)</\1>")
-_CREDENTIALS: dict[Kind, str] = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the machine's role; for a public bucket, skip_signature=true",
-    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
-    "azure": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's identity",
-    "http": "user and password in the URL, if the server expects them",
-    "file": "the folder's permissions",
-    "memory": "nothing",
-}
 
 
 def _entry(meta: ObjectMeta) -> ListedFile:
@@ -165,7 +172,7 @@ class ObjectFolder:
     """
 
     url: str  # without user and password, for messages
-    identity: str  # of the place: two folders of equal identity are the same one; one may be written in several ways
+    identity: str  # URL and endpoint: names the store's folder in the cache
     options: RemoteOptions
 
     def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
@@ -433,6 +440,8 @@ class ObjectFolder:
                 ) from None
             if not kind.__module__.startswith("obstore"):  # of an iterable's own
                 raise
+            if _GONE.search(str(error)):
+                raise MissingObjectError(f"{self.place(name)} is missing (410 Gone); check the URL") from None
             if _NO_RANGES.search(str(error)):
                 raise NoRangesError(
                     f"{self.url} cannot be read: a request of some bytes of {name} is answered with all of it. A store is read "
@@ -449,8 +458,82 @@ class ObjectFolder:
             ) from None
 
     def _brief(self, error: BaseException) -> str:
-        text = str(error).partition("\n\nDebug source")[0]
+        text, _, source = str(error).partition("\n\nDebug source")
         said = " ".join(value for _, value in _REASON.findall(text))
         text = _BODY.sub(f": {said}" if said else "", text)
-        text = re.sub(r"^Generic \w+ error: ", "", " ".join(text.split()))
+        text = re.sub(r"^Generic \w+ error: ", "", " ".join(text.split())).removesuffix(":")
+        if causes := [*_CAUSE.finditer(source)]:
+            text += f" ({causes[-1][causes[-1].lastindex or 0]})"
         return redacted_within(text, self._secret_url)[:MAX_MESSAGE]
+
+
+# --------------------------------------------------------------------------------------------------------------------- retries
+# Requests that are made again, and which failures may pass.
+
+Answer = TypeVar("Answer")
+MAX_WRONG = 3  # answers that are wrong, or say that an object is missing, before that is believed
+
+
+def is_wrong(error: BaseException) -> bool:
+    """Return whether an answer came that is another one than expected; the next ones will hardly be different."""
+    return isinstance(error, CorruptError | MissingObjectError | NoRangesError)
+
+
+def asked_again(
+    request: Callable[[], Answer],
+    deadline_s: float,
+    *,
+    most_wrong: int | None = MAX_WRONG,
+    is_over: threading.Event | None = None,
+) -> Answer:
+    """Return what a function returns that requests an object; call it again after failures that may pass.
+
+    After half of the deadline no new try begins, since the last one may take as long. `most_wrong`: see `MAX_WRONG`; None: only
+    the deadline counts for these too. What is denied is never requested again, and nothing once `is_over` is set.
+    """
+    end, tries, wrong = time.monotonic() + deadline_s / 2, 0, 0
+    is_over = is_over or threading.Event()
+    while True:
+        try:
+            return request()
+        except DeniedError:
+            raise
+        except StoreError as error:
+            tries, wrong = tries + 1, wrong + is_wrong(error)
+            pause = pause_after(tries)
+            if is_over.is_set() or wrong == most_wrong or time.monotonic() + pause > end:
+                raise
+            is_over.wait(pause)
+
+
+FIRST_S, LONGEST_S = 0.1, 5.0
+
+
+def pause_after(tries: int) -> float:
+    """Return the seconds to wait after so many tries: exponential backoff with full jitter."""
+    return random.uniform(0.0, min(LONGEST_S, FIRST_S * 2.0 ** min(tries, 16)))  # noqa: S311 - nothing secret
+
+
+Found = TypeVar("Found")
+IN_TIME = 15 / 16  # of a deadline: what is given up then has reached the caller before the deadline has passed
+
+
+def within(deadline_s: float, place: str, call: Callable[[], Found]) -> Found:
+    """Return what a function returns that requests objects at `place`; its thread is left to itself after the deadline."""
+    found: list[Found] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="bucketline-open", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise StoreError(f"{place} has not answered within {deadline_s:g} s; check the address and the network, then try again")
+    return found[0]

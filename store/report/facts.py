@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.store.format.columns import LATENT, LatentKind
-from bucketline.store.format.hashing import draw
-from bucketline.store.format.sample_record import cropped_away
-from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.format.block import LATENT, LatentKind, draw
+from bucketline.store.format.schema import cropped_away
+from bucketline.store.read.samples import Selection, live_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.schema import SampleRecord
     from bucketline.store.read.store import Bucket, Store
     from bucketline.typed_json import Json
 

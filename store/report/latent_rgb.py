@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.pages.image_files import png
+from bucketline.pages.page import png
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

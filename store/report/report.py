@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import base64
 import math
-import os
-import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.redact import redacted
-from bucketline.pack_options import as_settings
-from bucketline.pages.charts import histogram, scatter
-from bucketline.pages.page import Card, Finding, Section, document, parts, percent, refuse_page, worst_first
+from bucketline.files.paths import redacted
+from bucketline.pages.page import Card, Finding, Section, document, histogram, parts, percent, refuse_page, scatter, worst_first
 from bucketline.store.format.block import ID
-from bucketline.store.read.info import info
+from bucketline.store.read.samples import info
 from bucketline.store.report.facts import (
     ALIKE,
     CONSTANT,
@@ -77,7 +73,6 @@ def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> ChannelSpread:
 
 
 def findings(*, facts: Facts, lists: ListFacts, latents: LatentFacts, vae: Mapping[str, Json]) -> list[Finding]:
-    """Return the findings of a store."""
     return [
         *_of_latents(latents, vae),
         *_of_crops(facts),
@@ -127,13 +122,7 @@ def _of_spread(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding]
         return
     is_error = not SPREAD_FAILS[0] <= rms <= SPREAD_FAILS[1]
     fitting = recorded / rms if rms else 0.0
-    hint = f" A factor of {human_number(fitting)} would fit" if fitting else " The latents are all alike"
-    near = [
-        TITLES[name]
-        for name, one in PUBLISHED.items()
-        if name in TITLES and one.channels == len(facts.mean) and abs(fitting / one.scaling - 1.0) < 0.15
-    ]
-    hint += f"; that of {' or '.join(near)} is near." if near else "."
+    hint = f" A factor of {human_number(fitting)} would fit." if fitting else " The latents are all alike."
     if rms and abs(rms / recorded - 1.0) < 0.25:
         hint += " The latents look as if they had been scaled before they were stored, so they would be scaled twice."
     title = "Wrong scaling factor, or a broken VAE" if is_error else "The latents' spread is unusual for their VAE"
@@ -214,7 +203,6 @@ class Cards:
         return Card(images=[found], title=one.record.id, notes=[note, *_size(one.record.original_size)])
 
     def reject(self, name: str, detail: str) -> Card:
-        """Return the card of a rejected image."""
         found = self.sources.get(name, "not requested (--source)")
         if isinstance(found, bytes):
             return Card(images=[found], title=name, notes=[detail])
@@ -225,9 +213,7 @@ def _size(size: tuple[int, int]) -> list[str]:
     return [f"{size[0]}x{size[1]} px"] if size[0] * size[1] else []
 
 
-def template_values(
-    store: Store, facts: Facts, lists: ListFacts, latents: LatentFacts, cards: Cards, info: Mapping[str, Any]
-) -> dict[str, object]:
+def template_values(store: Store, facts: Facts, lists: ListFacts, latents: LatentFacts, cards: Cards) -> dict[str, object]:
     """Return what `report.html` is filled with, but for what only the command knows."""
     vae = vae_of(store)
     family = vae_family_of(vae)
@@ -259,7 +245,7 @@ def template_values(
         "alike": ALIKE,
         "max_clusters": MAX_CLUSTERS,
         "max_members": MAX_MEMBERS,
-        "provenance": _provenance(store, info),
+        "provenance": _provenance(store),
         "rows_of": _rows_of,
     }
 
@@ -331,7 +317,7 @@ def _channels(facts: LatentFacts, vae: Mapping[str, Json]) -> list[tuple[object,
     return rows
 
 
-def _provenance(store: Store, info: Mapping[str, Any]) -> list[tuple[str, object]]:
+def _provenance(store: Store) -> list[tuple[str, object]]:
     """Return what made the store, name and value."""
     manifest = store.manifest
     rows: list[tuple[str, object]] = [
@@ -343,9 +329,6 @@ def _provenance(store: Store, info: Mapping[str, Any]) -> list[tuple[str, object
         ("shards", len(manifest.shards)),
         ("captions of a sample at most", manifest.max_captions),
     ]
-    if info["pack_options"]:
-        settings = as_settings(info["pack_options"]).items()
-        rows.append(("options of ingest pack", ", ".join(f"{name} = {value}" for name, value in settings)))
     return rows + [(f"rule: {name}", _flat(value)) for name, value in sorted(manifest.rules.items())]
 
 
@@ -363,13 +346,6 @@ def _flat(value: object) -> str:
 
 
 PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
-_KINDS = {  # of a store's files, by the end of the name
-    ".lmdb": "shards",
-    ".extents": "extents",
-    ".index": "indexes",
-    ".dropped": "lists of dropped rows",
-    ".jsonl": "the packer's lists",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +362,7 @@ class ReportOptions:
 SECTIONS: Extensions[Callable[[Store, ReportOptions], Section | None]] = Extensions(
     "a section of `store report` called",
     "bucketline.report_sections",
-    {"plan": "bucketline.loader.plan_section:plan_section"},
+    {"plan": "bucketline.loader.peek:plan_section"},
     callable,
 )
 
@@ -424,8 +400,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
         tiles=tiles,
         sections=more,
         how=how,
-        disk={"Files": _files(store), "Payload": _payload(store)},
-        **template_values(store, facts, lists, latents, cards, report),
+        **template_values(store, facts, lists, latents, cards),
     )
     write_or_explain(page, data)
     return found
@@ -447,7 +422,6 @@ def _kept(facts: Facts) -> Iterable[Shown]:
 
 
 def _look_up(store: Store, place: RowPlace) -> Shown:
-    """Return a sample by its row."""
     bucket, row = store.bucket(place.bucket), np.array([place.row])
     shard = int(bucket.locate(row).shard[0])
     return Shown(place=place, record=store.record_of(shard, bucket.read(row, ID)[0].tobytes()))
@@ -467,7 +441,7 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
     if options.decoder is not None:
         job = {"vae": vae, **options.decoder, "shapes": [latent.shape for latent in found.values()]}
         data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in found.values())
-        shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.sheet.decoded:thumbnails", job, data))
+        shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.peek:thumbnails", job, data))
         return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder['model']}"
     made, how = latent_images(list(found.values()), vae, PREVIEW_PX)
     return dict(zip(found, made, strict=True)), how
@@ -483,41 +457,5 @@ def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str
     for bucket in worst_buckets(facts):
         boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
     job = {"source": options.source, "boxes": boxes}
-    images = call_elsewhere("bucketline.ingest.sheet.source_images:source_images", job)
+    images = call_elsewhere("bucketline.ingest.peek:source_images", job)
     return {name: base64.b64decode(jpeg) if jpeg else problem for name, (jpeg, problem) in images.items()}
-
-
-def _files(store: Store) -> dict[str, int]:
-    """Return the bytes on the disk by kind of file; of a store in object storage those of its shards."""
-    found: dict[str, int] = {}
-    if store.source is not None:
-        for shard in store.manifest.shards:
-            for kind, entry in (("shards", shard.lmdb), ("extents", shard.extents), ("indexes", shard.index)):
-                found[kind] = found.get(kind, 0) + entry.num_bytes
-            found["shards"] += shard.data_bytes - shard.lmdb.num_bytes
-        return found
-    for folder, _, names in os.walk(store.path):
-        for name in names:
-            try:
-                status = os.lstat(f"{folder}/{name}")
-            except FileNotFoundError:  # a concurrent pack has removed it
-                continue
-            if stat.S_ISREG(status.st_mode) and not name.endswith(".lock"):
-                kind = next((kind for end, kind in _KINDS.items() if name.endswith(end)), "manifests and the rest")
-                found[kind] = found.get(kind, 0) + status.st_blocks * 512
-    return found
-
-
-def _payload(store: Store) -> dict[str, int]:
-    """Return the bytes of the live rows' columns, of the captions' embeddings and of the records."""
-    manifest = store.manifest
-    found: dict[str, int] = {
-        "text embeddings": sum(shard.caption_bytes for shard in manifest.shards),
-        "sample records": sum(shard.record_bytes for shard in manifest.shards),
-        "ragged entries": sum(manifest.ragged_bytes(shard) for shard in manifest.shards),
-    }
-    for bucket in store.buckets():
-        for column in bucket.columns:
-            kind = f"column {column.name}" if column.row_bytes >= 64 else "small columns"
-            found[kind] = found.get(kind, 0) + column.row_bytes * bucket.num_rows
-    return found

@@ -14,11 +14,10 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
-from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.layout import SHARD_ID_BYTES, shard_paths
-from bucketline.store.format.safetensors_header import DTYPES
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.block import DIGEST_BYTES, DTYPES, sample_digest
+from bucketline.store.format.manifest import SHARD_ID_BYTES, shard_paths
+from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
+from bucketline.store.format.text import TEXT_GROUP
 from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
 from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly
 
@@ -221,7 +220,6 @@ class SealedShard:
         return names
 
     def index_entry(self, position: int) -> IndexEntry:
-        """Return the checked index entry at a position."""
         return self.index_entries(np.array([position]))[0]
 
     def index_entries(self, positions: NDArray[np.int64]) -> list[IndexEntry]:
@@ -260,14 +258,10 @@ class SealedShard:
             )
         data = self.read(entry.record_offset, entry.record_bytes) if data is None else data
         record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
-        if record.bucket != entry.bucket or record.row != entry.row:
-            raise CorruptError(
-                f"shard {self.name}: the record of row {entry.row} of {entry.bucket} says {record.row} of {record.bucket!r}"
-            )
         if not entry.describes(record):
             raise CorruptError(
-                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, does not match "
-                "the index; run `store verify`"
+                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, row {record.row} of "
+                f"{record.bucket!r:.200}, does not match the index; run `store verify`"
             )
         return record
 

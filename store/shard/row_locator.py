@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.layout import IN_FILE
-from bucketline.store.shard import map_budget
+from bucketline.store.format.manifest import IN_FILE
+from bucketline.store.shard import mapped
 from bucketline.store.shard.sidecar import Sidecars
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
-    from bucketline.store.format.layout import ShardPaths
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.format.text_block import RaggedSpec
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry, ShardPaths
+    from bucketline.store.format.text import RaggedSpec
     from bucketline.store.shard.sidecar import PagedFile
 
 EXTENTS_FORMAT = "bucketline.extents/1"
@@ -90,7 +89,7 @@ class BlockTable:
         each shard's, if any has one.
         """
         self._sources = sources if any(source is not None for source in sources) else ()
-        plain_reads = plain_reads or not map_budget.fits(2 * len(entries) + sum(entry.dropped is not None for entry in entries))
+        plain_reads = plain_reads or not mapped.fits(2 * len(entries) + sum(entry.dropped is not None for entry in entries))
         self._entries, self._paths = entries, paths
         extents = [(path.extents, entry.extents.num_bytes) for entry, path in zip(entries, paths, strict=True)]
         fetch = self._fetch if self._sources else None
@@ -265,7 +264,6 @@ class Located:
         return self.where(slice(begin, end))
 
     def where(self, chosen: slice | NDArray[np.bool_]) -> Located:
-        """Return some of the entries, in the same order."""
         return Located(
             bucket=self.bucket,
             shard=self.shard[chosen],
@@ -294,7 +292,6 @@ class LocatedEntries:
         return self.where(slice(begin, end))
 
     def where(self, chosen: slice | NDArray[np.bool_]) -> LocatedEntries:
-        """Return some of the entries, in the same order."""
         return LocatedEntries(spec=self.spec, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def ends(self) -> NDArray[np.int64]:

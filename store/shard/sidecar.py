@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
-from bucketline.store.format.hashing import bytes_digest, checksum
-from bucketline.store.format.safetensors_header import (
+from bucketline.files.paths import open_regular
+from bucketline.store.format.block import (
     DTYPES,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     Tensor,
+    bytes_digest,
+    checksum,
     header_bytes_for,
     lay_out,
     read_header,
     write_header,
 )
-from bucketline.store.shard import map_budget
-from bucketline.store.shard.address_range import AddressRange, MapRefusedError, map_file
+from bucketline.store.shard import mapped
+from bucketline.store.shard.mapped import AddressRange, MapRefusedError, map_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +102,7 @@ class PagedFile:
             if expected_bytes == 0:
                 raise CorruptError(f"{path} is empty")
             data: memoryview | None = None
-            if not plain_reads and map_budget.may_map_one():
+            if not plain_reads and mapped.may_map_one():
                 with suppress(MapRefusedError):
                     data = map_file(fd, expected_bytes)
             if data is None:
@@ -151,11 +152,9 @@ class PagedFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in the file's order."""
         return tuple(self._columns)
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
         return name in self._columns
 
     def begin(self, name: str) -> int:
@@ -201,7 +200,6 @@ class PagedFile:
             raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
 
     def check_all(self) -> None:
-        """Verify the checksums of all pages; see `check`."""
         self.check(np.arange(len(self._pages)))
 
     def check(self, pages: NDArray[np.int64]) -> None:
@@ -277,7 +275,6 @@ class Sidecars:
             self._is_open[ordinal] = True
 
     def file(self, ordinal: int) -> PagedFile:
-        """Return a shard's sidecar."""
         self.open(np.array([ordinal]))
         return self._files[ordinal]
 

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError, UsageError
-from bucketline.files.atomic_folder import refuse_existing, staged_folder
-from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.files.atomic_write import refuse_existing, refuse_too_little_disk, staged_folder, write_or_explain
 from bucketline.store.folder import LocalFolder, MissingObjectError
-from bucketline.store.format.hashing import file_digest
-from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import MANIFEST, dump_manifest, finished, generation_path, generations, read_manifest
-from bucketline.store.read.lost_files import files_of, refuse_lost_shards
+from bucketline.store.format.block import file_digest
+from bucketline.store.format.manifest import (
+    MANIFEST,
+    dump_manifest,
+    finished,
+    generation_path,
+    generations,
+    read_manifest,
+    shard_paths,
+)
+from bucketline.store.read.files import files_of, refuse_lost_shards
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
@@ -27,10 +32,8 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.transfer.files import LISTS, MAX_LIST_BYTES, Downloader, Uploader, is_there, send_lists
-from bucketline.store.transfer.sender import noted
-from bucketline.store.write.change_base import existing_manifest
-from bucketline.store.write.publish import changing, prepare_store
+from bucketline.store.transfer import LISTS, MAX_LIST_BYTES, Downloader, Uploader, is_there, noted, send_lists
+from bucketline.store.write.publish import changing, existing_manifest, prepare_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,17 +17,28 @@ import xxhash
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
-from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
-from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, TOKENS, TOKENS_SCALE, EntriesOf
-from bucketline.store.format.hashing import LINE_BYTES, LineSums, bytes_digest, file_digest
-from bucketline.store.format.text_block import TEXT_GROUP, is_bucket, read_text_block
-from bucketline.store.format.text_codec import is_storable
+from bucketline.files.paths import open_regular
+from bucketline.store.format.block import (
+    CAPTIONS,
+    FLIPPED_SUFFIX,
+    ID,
+    LINE_BYTES,
+    PRESENT_PREFIX,
+    TOKENS,
+    TOKENS_SCALE,
+    EntriesOf,
+    LineSums,
+    bad_rows,
+    bytes_digest,
+    decode_block,
+    file_digest,
+)
+from bucketline.store.format.text import TEXT_GROUP, is_bucket, is_storable, read_text_block
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
-from bucketline.store.shard.sidecar import PagedFile
+from bucketline.store.shard.sidecar import PagedFile, read_exactly
 from bucketline.store.write.describe import COLUMN_FIELDS, entry_of_extents, ids_by_row
-from bucketline.store.write.shard_contents import ShardContents, read_contents
+from bucketline.store.write.seal import ShardContents, read_contents
 from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
@@ -37,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.format.text_block import TextBlock
+    from bucketline.store.format.text import TextBlock
     from bucketline.store.read.store import Store
 
 
@@ -65,7 +76,6 @@ class Faults:
     """The faults of one shard: first of complete files, then by bucket, block and row."""
 
     def __init__(self, shard: str | None) -> None:
-        """Start empty."""
         self._shard = shard
         self._of_files: list[Fault] = []
         self._inside: list[Fault] = []
@@ -76,11 +86,9 @@ class Faults:
 
     @property
     def has_any_inside(self) -> bool:
-        """True if there is a fault inside a file."""
         return bool(self._inside)
 
     def of_file(self, error: str) -> None:
-        """Add a fault of a complete file."""
         self._of_files.append(Fault(shard=self._shard, error=error))
 
     def add(
@@ -92,7 +100,6 @@ class Faults:
         sample: str | None = None,
         samples: tuple[str, ...] = (),
     ) -> None:
-        """Add a fault inside a file."""
         fault = Fault(shard=self._shard, bucket=group, block=block, row=row, sample=sample, error=error, samples=samples)
         self._inside.append(fault)
 
@@ -177,7 +184,6 @@ class ShardCheck:
         return self._faults.found
 
     def run(self) -> None:
-        """Run the check."""
         entry, paths = self._shard.entry, self._shard.paths
         sidecars: dict[Path, FileEntry | DroppedEntry] = {paths.extents: entry.extents}
         if not entry.is_of_column:
@@ -223,8 +229,8 @@ class ShardCheck:
         try:
             file_bytes = os.fstat(fd).st_size
             digest, lines = self._read(fd, min(file_bytes, expected.num_bytes))
-        except OSError as error:
-            self._faults.of_file(f"{path.name} cannot be read: {error.strerror}; the medium may be failing")
+        except (StoreError, OSError) as error:
+            self._faults.of_file(str(error))
             return None
         finally:
             os.close(fd)
@@ -238,7 +244,8 @@ class ShardCheck:
     def _read(self, fd: int, num_bytes: int) -> tuple[str, list[int]]:
         """Read the file and check its blocks. Return its digest and the checksums of its lines."""
         state, lines = xxhash.xxh3_128(), LineSums()
-        for place, segment in segments(fd, num_bytes, block_places(self._shard, num_bytes, self._faults)):
+        places = block_places(self._shard, num_bytes, self._faults)
+        for place, segment in segments(self._shard.paths.lmdb, fd, num_bytes, places):
             state.update(segment)
             lines.update(segment)
             if place is not None:
@@ -436,7 +443,9 @@ def block_places(shard: SealedShard, file_bytes: int, faults: Faults) -> Iterato
             faults.add(error, groups[at], block)
 
 
-def segments(fd: int, num_bytes: int, places: Iterable[BlockPlace]) -> Iterator[tuple[BlockPlace | None, memoryview]]:
+def segments(
+    path: Path, fd: int, num_bytes: int, places: Iterable[BlockPlace]
+) -> Iterator[tuple[BlockPlace | None, memoryview]]:
     """Read a file in order and yield its segments: complete blocks, and the bytes between them in pieces.
 
     A segment's bytes are valid only until the next one.
@@ -446,29 +455,20 @@ def segments(fd: int, num_bytes: int, places: Iterable[BlockPlace]) -> Iterator[
     if num_bytes:  # a pipe has length 0 and does not support fadvise
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def between(end: int) -> Iterator[tuple[BlockPlace | None, memoryview]]:
-        nonlocal at
-        while at < end:
-            yield None, _fill(fd, at, buffer[: min(SEGMENT_BYTES, end - at)])
-            at += min(SEGMENT_BYTES, end - at)
+    def segment(length: int) -> memoryview:
+        nonlocal at, buffer
+        if length > len(buffer):
+            buffer = memoryview(bytearray(length))
+        read_exactly(path, fd, at, buffer[:length])
+        at += length
+        return buffer[:length]
 
     for place in places:
-        yield from between(place.offset)
-        if place.length > len(buffer):
-            buffer = memoryview(bytearray(place.length))
-        yield place, _fill(fd, at, buffer[: place.length])
-        at += place.length
-    yield from between(num_bytes)
-
-
-def _fill(fd: int, offset: int, out: memoryview) -> memoryview:
-    done = 0
-    while done < len(out):
-        count = os.preadv(fd, [out[done:]], offset + done)
-        if count == 0:
-            raise CorruptError(f"the file ended at byte {offset + done} while it was read")
-        done += count
-    return out
+        while at < place.offset:
+            yield None, segment(min(SEGMENT_BYTES, place.offset - at))
+        yield place, segment(place.length)
+    while at < num_bytes:
+        yield None, segment(min(SEGMENT_BYTES, num_bytes - at))
 
 
 def strange_rows(columns: Mapping[str, NDArray[Any]]) -> Iterator[tuple[int, str]]:

@@ -25,15 +25,14 @@ from bucketline.store.format.manifest import (
     parse_manifest,
     sealed,
 )
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generation_name, listed_generations, newest_generation
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.remote.retries import asked_again
-from bucketline.store.transfer.files import Downloader
+from bucketline.store.remote.objects import ObjectFolder, asked_again
+from bucketline.store.transfer import Downloader
 from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
-from bucketline.store.write.attempts import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 from bucketline.store.write.describe import MAKING
+from bucketline.store.write.publish import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,7 +167,7 @@ def _what_is(name: str) -> str | None:
     if folder == "pending" and path.suffix in (".lmdb", MAKING, ""):
         return "is being written or sent, or an interrupted run left it; the next writer takes it over, or removes it"
     if folder.startswith(_OF_RUNS):
-        return "belongs to a run that is under way, or that was interrupted; the next pack removes it"
+        return "belongs to a run that is under way, or that was interrupted; the next pack uses or removes it"
     if folder == "shards" and (COLUMN_SHARD_NAME.fullmatch(path.stem) or path.suffix in (".lmdb", ".extents", ".index")):
         return f"belongs to a shard, or a column of one, that no generation lists; {_NEXT}"
     return "not one of the store's files"

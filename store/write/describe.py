@@ -21,24 +21,35 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import create_held, move_durably, write_durably, write_or_explain
-from bucketline.files.disk_space import remedy_for_failed_write
-from bucketline.files.regular_file import read_regular
-from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column, encode_block
-from bucketline.store.format.hashing import file_digest, line_sums
-from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, block_key, pending_path, shard_paths
+from bucketline.files.atomic_write import create_held, move_durably, remedy_for_failed_write, write_durably, write_or_explain
+from bucketline.files.paths import read_regular
+from bucketline.store.format.block import (
+    ID,
+    IMAGE_AXES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    BlockSpec,
+    Column,
+    encode_block,
+    file_digest,
+    line_sums,
+    read_header,
+)
 from bucketline.store.format.manifest import (
     COLUMN_SHARD_NAME,
+    FORMAT_VERSION,
+    META_KEY,
     ColumnShardEntry,
     FileEntry,
     RaggedTotals,
     ShardEntry,
+    block_key,
     group_entry,
+    pending_path,
+    shard_paths,
 )
-from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.schema import BucketEntry, ColumnEntry, bucket_entry, column_entries
-from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
-from bucketline.store.format.text_codec import TextError
+from bucketline.store.format.text import TEXT_GROUP, TextError, is_bucket
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import PagedFile
@@ -55,7 +66,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
 
 MAKING = ".column"  # the suffix of what is being made in `pending/`
-COLUMN_FIELDS = ("column", "rows_of", "filled", "forms", "dropped")  # in the metadata of its extents, in this order
+COLUMN_FIELDS = ("column", "rows_of", "forms", "dropped")  # in the metadata of its extents, in this order
 ADDING_LOCK = "column.lock"  # in `pending/`, held by the one process that adds a column
 
 
@@ -63,15 +74,10 @@ class ColumnValues(Protocol):
     """The values of a column for the rows of one shard."""
 
     def rows(self, bucket: str) -> Iterator[bytes | None]:
-        """Yield the value of each row of a bucket, in order; None for a row that is not live, or has none."""
+        """Yield the value of each row of a bucket, in order; None for a row that is not live, which gets zeros."""
 
     def spec(self, bucket: str) -> BlockSpec:
         """Return the columns of the bucket's blocks, as they are known after `rows` has yielded a value."""
-
-    def blank(self, bucket: str) -> bytes:
-        """Return what is stored where `rows` yields None."""
-
-    num_missing: int  # live rows for which it has yielded None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +86,6 @@ class FoundColumn:
 
     column: str
     rows_of: str  # id of the shard whose rows it belongs to
-    filled: int  # live rows that had no value of their own
     dropped: str | None  # digest of the list of the rows that were dropped then, which have no value; "" without one
     forms: dict[str, ColumnEntry]  # by bucket
     entry: ColumnShardEntry
@@ -96,7 +101,7 @@ def write_column_shard(store: Path, shard: SealedShard, column: str, values: Col
         held = create_held(making)
         _write_blocks(making, name, shard_id.bytes, shard, column, values)
         forms = {bucket: column_entries((values.spec(bucket).column(column),))[column] for bucket in _buckets(shard)}
-        about = {"column": column, "rows_of": shard.entry.shard_id, "filled": values.num_missing, "forms": encode(forms)}
+        about = {"column": column, "rows_of": shard.entry.shard_id, "forms": encode(forms)}
         about["dropped"] = digest_of_dropped(shard.entry)
         write_durably(paths.extents, column_extents(making, name, about))
         move_durably(making, paths.lmdb)
@@ -155,7 +160,8 @@ def _blocks(column: str, values: ColumnValues, bucket: str, ids: NDArray[np.uint
         waiting.append(value)
         if value is not None:
             break
-    spec, blank = values.spec(bucket), values.blank(bucket)
+    spec = values.spec(bucket)
+    blank = bytes(spec.column(column).row_bytes)
     rows = chain(waiting, rows)
     while own := list(islice(rows, spec.rows_per_block)):
         block: list[Row] = [
@@ -195,9 +201,8 @@ def describe_column_shard(store: Path, name: str) -> FoundColumn:
         groups = {bucket: group_entry(place) for bucket, place in dict(about["groups"]).items()}
         entry = ColumnShardEntry(shard_id=str(about["shard_id"]), lmdb=files[0], extents=files[1], groups=groups)
         forms = decode(dict[str, ColumnEntry], about["forms"])
-        column, rows_of, filled = str(about["column"]), str(about["rows_of"]), int(about["filled"])
-        dropped = about.get("dropped")
-        return FoundColumn(column=column, rows_of=rows_of, filled=filled, dropped=dropped, forms=forms, entry=entry)
+        column, rows_of = str(about["column"]), str(about["rows_of"])
+        return FoundColumn(column=column, rows_of=rows_of, dropped=about.get("dropped"), forms=forms, entry=entry)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{paths.extents} does not describe an added column ({error!r:.200})") from error
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
+import socket
 import uuid
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,45 +17,191 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import explaining, is_aside, remove_unless_held, sync_folder
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FileLock, explaining, is_aside, move_durably, remove_unless_held, sync_folder
+from bucketline.files.paths import read_regular
+from bucketline.forks import cached_property
 from bucketline.store.folder import Folder, LocalFolder
-from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.layout import COPY_PREFIX, ENGINE, FORMAT_VERSION, shard_paths
+from bucketline.store.format.block import bytes_digest
 from bucketline.store.format.manifest import (
+    COPY_PREFIX,
+    ENGINE,
+    FORMAT_VERSION,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     SHARD_NAME,
     DroppedEntry,
     GroupEntry,
     Manifest,
     ShardEntry,
     check_fingerprint,
+    generation_path,
     generations,
     newest_intact,
+    pending_path,
     read_manifest,
     sealed,
+    shard_paths,
     write_manifest,
 )
 from bucketline.store.format.schema import Schema
-from bucketline.store.format.text_block import is_bucket
-from bucketline.store.format.text_codec import TextError
-from bucketline.store.read.info import disk_bytes
+from bucketline.store.format.text import TextError, is_bucket
+from bucketline.store.read.samples import disk_bytes
 from bucketline.store.read.store import Store
+from bucketline.store.remote.generations import find_newest
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
-from bucketline.store.write.attempts import remove_attempts
-from bucketline.store.write.change_base import ChangeBase, existing_manifest, is_published, listed_by_any, newest_manifest
 from bucketline.store.write.describe import MAKING, describe_shard
-from bucketline.store.write.seal import SEALING, may_have_commits, seal_apart
+from bucketline.store.write.seal import SEALING, may_have_commits, seal, seal_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.typed_json import Json
+
+
+# -------------------------------------------------------------------------------------------------------------------- attempts
+# Folders in which a task makes shards that count only once the store's writer has taken them.
+#
+# A task that a cluster runs may be lost, or run twice. Each attempt therefore has a folder of its own, laid out as a store, in
+# `pending/attempts/`, where nobody looks for shards. The process that holds the store's lock moves the shards of the attempts
+# that it accepts; what is left in the others is removed with them.
+
+ATTEMPTS_FOLDER = "attempts"  # in pending/
+RANKS_FOLDER = "ranks"  # in pending/: messages between the ranks of a run
+KEPT_CAPTIONS = "captions"  # in pending/: stores of captions that a pack has encoded, and not yet written with their rows
+
+
+def attempt_path(store: Path, run: str, name: str) -> Path:
+    return store / "pending" / ATTEMPTS_FOLDER / run / name
+
+
+def begin_attempts(store: Path, run: str) -> None:
+    """Create the folder of a run, whose name was drawn. Call under the store's lock."""
+    folder = attempt_path(store, run, "")
+    if folder.parent.is_symlink():
+        raise StoreError(f"{folder.parent} is a link; attempts are made only in a folder of the store's own: remove the link")
+    with explaining(store):
+        folder.mkdir(parents=True)
+
+
+def begin_attempt(store: Path, run: str, name: str) -> Path:
+    """Create the folder of an attempt; no two of a run have the same name."""
+    folder = attempt_path(store, run, name)
+    if not folder.parent.is_dir():
+        raise StoreError(
+            f"{folder.parent} is not on {socket.gethostname()}; a store in a folder must be on a disk that all machines share "
+            "under the same path: choose such a folder, or a URL"
+        )
+    with explaining(folder):
+        for inner in (pending_path(folder, "").parent, shard_paths(folder, "").folder):
+            inner.mkdir(parents=True)
+    return folder
+
+
+def seal_rest(attempt: Path) -> list[str]:
+    """Seal what a stopped attempt had committed; return the names of these shards."""
+    return [path.stem for path in sorted((attempt / "pending").glob("*.lmdb")) if seal(attempt, path.stem)]
+
+
+def take_shards(store: Path, attempt: Path, names: Iterable[str]) -> None:
+    """Move sealed shards of an attempt into the store, and remove the rest of it. Call under the store's lock.
+
+    The order makes every crash harmless: the shard's own file is moved last, and makes it a shard that the next run adopts.
+    """
+    for name in names:
+        own, target = shard_paths(attempt, name), shard_paths(store, name)
+        with explaining(store):
+            move_durably(own.extents, target.extents)
+            move_durably(own.index, target.index)
+            move_durably(own.lmdb, target.lmdb)
+    shutil.rmtree(attempt, ignore_errors=True)
+
+
+def remove_attempts(store: Path) -> None:
+    """Remove the folders of all attempts. Call under the store's lock.
+
+    What a lost worker still writes there is never read, so files that appear meanwhile are left to the next call.
+    """
+    shutil.rmtree(store / "pending" / ATTEMPTS_FOLDER, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------- change base
+# The generation that a change starts from: how it is found, its shards, and where new shards and lists of dropped rows go.
+#
+# `generations/G.json` is written before `manifest.json` is replaced, so a crash between the two leaves an older
+# `manifest.json`; so does restoring one by hand. Continuing from it would treat the newer generations' shards as unlisted and
+# restore samples that were dropped.
+
+
+def newest_manifest(store: Path) -> Manifest | None:
+    """Return the manifest of a store's newest generation; None if there is no store yet.
+
+    If a crash left generations but no `manifest.json`, it is the newest intact one.
+    """
+    return find_newest(LocalFolder(store), lists=True)
+
+
+def existing_manifest(store: Path) -> Manifest:
+    """Return the manifest of a store's newest generation."""
+    return newest_manifest(store) or read_manifest(store)  # which raises the precise error
+
+
+def is_published(store: Path, manifest: Manifest) -> bool:
+    """Return whether `manifest.json` is this manifest, by digest."""
+    try:
+        return manifest.digest.encode("ascii") in read_regular(store / MANIFEST, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return False
+
+
+def listed_by_any(store: Path, names: Collection[str]) -> set[str]:
+    """Return those of some shards' names that any existing generation lists, including damaged ones."""
+    found: set[str] = set()
+    for generation in generations(store) if names else ():
+        try:
+            data = read_regular(generation_path(store, generation), MAX_MANIFEST_BYTES)
+        except OSError:
+            continue  # just collected, or not a file: it lists nothing
+        found |= {name for name in names if any(form % name.encode("ascii", "replace") in data for form in _NAMED)}
+    return found
+
+
+_NAMED = (b'"name": "%b"', b'"name":"%b"')
+
+
+class ChangeBase:
+    """A generation of a store, on a disk or in object storage."""
+
+    def __init__(self, folder: Folder, manifest: Manifest, number: int, made: Path, cache: Path | None = None) -> None:
+        """Read nothing yet.
+
+        `number` is in the names of the lists of dropped rows that are written; no other generation's lists have it. `made` is
+        the folder in which new shards are made, laid out as a store: on a disk the store's. `cache`: of object storage.
+        """
+        self.folder, self.manifest, self.number, self.made = folder, manifest, number, made
+        self._cache = cache
+
+    @cached_property
+    def store(self) -> Store:
+        return Store.at(self.folder, self.manifest, self._cache)
+
+    def shard(self, entry: ShardEntry) -> SealedShard:
+        """Return the reader of a shard of the generation, or of one that was made; nothing is opened yet."""
+        if isinstance(self.folder, LocalFolder) or shard_paths(self.made, entry.name).index.exists():
+            return SealedShard(self.made, entry)
+        return SealedShard(self.store.path, entry, source=self.store.source)
+
+    def fetch_indexes(self) -> None:
+        """Get the indexes of all shards, and their lists of dropped rows, before shards are read one after the other."""
+        if not isinstance(self.folder, LocalFolder):
+            self.store.fetch_indexes()
+
+
+# --------------------------------------------------------------------------------------------------------------------- publish
 
 WRITER_LOCK = "writer.lock"
 FOLDERS = ("shards", "pending", "generations")
@@ -83,7 +231,6 @@ def refuse_linked_folders(store: Path) -> None:
 
 
 def lock_store(store: Path) -> FileLock:
-    """Acquire the store's writer lock."""
     return FileLock(store / "pending" / WRITER_LOCK)
 
 
@@ -397,7 +544,6 @@ class LocalTarget:
     """A store on a disk; see `StoreTarget`."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
         self.path = path
 
     @property

@@ -13,25 +13,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import UsageError
-from bucketline.option_types import expect, unlike
-from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
-from bucketline.store.format.columns import (
+from bucketline.option_value import expect, unlike
+from bucketline.store.format.block import (
+    DIGEST_BYTES,
+    DTYPES,
     FLIPPED_SUFFIX,
+    IMAGE_AXES,
     LATENT,
     PRESENT_PREFIX,
     RAGGED_PREFIX,
     ROLE,
     TOKENS,
     TOKENS_SCALE,
+    BlockSpec,
+    Column,
     EntriesOf,
+    caption_digest,
     role_of,
     stored_name,
 )
-from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
-from bucketline.store.format.safetensors_header import DTYPES
-from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.schema import AXIS_NAME, GroupRules, RaggedEntry, bucket_name, bucket_sizes, column_entries
-from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, make_caption, quantised_caption
+from bucketline.store.format.schema import (
+    AXIS_NAME,
+    GroupRules,
+    RaggedEntry,
+    SampleRecord,
+    bucket_name,
+    bucket_sizes,
+    column_entries,
+)
+from bucketline.store.format.text import TEXT_GROUP, RaggedSpec, make_caption, quantised_caption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.schema import Schema
-    from bucketline.store.format.text_block import Entry, TextSpec
+    from bucketline.store.format.text import Entry, TextSpec
 
     Arrays = Mapping[str, Any]  # column name → numpy array or torch tensor
 

@@ -7,22 +7,386 @@ LMDB follows pointers in a file that has not been checked yet: if that crashes, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import struct
 import subprocess
 import sys
+from array import array
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lmdb
+import msgpack
+import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
-from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
-from bucketline.files.disk_space import remedy_for_failed_write
-from bucketline.files.locks import FileLock
-from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.write.shard_contents import ShardContents, read_contents, read_lmdb, refusing, walked
+from bucketline.files.atomic_write import CREATE, FILE_MODE, FileLock, move_durably, remedy_for_failed_write, write_durably
+from bucketline.store.format.block import (
+    CAPTIONS,
+    CHECKSUM,
+    CROP,
+    DIGEST_BYTES,
+    DTYPES,
+    ID,
+    LENGTH_BYTES,
+    LINE_BYTES,
+    MAX_HEADER_BYTES,
+    ORIGINAL_SIZE,
+    RAGGED_PREFIX,
+    READ_BYTES,
+    LineSums,
+    caption_digest,
+    read_header,
+    sample_digest,
+)
+from bucketline.store.format.manifest import (
+    IN_FILE,
+    META_KEY,
+    SAMPLE_PREFIX,
+    SHARD_ID_BYTES,
+    TEXT_ERROR,
+    pending_path,
+    shard_paths,
+    split_block_key,
+)
+from bucketline.store.format.schema import captions_checksum, decode_record
+from bucketline.store.format.text import DIGEST, STARTS, TEXT_GROUP, TextError, is_bucket
+from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
+from bucketline.store.shard.sidecar import encode_paged
+from bucketline.typed_json import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from io import FileIO
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.manifest import ShardPaths
+
+
+# -------------------------------------------------------------------------------------------------------------- shard contents
+# Describe a shard's file: walk it through LMDB, check that its rows and records go together, make its extents and its index.
+#
+# Sealing does this with the file that it has written, and refuses one with a fault. `store verify` does it again, and
+# compares.
+
+_KEPT = (ID, CAPTIONS, ORIGINAL_SIZE, CROP, DIGEST)  # columns of blocks that records, or other groups, repeat
+_PLACE = struct.Struct("<QQQ")  # a value's offset, length and address
+_memcmp = ctypes.CDLL(None).memcmp  # comparing memoryviews goes element by element: twenty times slower
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_SAMPLE = np.dtype(
+    [
+        ("digest", "u1", (DIGEST_BYTES,)),
+        ("content", "u1", (DIGEST_BYTES,)),
+        ("record_offset", "<u8"),
+        ("source_bytes", "<u8"),
+        ("source_mtime_ns", "<i8"),
+        ("captions", "<u8"),
+        ("record_bytes", "<u4"),
+        ("row", "<u4"),
+        ("bucket", "<u4"),
+        ("num_captions", "<u4"),
+        (ORIGINAL_SIZE, "<i4", (2,)),
+        (CROP, "<i4", (2,)),
+    ]
+)
+_PACKED = struct.Struct("<16s16sQQqQIIII2i2i")  # the same, packed
+
+
+class _UnconfirmedError(Exception):
+    """A value is not at its expected file offset."""
+
+
+@dataclass(slots=True)
+class ShardContents:
+    """The contents of a shard's file, packed: a shard may have a million samples, and a record object takes 2 KiB."""
+
+    name: str
+    report: Callable[..., object] = field(compare=False)  # takes a fault: what is wrong, then group, block, row and sample
+    page_bytes: int = field(default=0, compare=False)
+    blocks: dict[str, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # offset, length, first row, rows
+    samples: bytearray = field(default_factory=bytearray)  # of _SAMPLE
+    caption_rows: array[int] = field(default_factory=lambda: array("i"))  # of the samples, one after the other
+    buckets: dict[str, int] = field(default_factory=dict)  # bucket names of the samples, by their numbers in `samples`
+    columns: dict[tuple[str, str], bytearray] = field(default_factory=dict)  # by group and name, in row order
+    tokens: dict[str, int] = field(default_factory=dict)  # of the captions and of ragged entries, by group
+    max_tokens: dict[str, int] = field(default_factory=dict)  # likewise, of the longest
+    text_error: TextError | None = None
+    shard_id: bytes = b""
+    shard_id_at: int = 0
+
+    def digests(self, group: str, name: str = DIGEST) -> NDArray[np.uint8]:
+        """Return the digests of a group's entries, or of a bucket's rows, `[N, 16]`."""
+        return np.frombuffer(self.columns.get((group, name), b""), dtype="u1").reshape(-1, DIGEST_BYTES)
+
+    def extents(self, lines: list[int], more: Mapping[str, object] = MappingProxyType({})) -> bytes:
+        """Return the file's extents; `lines` are the checksums of its lines, `more` is added to the metadata."""
+        groups: dict[str, dict[str, int]] = {}
+        entries: list[tuple[int, int, int, int]] = []
+        for group, own in sorted(self.blocks.items()):
+            groups[group] = {"first_block": len(entries), "blocks": len(own), "rows": sum(entry[3] for entry in own)}
+            entries.extend(own)
+        table = np.array(entries, dtype="<u8")
+        lengths = {
+            group: {"tokens": self.tokens.get(group, 0), "max_tokens": self.max_tokens.get(group, 0)}
+            for group in (TEXT_GROUP, *sorted(self.tokens))
+        }
+        text: dict[str, object] = {**lengths.pop(TEXT_GROUP)}
+        if self.text_error is not None:
+            text["error"] = encode(self.text_error)
+        about: dict[str, object] = {"format": EXTENTS_FORMAT, "groups": groups, "text": text, "line_bytes": LINE_BYTES}
+        if lengths:
+            about["ragged"] = {group.removeprefix(RAGGED_PREFIX): own for group, own in lengths.items()}
+        about |= {"places": IN_FILE, "shard_id": self.shard_id.hex(), "shard_id_at": self.shard_id_at}
+        about |= {"page_bytes": self.page_bytes, **more}
+        tensors = [(name, "U64", table[:, at]) for at, name in enumerate(("offset", "length", "first_row", "rows"))]
+        tensors.append((LINE_CHECKSUM, "U64", np.array(lines, dtype="<u8")))
+        return encode_paged(tensors, about)
+
+    def index(self) -> bytes:
+        """Return the file's index, after checking that its rows and records go together."""
+        if strange := self.buckets.keys() - self.blocks.keys():
+            raise CorruptError(f"shard {self.name}: a sample record names the bucket {min(strange)!r:.80}, which has no block")
+        groups, samples = sorted(self.blocks), np.frombuffer(self.samples, dtype=_SAMPLE)
+        try:
+            self._check(samples)
+        except (ValueError, LookupError, ArithmeticError) as error:
+            raise CorruptError(f"shard {self.name}: its rows cannot be compared with its records ({error!r:.200})") from error
+        samples = samples[_order(samples["digest"])]
+        captions = self.digests(TEXT_GROUP)
+        caption_row = _order(captions)
+        number_of = np.array([groups.index(bucket) for bucket in self.buckets], dtype=DTYPES["U16"])
+
+        def column(name: str, dtype: str) -> tuple[str, str, NDArray[Any]]:
+            return name, dtype, np.ascontiguousarray(samples[name], dtype=DTYPES[dtype])
+
+        tensors = [
+            *(column(name, "U64") for name in ("record_offset", "source_bytes")),
+            column("source_mtime_ns", "I64"),
+            column("captions", "U64"),
+            *(column(name, "U32") for name in ("record_bytes", "row")),
+            ("caption_row", "U32", caption_row.astype(DTYPES["U32"])),
+            ("bucket", "U16", number_of[samples["bucket"]]),
+            *(column(name, "U8") for name in ("digest", "content")),
+            ("caption_digest", "U8", captions[caption_row]),
+        ]
+        return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups, "shard_id": self.shard_id.hex()})
+
+    def _check(self, samples: NDArray[Any]) -> None:
+        """Check that records name each row once, and say of it what the row says, and that the captions are there."""
+        captions = self.digests(TEXT_GROUP)
+        if captions[:1].tobytes() != caption_digest(""):
+            self.report("the shard's first caption is not the empty one", TEXT_GROUP, 0, 0)
+        rows, buckets = np.frombuffer(self.caption_rows, dtype="<i4"), list(self.buckets)
+        ends = np.cumsum(samples["num_captions"], dtype=np.int64)
+        beyond = np.searchsorted(ends, np.flatnonzero((rows < 0) | (rows >= len(captions))), side="right")
+        for at in np.union1d(beyond, np.flatnonzero(samples["num_captions"] == 0)).tolist():
+            error = "the sample's record names captions that the shard does not have"
+            self.report(error, buckets[samples["bucket"][at]], None, int(samples["row"][at]))
+        for bucket in filter(is_bucket, self.blocks):
+            self._check_rows(bucket, samples, np.append(rows, np.int32(-1)), ends)
+
+    def _check_rows(self, bucket: str, samples: NDArray[Any], caption_rows: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
+        """Compare a bucket's rows with their records; `ends`: the end of each sample's part of `caption_rows`."""
+        own = np.flatnonzero(samples["bucket"] == self.buckets.get(bucket, -1))
+        own = own[np.argsort(samples["row"][own], kind="stable")]
+        ids = self.digests(bucket, ID)
+        if not np.array_equal(samples["row"][own], np.arange(len(ids))):
+            self.report(f"the shard's records do not name each of its {len(ids)} rows once", bucket)
+            return
+        num_captions = samples["num_captions"][own].astype(np.int64)
+        width = len(self.columns[bucket, CAPTIONS]) // 4 // len(ids)  # V
+        places = (ends[own] - num_captions)[:, None] + np.arange(width)
+        has, found = np.arange(width) < num_captions[:, None], caption_rows[np.minimum(places, len(caption_rows) - 1)]
+        said = {CAPTIONS: np.where(has, found, -1), ORIGINAL_SIZE: samples[ORIGINAL_SIZE][own], CROP: samples[CROP][own]}
+        for row in np.flatnonzero((ids != samples["digest"][own]).any(axis=1)).tolist():
+            self.report("the row belongs to another sample than that whose record names it", bucket, None, row)
+        for name, expected in said.items():
+            stored = np.frombuffer(self.columns[bucket, name], dtype="<i4").reshape(expected.shape)
+            for row in np.flatnonzero((stored != expected).any(axis=1)).tolist():
+                error = f"the row's {name} is {stored[row].tolist()}, its sample's record says {expected[row].tolist()}"
+                self.report(error, bucket, None, row)
+
+    def note(self, key: bytes, value: memoryview, offset: int) -> None:
+        """Take the next key, its value, and the value's offset in the file."""
+        if (block_key := split_block_key(key)) is not None:
+            self._note_block(*block_key, value, offset)
+        elif key.startswith(SAMPLE_PREFIX):
+            self._note_record(key[len(SAMPLE_PREFIX) :], value, offset)
+        elif key == META_KEY:
+            self._note_meta(bytes(value), offset)
+        else:
+            self.report(f"the key {key!r:.200} is not one of the format's")
+
+    def _note_meta(self, value: bytes, offset: int) -> None:
+        try:
+            meta = msgpack.unpackb(value, raw=False)
+            self.shard_id = bytes(meta["shard_id"])
+            self.text_error = decode(TextError, error) if (error := meta.get(TEXT_ERROR)) is not None else None
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise CorruptError(f"shard {self.name}: the value of {META_KEY!r} is damaged ({error!r:.200})") from error
+        if len(self.shard_id) != SHARD_ID_BYTES:
+            raise CorruptError(f"shard {self.name}: its id has {len(self.shard_id)} bytes, expected {SHARD_ID_BYTES}")
+        self.shard_id_at = offset + value.index(self.shard_id)
+
+    def _note_record(self, digest: bytes, value: memoryview, offset: int) -> None:
+        try:
+            sample = decode_record(value, "the sample with the digest " + digest.hex())
+        except CorruptError as error:
+            self.report(str(error))
+            return
+        bucket = self.buckets.setdefault(sample.bucket, len(self.buckets))
+        if sample_digest(sample.id) != digest:
+            self.report(f"the record of {sample.id!r:.200} is not stored under its id", sample.bucket, None, sample.row)
+        source = sample.source_bytes, sample.source_mtime_ns, captions_checksum(sample.captions)
+        numbers = len(value), sample.row, bucket, len(sample.caption_rows), *sample.original_size, *sample.crop[:2]
+        try:
+            if len(digest) != DIGEST_BYTES or len(sample.content) != DIGEST_BYTES:
+                raise struct.error(f"its key or content digest does not have {DIGEST_BYTES} bytes")
+            packed = _PACKED.pack(digest, sample.content, offset, *source, *numbers)
+            self.caption_rows.extend(sample.caption_rows)
+        except (struct.error, OverflowError) as error:
+            raise CorruptError(
+                f"shard {self.name}: the record of {sample.id!r:.200} has a number out of range ({error})"
+            ) from error
+        self.samples += packed
+
+    def _note_block(self, group: str, number: int, block: memoryview, offset: int) -> None:
+        item = f"shard {self.name}, block {number} of {group}"
+        entries = self.blocks.setdefault(group, [])
+        tensors, metadata, header_bytes = read_header(block[: LENGTH_BYTES + MAX_HEADER_BYTES], len(block), item)
+        place = {tensor.name: tensor for tensor in tensors}
+        first_row, expected = metadata.get("first_row", ""), sum(entry[3] for entry in entries)
+        if number != len(entries) or first_row != str(expected) or CHECKSUM not in place:
+            raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
+        entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
+        data = block[header_bytes:]
+        for name in _KEPT:
+            if name in place:
+                self.columns.setdefault((group, name), bytearray()).extend(data[place[name].begin : place[name].end])
+        if not is_bucket(group):
+            starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
+            self.tokens[group] = self.tokens.get(group, 0) + int(starts[-1])
+            self.max_tokens[group] = max(self.max_tokens.get(group, 0), int(np.diff(starts).max()))
+
+
+def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the stable sort order of digests `[n, 16]`."""
+    return np.argsort(keys_of(digests), kind="stable")
+
+
+def walked(values: Iterator[tuple[bytes, memoryview, int]], contents: ShardContents) -> ShardContents:
+    """Return a shard's contents, by its keys and values in key order, each with its offset in the file."""
+    for key, value, offset in values:
+        contents.note(key, value, offset)
+    if contents.blocks and not contents.shard_id:
+        raise CorruptError(f"shard {contents.name} has no id: the value of {META_KEY!r} is missing")
+    return contents
+
+
+def refusing(name: str) -> ShardContents:
+    """Return the contents of a file that is not walked yet, whose first fault is raised as a CorruptError."""
+
+    def refuse(error: str, group: str | None = None, block: int | None = None, row: int | None = None) -> NoReturn:
+        place = "".join(f", {what} {n}" for what, n in (("block", block), ("row", row)) if n is not None)
+        of = f" of {group}" if place else f", {group}" if group else ""
+        raise CorruptError(f"shard {name}{place}{of}: {error}")
+
+    return ShardContents(name=name, report=refuse)
+
+
+def read_contents(
+    path: Path, contents: ShardContents, lines: list[int] | None = None, on_value: Callable[[], object] = lambda: None
+) -> list[int]:
+    """Walk a file through LMDB, and return the checksums of its lines; `on_value` can end the walk by raising.
+
+    Unless these `lines` are given, by a caller who compares each value's place himself, the file is read once more for them,
+    and each value confirmed to be at its offset.
+    """
+    sums, placed = LineSums(), bytearray()
+    try:
+        with read_lmdb(path, readahead=lines is None) as (env, txn), path.open("rb", buffering=0) as file:
+            contents.page_bytes = env.stat()["psize"]
+            num_bytes = os.fstat(file.fileno()).st_size
+            walked(_located(txn, num_bytes, contents.page_bytes, placed, on_value), contents)
+            if lines is None:
+                _read_back(file, placed, sums)
+    except _UnconfirmedError as error:
+        raise StoreError(
+            f"shard {contents.name} cannot be sealed: a read of {path.name} gives other bytes than LMDB "
+            f"{'.'.join(map(str, lmdb.version()))} does, expected the same; what is committed stays in pending/: check the "
+            "disk, install the lmdb package that bucketline requires, and rerun"
+        ) from error
+    return sums.finish() if lines is None else lines
+
+
+def _located(
+    txn: Any,  # noqa: ANN401 - lmdb has no types
+    num_bytes: int,
+    page_bytes: int,
+    placed: bytearray,
+    on_value: Callable[[], object],
+) -> Iterator[tuple[bytes, memoryview, int]]:
+    """Yield a shard's keys and values in key order, each with its file offset, which `_read_back` verifies from `placed`.
+
+    A page begins with its own number (LMDB 0.9 format), so a value's offset follows from its address.
+    """
+    for key, value in txn.cursor():
+        on_value()
+        address = np.frombuffer(value, dtype="u1").ctypes.data
+        in_page = address % page_bytes
+        page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
+        offset = page * page_bytes + in_page
+        if offset + len(value) > num_bytes:
+            raise _UnconfirmedError
+        placed += _PLACE.pack(offset, len(value), address)
+        yield bytes(key), value, offset
+
+
+def _read_back(file: FileIO, packed: bytearray, lines: LineSums) -> None:
+    """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `lines`.
+
+    `packed` has each value's offset in the file, its length and its address, as _PLACE.
+    """
+    placed: NDArray[np.uint64] = np.frombuffer(packed, dtype="<u8").reshape(-1, 3)
+    offsets, lengths, addresses = (column.tolist() for column in placed[np.argsort(placed[:, 0], kind="stable")].T)
+    if any(offset + length > other for offset, length, other in zip(offsets, lengths, offsets[1:], strict=False)):
+        raise _UnconfirmedError
+    buffer = memoryview(bytearray(READ_BYTES))
+    address = np.frombuffer(buffer, dtype="u1").ctypes.data
+    at = n = 0
+    while count := file.readinto(buffer):
+        end = at + count
+        while n < len(offsets) and offsets[n] < end:
+            begin, stop = max(offsets[n], at), min(offsets[n] + lengths[n], end)
+            if _memcmp(address + begin - at, addresses[n] + begin - offsets[n], stop - begin):
+                raise _UnconfirmedError
+            if stop < offsets[n] + lengths[n]:
+                break  # it continues in what is read next
+            n += 1
+        lines.update(buffer[:count])
+        at = end
+    if n < len(offsets):  # the file is shorter than it was
+        raise _UnconfirmedError
+
+
+@contextmanager
+def read_lmdb(path: Path, *, readahead: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Open a shard's file through LMDB; yield the environment and a transaction whose values are views of the file."""
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=readahead) as env,
+        env.begin(buffers=True) as txn,
+    ):
+        yield env, txn
+
+
+# ------------------------------------------------------------------------------------------------------------------------ seal
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
@@ -34,11 +398,6 @@ _PAGE_HEAD = struct.Struct("=16x I 20x I")  # page 0 in the LMDB 0.9 format: mag
 _MAGIC = 0xBEEFC0DE
 _FAILED, _LOCKED, _DAMAGED = 1, 3, 4  # exit codes of the sealing process
 _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that are not caused by the file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from bucketline.store.format.layout import ShardPaths
 
 
 def seal(store: Path, name: str) -> bool:

@@ -14,12 +14,11 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.files.atomic_write import FILE_MODE, sync_folder
-from bucketline.files.disk_space import remedy_for_failed_write
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FILE_MODE, FileLock, remedy_for_failed_write, sync_folder
 from bucketline.store.format.block import (
     CAPTIONS,
     CROP,
+    DIGEST_BYTES,
     ID,
     ORIGINAL_SIZE,
     TARGET_BLOCK_BYTES,
@@ -27,12 +26,11 @@ from bucketline.store.format.block import (
     Row,
     encode_block,
     make_row,
+    sample_digest,
 )
-from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.layout import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
-from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
-from bucketline.store.format.text_block import TEXT_GROUP, Entry, RaggedSpec, encode_text_block
-from bucketline.store.format.text_codec import TextError
+from bucketline.store.format.manifest import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
+from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
+from bucketline.store.format.text import TEXT_GROUP, Entry, RaggedSpec, TextError, encode_text_block
 from bucketline.store.write.seal import seal
 from bucketline.typed_json import encode
 

@@ -1,4 +1,4 @@
-"""A store's folder behaves the same on a disk, in memory and in object storage."""
+"""A store's folder behaves the same on a disk, in memory and in object storage, and `store verify` finds the same in it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files import atomic_write
+from bucketline.store import Store
+from bucketline.store.change.commit import drop
 from bucketline.store.folder import ExistsError, Folder, LocalFolder, MissingObjectError, folder_time
+from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.verify.verify import Verified, verify_folder
+from tests.kit import make_store, samples_of
 from tests.object_storage import S3Bucket, in_memory
 
 CLOCK_S = 300.0  # two clocks that are the same, on a machine that may be busy; time zones are quarters of an hour apart
@@ -245,3 +250,132 @@ def test_a_disk_that_fails_as_a_removal_is_synced_is_an_error_in_words(tmp_path:
     monkeypatch.setattr("bucketline.store.folder.sync_folder", failing)
     with pytest.raises(StoreError, match=r"cannot remove .*a/b\.json: Input/output error"):
         folder.remove(["a/b.json"])
+
+
+BUCKET = "train/64x64"
+
+
+def flipped(folder: Folder, name: str) -> None:
+    data = bytearray(folder.read(name))
+    data[len(data) // 2] ^= 1
+    folder.write(name, bytes(data))
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Folder]:
+    """Folders with the same files: of a store that has lost a sample twice, and then another shard."""
+    store = tmp_path / "a.store"
+    samples = samples_of({BUCKET: 8})
+    make_store(store, samples, samples_of({BUCKET: 4}, "second/"))
+    for sample in samples[:2]:
+        drop(store, [sample.id])
+    disk, bucket = LocalFolder(store), in_memory()
+    for file in disk.names():
+        if not file.name.startswith("pending/"):
+            bucket.write(file.name, disk.read(file.name))
+    return [disk, bucket]
+
+
+def found(folder: Folder, tmp_path: Path) -> Verified:
+    return verify_folder(folder, lambda _: None, 1)
+
+
+DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {
+    "nothing": (lambda _: None, "", ""),
+    "an older manifest": (lambda folder: flipped(folder, "generations/3.json"), "generations/3.json", "not one"),
+    "an older list": (lambda folder: flipped(folder, "shards/g0.dropped-3"), "g0.dropped-3 has the digest", ""),
+    "a missing older list": (lambda folder: folder.remove(["shards/g0.dropped-3"]), "", "missing; only generation 3"),
+    "the newest document": (lambda folder: folder.remove(["generations/4.json"]), "copy manifest.json to", ""),
+    "a document with other bytes": (
+        lambda folder: folder.write("manifest.json", folder.read("manifest.json") + b"\n"),
+        "differs in its bytes",
+        "",
+    ),
+    "a file of somebody's": (lambda folder: folder.write("notes.txt", b"mine"), "", "not one of the store's files"),
+    "a shard that nobody lists": (lambda folder: folder.write("shards/late.lmdb", b"late"), "", "no generation lists"),
+    "a shard's file": (lambda folder: flipped(folder, "shards/g1.extents"), "g1.extents", ""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_same_is_found_on_a_disk_and_in_a_bucket(damage: str, places: list[Folder], tmp_path: Path) -> None:
+    change, error, what = DAMAGE[damage]
+    said = []
+    for folder in places:
+        change(folder)
+        result = found(folder, tmp_path)
+        assert all(error in fault.error for fault in result.corrupt)
+        assert bool(result.corrupt) == bool(error)
+        assert [what in stray.what for stray in result.strays] == ([True] if what else [])
+        faults = {(fault.shard, fault.bucket, fault.block, fault.row) for fault in result.corrupt}
+        said.append((result.blocks, result.rows, faults, result.strays))
+    assert said[0] == said[1]
+
+
+SAMPLES = samples_of({"train/64x64": 8})
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """The damaged of a store of three generations after its first, that have lost a sample each."""
+    store = tmp_path / "a.store"
+    make_store(store, SAMPLES)
+    for sample in SAMPLES[:3]:
+        drop(store, [sample.id])
+    disk = LocalFolder(store)
+    if request.param == "disk":
+        return disk
+    bucket = in_memory()
+    for file in disk.names():
+        if not file.name.startswith("pending/"):
+            bucket.write(file.name, disk.read(file.name))
+    return bucket
+
+
+def change(damaged: Folder) -> None:
+    """Drop one more sample."""
+    if isinstance(damaged, LocalFolder):
+        drop(damaged.path, [SAMPLES[3].id])
+    else:
+        drop(damaged, [SAMPLES[3].id])  # type: ignore[arg-type]
+
+
+def test_a_writer_continues_from_the_newest_generation_that_is_left(damaged: Folder) -> None:
+    before = newest_generation(damaged)
+    damaged.remove(["manifest.json"])
+    found = find_newest(damaged, lists=True)
+    assert found == before
+    change(damaged)
+    after = newest_generation(damaged)
+    assert (after.generation, after.samples, after.store_id) == (before.generation + 1, 4, before.store_id)
+
+
+def test_without_a_manifest_the_newest_whole_generation_counts(damaged: Folder) -> None:
+    newest = newest_generation(damaged).generation
+    damaged.remove(["manifest.json"])
+    damaged.write(f"generations/{newest}.json", b"{}")
+    found = find_newest(damaged, lists=True)
+    assert found is not None
+    assert found.generation == newest - 1
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_readers_and_writers_name_the_generation_to_copy(damaged: Folder, *, is_damaged: bool) -> None:
+    newest = newest_generation(damaged).generation
+    damaged.remove(["manifest.json"])
+    if is_damaged:
+        damaged.write("manifest.json", b"{}")
+    expected = CorruptError if is_damaged else StoreError
+    advice = rf"manifest\.json.*; copy .*generations/{newest}\.json to .*manifest\.json"
+    with pytest.raises(expected, match=advice):
+        Store.open(damaged.path) if isinstance(damaged, LocalFolder) else newest_generation(damaged)
+    if is_damaged:
+        with pytest.raises(CorruptError, match=advice):
+            change(damaged)
+
+
+def test_a_folder_without_generations_is_not_a_store(damaged: Folder) -> None:
+    damaged.remove([file.name for file in damaged.names()])
+    assert find_newest(damaged, lists=True) is None
+    with pytest.raises(StoreError, match="is not a store"):
+        newest_generation(damaged)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bucketline.store import LatentColumn, Store, StoreWriter
-from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.read.samples import Selection, live_samples
 from tests.kit import TEXT, embedding
 from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, cropped
 

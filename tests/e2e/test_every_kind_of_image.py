@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from PIL import Image
 
-from bucketline.ingest.images.rejects import Reason
+from bucketline.ingest.images.crop import Reason
 from bucketline.store import Store
 from bucketline.store.report.facts import collect_facts
 from tests.commands import call
 from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
+from tests.kit import by_id
 from tests.models import in_file
+from tests.photographs import encoded_by_hand
 
 GRID = "48x64,64x48,48x48"
 RULES = ("--grid", GRID, "--min-size-px", 16, "--dtype", "F32")
@@ -66,9 +66,7 @@ def test_every_image_is_accounted_for_and_only_what_should_be_is_refused(run: Ru
     assert run.report["packed"] == len(run.taken)
     assert run.report["rejected"] == len(run.rejected)
     assert set(run.report["rejected_by_reason"]) == {str(reason) for reason in set(run.rejected.values())}
-    store = Store.open(run.store)
-    ids = [sample_id for bucket in store.buckets() for sample_id in bucket.sample_ids(np.arange(bucket.num_rows))]
-    assert sorted(ids) == sorted(run.taken)
+    assert sorted(by_id(Store.open(run.store))) == sorted(run.taken)
     assert sum(loss["images"] for loss in run.report["crop_loss"].values()) == len(run.taken)
 
 
@@ -98,16 +96,6 @@ def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_rea
     assert behind <= {str(Reason.DAMAGED), str(Reason.TOO_LARGE)}, behind
 
 
-def test_a_dry_run_counts_as_a_scan_of_headers(run: Run, model: Path, tmp_path: Path) -> None:
-    dry = call("ingest", "pack", run.source, tmp_path / "none", "--model", model, *RULES, "--dry-run", "--json")
-    scanned = call("ingest", "scan", run.source, "--model", model, *RULES, "--json")
-    assert (dry.code, scanned.code) == (0, 0), dry.err + scanned.err
-    assert {name: dry.json[name] for name in ("found", "rejected", "rejected_by_reason")} == {
-        name: scanned.json[name] for name in ("found", "rejected", "rejected_by_reason")
-    }
-    assert dry.json["buckets"] == {bucket["name"]: bucket["samples"] for bucket in scanned.json["buckets"]}
-
-
 def test_a_report_loses_as_much_to_crops_as_packing_did(run: Run) -> None:
     found = collect_facts(Store.open(run.store), 1).buckets.values()
     losses = {b.name: {"images": b.with_crop, "mean": round(b.mean_loss, 6), "max": round(b.most, 6)} for b in found}
@@ -118,18 +106,6 @@ def rejects_of(run: Run) -> list[tuple[str, str, str]]:
     """Return the rejects of the run: id, reason and detail, in order of their ids."""
     lines = (run.store / "rejects.jsonl").read_text(encoding="ascii").splitlines()
     return [(line["id"], line["reason"], line["detail"]) for line in map(json.loads, lines)]
-
-
-def by_hand(image: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:
-    """Resize, crop and encode an image with only Pillow and diffusers."""
-    scale = max(height_px / image.height, width_px / image.width)
-    size = (max(width_px, int(image.width * scale + 0.5)), max(height_px, int(image.height * scale + 0.5)))
-    left, top = (size[0] - width_px) // 2, (size[1] - height_px) // 2
-    cropped = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width_px, top + height_px))
-    pixels = torch.from_numpy(np.array(cropped)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        latent: NDArray[np.float32] = vae.encode(pixels).latent_dist.mode()[0].numpy()
-    return latent
 
 
 def test_every_latent_is_what_diffusers_gives_for_the_same_image_by_hand(run: Run, model: Path) -> None:
@@ -143,7 +119,7 @@ def test_every_latent_is_what_diffusers_gives_for_the_same_image_by_hand(run: Ru
     for bucket in store.buckets():
         rows = np.arange(bucket.num_rows)
         for sample_id, stored in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            expected = by_hand(run.taken[sample_id].truth, bucket.height_px, bucket.width_px, vae)
+            expected = encoded_by_hand(run.taken[sample_id].truth, bucket.height_px, bucket.width_px, vae)
             assert stored.shape == expected.shape
             largest = np.abs(expected).max()
             tolerance = TOLERANCE_OF_ROUNDING if sample_id.startswith("wide_gamut") else TOLERANCE

@@ -15,14 +15,13 @@ from diffusers import FluxTransformer2DModel
 
 from bucketline.train.checkpoint import copied
 from bucketline.train.config import Precision
-from bucketline.train.load import load
 from bucketline.train.lora import add_adapters
 from bucketline.train.model import place_model
 from bucketline.train.weight_layout import layout_of
 from tests.process_memory import forget_highest, in_memory
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.test_loading import offered
-from tests.unit.train.tiny_run import config
+from tests.unit.train.tiny_run import config, load
 
 if TYPE_CHECKING:
     from pathlib import Path

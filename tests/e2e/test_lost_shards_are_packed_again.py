@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bucketline.store import Store
 from tests.commands import call
-from tests.kit import everything, flip_bit
-from tests.models import SMALL, png, write_images
+from tests.kit import by_id, flip_row
+from tests.models import pack, png, write_files, write_images
 
 NUM_FIRST, NUM_ALL = 20, 23
 
@@ -44,11 +44,22 @@ def lose_sidecars(store: Path) -> None:
 
 def flip_two_rows(store: Path) -> None:
     """Flip a bit in two rows; no file has another length then, and only reading everything finds it."""
-    opened = Store.open(store)
-    bucket = opened.buckets()[0]
-    located = bucket.locate(np.array([0, bucket.num_rows - 1]))
-    for shard, offset in zip(located.shard, located.offsets(bucket.spec, "latent"), strict=True):
-        flip_bit(opened.shards[shard].paths.lmdb, 8 * int(offset))
+    bucket = Store.open(store).buckets()[0]
+    for row in (0, bucket.num_rows - 1):
+        flip_row(store, bucket.name, row)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A folder with `photos` and the store of them, of two packs; the second replaces a row of the first."""
+    folder = tmp_path_factory.mktemp("packed")
+    write_images(folder / "photos", NUM_FIRST)
+    pack(folder / "photos", folder / "photos.store", model).done()
+    write_files(
+        folder / "photos", {f"{n}.png": png(20, 30, n) for n in range(NUM_FIRST, NUM_ALL)} | {"a/000.png": png(22, 31, 98)}
+    )
+    assert pack(folder / "photos", folder / "photos.store", model).json["packed"] == NUM_ALL - NUM_FIRST + 1
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -62,25 +73,20 @@ def flip_two_rows(store: Path) -> None:
     ],
 )
 def test_a_damaged_store_is_whole_again_after_repair_and_the_same_pack(
+    packed: Path,
     tmp_path: Path,
     model: Path,
     damage: Callable[[Path], None],
     is_seen: bool,  # noqa: FBT001 - by pack and info
     dropped: range,
 ) -> None:
-    photos, store = tmp_path / "photos", tmp_path / "photos.store"
-    write_images(photos, NUM_FIRST)
-    pack = ("pack", photos, store, "--model", model, *SMALL)
-    assert call("ingest", *pack).code == 0
-    for n in range(NUM_FIRST, NUM_ALL):
-        (photos / f"{n}.png").write_bytes(png(20, 30, n))
-    (photos / "a" / "000.png").write_bytes(png(22, 31, 98))  # replaces a row of the first shard
-    assert call("ingest", *pack, "--json").json["packed"] == NUM_ALL - NUM_FIRST + 1
-    before = {held.record.id: held for rows in everything(Store.open(store)).values() for held in rows}
+    folder = shutil.copytree(packed, tmp_path / "own")
+    photos, store = folder / "photos", folder / "photos.store"
+    before = by_id(Store.open(store))
     assert len(before) == NUM_ALL
 
     damage(store)
-    ran = call("ingest", *pack)
+    ran = pack(photos, store, model)
     if is_seen:
         assert (ran.code, ran.out) == (1, "")
         assert f"`store repair {store}`" in ran.err
@@ -90,14 +96,14 @@ def test_a_damaged_store_is_whole_again_after_repair_and_the_same_pack(
     repaired = call("store", "repair", store, "--json").done()
     assert repaired.json["dropped"] in dropped
     assert call("store", "info", store).code == 0
-    report = call("ingest", *pack, "--json").json
+    report = pack(photos, store, model).json
     assert (report["packed"], report["found"]) == (repaired.json["dropped"], NUM_ALL)
 
     assert call("store", "compact", store, "--gc", "--older-than", "0s").code == 0
     verified = call("store", "verify", store, "--json")
     assert (verified.code, verified.json["corrupt"], verified.json["strays"]) == (0, [], [])
-    after = {held.record.id: held for rows in everything(Store.open(store)).values() for held in rows}
+    after = by_id(Store.open(store))
     assert after.keys() == before.keys()
     assert all(after[i].columns["latent"] == before[i].columns["latent"] for i in before)
     assert all(after[i].record.captions == before[i].record.captions for i in before)
-    assert call("ingest", *pack, "--json").json["unchanged"] == NUM_ALL
+    assert pack(photos, store, model).json["unchanged"] == NUM_ALL

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 import bucketline.loader
 import bucketline.store
 from bucketline import cli, errors
-from bucketline.ingest.packing.packed_model import PACKED_MODEL
+from bucketline.ingest.packing.run import PACKED_MODEL
 from bucketline.store import Column, LatentColumn, RaggedGroup, RowColumn, Store, StoreWriter
-from bucketline.store.format.hashing import file_digest
+from bucketline.store.format.block import file_digest
 from tests.commands import call, called
 from tests.models import png, write_model
 from tests.unit.train.tiny_run import write_unet

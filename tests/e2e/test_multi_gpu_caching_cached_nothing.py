@@ -7,24 +7,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
+import datasets
 import pytest
 
 from bucketline.errors import AccountError
-from bucketline.ingest.parallel.item_parts import ItemParts
-from bucketline.ingest.parallel.shares import Share, rank_of
+from bucketline.ingest.parallel.exchange import ItemParts, Share, rank_of
 from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.store.shard.reader import as_keys
 from tests.commands import call, forked_ranks
 from tests.fault.same_store import compare
-from tests.kit import tree
-from tests.models import SMALL, write_images
-
-
-def ids_of(store: Store) -> list[str]:
-    return [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+from tests.kit import by_id, tree
+from tests.models import SMALL, png, write_images
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of forking while threads run
@@ -36,7 +31,7 @@ def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_pat
     both = forked_ranks(2, "ingest", "pack", packed[0], tmp_path / "two", *packed[1:]).done()
     assert (both.json["found"], both.json["packed"], both.json["unchanged"], both.json["rejected"]) == (41, 40, 0, 1)
     two = Store.open(tmp_path / "two")
-    assert sorted(ids_of(two)) == ids
+    assert sorted(by_id(two)) == ids
     per_rank = {shard.name: shard.entry.samples for shard in two.shards}
     assert len(per_rank) == 2
     assert min(per_rank.values()) > 5
@@ -49,7 +44,7 @@ def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_pat
 
     again = call("ingest", "pack", packed[0], tmp_path / "two", *packed[1:])  # with another number of ranks
     assert (again.json["packed"], again.json["unchanged"], again.json["rejected"]) == (0, 40, 1)
-    assert ids_of(Store.open(tmp_path / "two")) == ids_of(two)
+    assert by_id(Store.open(tmp_path / "two")) == by_id(two)
 
 
 def test_ranks_that_leave_every_image_to_another_end_in_an_error_and_publish_nothing(
@@ -81,3 +76,23 @@ def test_an_account_that_does_not_add_up_is_an_error_that_names_the_numbers(coun
     whole = joined_summaries([RunSummary(packed=counts[0]), RunSummary(unchanged=counts[1])])
     with pytest.raises(AccountError, match=rf"2392 images found, {counts[0]} packed \+ {counts[1]} unchanged"):
         check_identity(2392, whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_pack_each_split_where_it_belongs(tmp_path: Path, model: Path) -> None:
+    datasets.disable_progress_bars()
+    features = datasets.Features({"image": datasets.Image(), "prompt": datasets.Value("string")})
+    parts = {}
+    for name, count in (("train", 8), ("validation", 8), ("test", 4)):
+        rows = {"image": [{"bytes": png(20, 30, n), "path": f"{n}.png"} for n in range(count)], "prompt": ["a cat"] * count}
+        parts[name] = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
+    asked = (tmp_path / "d", tmp_path / "s", "--model", model, *SMALL, "--json")
+    ran = forked_ranks(2, "ingest", "pack", *asked).done()
+    assert (ran.json["packed"], ran.json["captions_from"]) == (16, {"column prompt": 16})
+    store = Store.open(tmp_path / "s")
+    assert len(store.shards) == 2
+    assert {split: sum(bucket.num_rows for bucket in store.buckets(split)) for split in ("train", "val")} == {
+        "train": 8,
+        "val": 8,
+    }

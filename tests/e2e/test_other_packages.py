@@ -37,56 +37,56 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PYTHONPATH": str(folder / "there")}
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    folder, random = tmp_path / "cache", np.random.default_rng(0)
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, random = tmp_path_factory.mktemp("cache"), np.random.default_rng(0)
     for number in range(3):
         np.save(folder / f"{number}.npy", (7 * random.standard_normal((4, 16, 24))).astype(np.float32))
         (folder / f"{number}.txt").write_text(f"photo {number}", encoding="utf-8")
     return folder
 
 
-def test_an_installed_packages_importer_is_used_by_its_name(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
-    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
-    ran = spawn([*imported, "--text", "none", "--dtype", "F32", "--json"], **environment).done()
+@pytest.fixture(scope="module")
+def imported(environment: dict[str, str], cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the cache, by the package's importer."""
+    place = tmp_path_factory.mktemp("imported") / "s"
+    command = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, place, "--vae", "sdxl"]
+    ran = spawn([*command, "--text", "none", "--dtype", "F32", "--json"], **environment).done()
     assert json.loads(ran.out)["imported"] == 3
-    with Loader(tmp_path / "s", LoaderConfig(batch_size=1, epochs=1)) as loader:
+    return place
+
+
+def test_an_installed_packages_importer_is_used_by_its_name(imported: Path, cache: Path) -> None:
+    with Loader(imported, LoaderConfig(batch_size=1, epochs=1)) as loader:
         read = {name: batch.latents[0].numpy() for batch in loader for name in loader.names(batch)}
     assert sorted(read) == ["0", "1", "2"]
     assert all((latent == np.load(cache / f"{name}.npy")).all() for name, latent in read.items())
 
 
 def test_an_installed_packages_exporter_writes_what_its_importer_reads(
-    environment: dict[str, str], cache: Path, tmp_path: Path
+    environment: dict[str, str], imported: Path, cache: Path, tmp_path: Path
 ) -> None:
-    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
-    assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
-    ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "out", "--format", "npy", "--json"], **environment).done()
+    ran = spawn([BIN / "store", "export", imported, tmp_path / "out", "--format", "npy", "--json"], **environment).done()
     assert json.loads(ran.out)["files"] == 6
     own, written = ({np.load(path).tobytes() for path in folder.glob("*.npy")} for folder in (cache, tmp_path / "out"))
     assert own == written
     assert {path.read_text(encoding="utf-8") for path in (tmp_path / "out").glob("*.txt")} == {f"photo {n}" for n in range(3)}
-    ran = spawn([BIN / "store", "export", tmp_path / "s", tmp_path / "other", "--format", "npy"])
+    ran = spawn([BIN / "store", "export", imported, tmp_path / "other", "--format", "npy"])
     assert (ran.code, ran.err) == (2, "error: --format is 'npy', expected webdataset, safetensors, kohya, mds\n")
 
 
-def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
-    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
-    assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
-    ran = spawn([BIN / "store", "caption-lengths", tmp_path / "s", "--json"], **environment)
+def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[str, str], imported: Path) -> None:
+    ran = spawn([BIN / "store", "caption-lengths", imported, "--json"], **environment)
     assert (ran.code, json.loads(ran.out)) == (0, {"2": 3}), ran.err
     helped = spawn([BIN / "store", "--help"], **environment)
     assert (helped.code, helped.err) == (0, "")
     assert "caption-lengths" in helped.out
     assert "Count samples by the words of their first caption" in helped.out
-    assert spawn([BIN / "store", "caption-lengths", tmp_path / "s"]).code == 2
+    assert spawn([BIN / "store", "caption-lengths", imported]).code == 2
 
 
-def test_an_installed_packages_section_is_in_the_report(environment: dict[str, str], cache: Path, tmp_path: Path) -> None:
-    imported = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]
-    assert spawn([*imported, "--text", "none", "--dtype", "F32"], **environment).code == 0
-    spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "there.html"], **environment).done()
+def test_an_installed_packages_section_is_in_the_report(environment: dict[str, str], imported: Path, tmp_path: Path) -> None:
+    spawn([BIN / "store", "report", imported, "-o", tmp_path / "there.html"], **environment).done()
     found = parsed(tmp_path / "there.html")
     assert found.ids[-2:] == ["plan", "caption-lengths"]
     assert "Caption lengths" in found.text
@@ -94,9 +94,9 @@ def test_an_installed_packages_section_is_in_the_report(environment: dict[str, s
     broken = tmp_path / "broken"
     shutil.copytree(environment["PYTHONPATH"], broken)
     (broken / "own_report.py").write_text("import a_library_that_is_missing", encoding="utf-8")
-    spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "broken.html"], PYTHONPATH=str(broken)).done()
+    spawn([BIN / "store", "report", imported, "-o", tmp_path / "broken.html"], PYTHONPATH=str(broken)).done()
     assert "of own-parts 1.0 cannot be imported (ModuleNotFoundError" in parsed(tmp_path / "broken.html").text
-    assert spawn([BIN / "store", "report", tmp_path / "s", "-o", tmp_path / "without.html"]).code == 0
+    assert spawn([BIN / "store", "report", imported, "-o", tmp_path / "without.html"]).code == 0
     assert "caption-lengths" not in parsed(tmp_path / "without.html").ids
 
 

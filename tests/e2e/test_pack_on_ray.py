@@ -1,12 +1,10 @@
-"""Packing on Ray: a cluster of two nodes packs what one process packs, and continues when workers, nodes or drivers are lost.
-
-At random moments, thirty of them: the family `ray` of `make torture`.
-"""
+"""Packing on Ray: what one process packs, also when workers, nodes or drivers are lost; at random moments in `make torture`."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -15,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
 from tests.commands import call
 from tests.fault.same_store import compare
+from tests.kit import by_id
 from tests.models import SMALL, write_images
 from tests.ray_ground import LONGEST_S, Cluster, RayGround, command_of, kill, packing_workers
 
 pytestmark = pytest.mark.slow
 NUM_IMAGES = 400
-COUNTS = ("found", "packed", "unchanged", "rejected", "rejected_by_reason", "without_caption", "crop_loss", "captions_from")
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +108,28 @@ def test_the_same_command_goes_on_after_its_driver_was_killed_and_after_ctrl_c_a
     pull(ObjectFolder.open(f"file://{tmp_path / 'bucket'}"), tmp_path / "s")
     compared = compare(tmp_path / "s", whole)
     assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
+
+
+TIMES = ("seconds", "stage_seconds", "slowest_stage", "disk_bytes", "payload_bytes", "generation")
+
+
+def test_two_ray_workers_pack_what_one_process_packs(tmp_path: Path, photographs: Path, demo_model: Path) -> None:
+    """Real photographs, by a cluster that the command starts itself."""
+    source = tmp_path / "photos"
+    shutil.copytree(photographs, source)
+    for number in range(3):
+        (source / f"broken-{number}.jpg").write_bytes(b"no image")
+    options = ["--model", demo_model, "--val-fraction", "0.2:folder", "--json"]
+    with RayGround() as own_ground:
+        workers = own_ground.run("pack", source, tmp_path / "workers", *options, "--engine", "ray", "--workers", 2)
+    one = call("ingest", "pack", source, tmp_path / "one", *options)
+    assert (workers.code, one.code) == (0, 0), workers.err
+    assert workers.json["found"] == workers.json["packed"] + 3 > 200
+    summaries = [{name: value for name, value in ran.json.items() if name not in TIMES} for ran in (workers, one)]
+    assert summaries[0] == summaries[1]
+    compared = compare(tmp_path / "workers", tmp_path / "one")
+    assert (compared.samples, compared.faults) == (workers.json["packed"], [])
+    records = [{name: held.record for name, held in by_id(Store.open(tmp_path / name)).items()} for name in ("workers", "one")]
+    assert records[0] == records[1]
+    for file in ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl"):
+        assert (tmp_path / "workers" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()

@@ -1,36 +1,28 @@
-"""Processes that pack into one URL at the same time, in ranks, or until they are killed: nothing is lost or half there."""
+"""Packs into one URL, of processes at once and of ranks with no common disk: nothing is lost or half there."""
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-import signal
+import re
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bucketline.store import Store
-from bucketline.store.remote.generations import find_newest, newest_generation
+from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.commands import torchrun
-from tests.kit import everything
+from tests.commands import ROOT, call, spawn
+from tests.fault.same_store import compare
+from tests.kit import by_id
 from tests.models import SMALL, write_images
 from tests.object_storage import S3Bucket
-
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    return s3.folder("photos.store")
 
 
 def begin(source: Path, place: ObjectFolder, model: Path, work: Path) -> subprocess.Popen[bytes]:
@@ -40,17 +32,17 @@ def begin(source: Path, place: ObjectFolder, model: Path, work: Path) -> subproc
     )
 
 
-def ids_in(place: ObjectFolder, path: Path) -> list[str]:
-    assert not verify_folder(place, lambda _: None, 1).corrupt
-    pull(place, path)
-    store = Store.open(path)
-    found = verify(store, lambda _: None, 1)
-    assert not found.corrupt
-    assert not found.strays
-    return sorted(row.record.id for rows in everything(store).values() for row in rows)
-
-
-def test_processes_that_pack_at_once_lose_nothing(place: ObjectFolder, model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_processes_that_pack_at_once_lose_nothing(
+    s3: S3Bucket, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "BUCKETLINE_CACHE": tmp_path / "cache",
+        "AWS_ENDPOINT_URL": s3.endpoint,
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    place = s3.folder("photos.store")
     sources, ids = [], []
     for n in range(3):
         sources.append(tmp_path / f"source {n}")
@@ -59,43 +51,76 @@ def test_processes_that_pack_at_once_lose_nothing(place: ObjectFolder, model: Pa
     said = [process.communicate(timeout=240)[0].decode() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], said
     assert newest_generation(place).generation == 3
-    assert ids_in(place, tmp_path / "pulled.store") == sorted(ids)
+    assert not verify_folder(place, lambda _: None, 1).corrupt
+    pull(place, tmp_path / "pulled.store")
+    store = Store.open(tmp_path / "pulled.store")
+    assert sorted(by_id(store)) == sorted(ids)
+    found = verify(store, lambda _: None, 1)
+    assert (found.corrupt, found.strays) == ((), ())
 
 
-def test_ranks_pack_into_a_url_as_one_process_does(place: ObjectFolder, model: Path, source: Path, tmp_path: Path) -> None:
-    arguments = ["-m", "bucketline.ingest", "pack", source, place.url, "--model", model, *SMALL]
-    done = torchrun(2, *arguments).done()
-    assert "14 images found = 14 packed" in done.out
-    assert len(newest_generation(place).shards) == 2
-    again = torchrun(2, *arguments)
-    assert "14 images found = 0 packed + 14 unchanged" in again.out
-    assert len(ids_in(place, tmp_path / "pulled.store")) == 14
+NUM_IMAGES = 40
 
 
-def test_a_killed_pack_leaves_the_old_generation_and_is_continued(
-    place: ObjectFolder, model: Path, source: Path, tmp_path: Path
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    write_images(tmp_path / "photos", NUM_IMAGES)
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "bucket").mkdir()
+    return f"file://{tmp_path / 'bucket'}"
+
+
+def ranks(runs: Sequence[str], asked: Sequence[object], tmp_path: Path) -> list[dict[str, Any]]:
+    """Run two ranks, as on two machines: a launcher would say how many are on one."""
+    work = ["--work", tmp_path / "{} RANK"]
+    done = spawn([sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked, *work], PYTHONPATH=str(ROOT))
+    assert done.code == 0, done.err
+    found: list[dict[str, Any]] = json.loads(done.out)
+    return found
+
+
+def counts(summary: dict[str, Any]) -> tuple[int, int, int]:
+    return summary["packed"], summary["unchanged"], summary["rejected"]
+
+
+@pytest.mark.slow
+def test_they_pack_what_one_process_packs(photos: Path, url: str, tmp_path: Path, model: Path) -> None:
+    options = ["--model", model, *SMALL, "--batch-size", 2, "--json"]
+    asked = ["pack", photos, f"{url}/{{}}", *options]
+    first, again = ranks(["s,2,-", "s,2,-"], [*asked, "--publish-every", "0.001s"], tmp_path)
+    assert first["codes"] == again["codes"] == [0, 0], (first, again)
+    assert counts(json.loads(first["out"][0])) == (NUM_IMAGES, 0, 1)
+    assert json.loads(first["out"][0])["generations_meanwhile"] > 0
+    assert counts(json.loads(again["out"][0])) == (0, NUM_IMAGES, 1)
+    assert call("ingest", "pack", photos, tmp_path / "one", *options).code == 0
+    objects = ObjectFolder.open(f"{url}/s")
+    pull(objects, tmp_path / "pulled")
+    compared = compare(tmp_path / "pulled", tmp_path / "one")
+    assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
+    assert not verify_folder(objects, lambda _: None, 1).corrupt
+    assert not list(objects.names("pending"))
+    assert not (tmp_path / "s 1").exists()
+    assert not list((tmp_path / "s 1.workers").iterdir())
+
+
+@pytest.mark.slow
+def test_what_each_had_encoded_is_kept_after_a_signal_to_one_or_an_error(
+    photos: Path, url: str, tmp_path: Path, model: Path
 ) -> None:
-    """Killed at moments that reach from its start to after its commit; each time something whole is there."""
-    began = time.monotonic()
-    first = begin(source, place, model, tmp_path / "work")
-    first.communicate(timeout=240)
-    assert first.returncode == 0
-    seconds = time.monotonic() - began
-    before = newest_generation(place)
-    names = write_images(tmp_path / "more", 26)
-    for name in names:
-        if not (source / name).exists():
-            shutil.copy(tmp_path / "more" / name, source / name)
-    for share in (0.6, 0.8, 0.95):
-        process = begin(source, place, model, tmp_path / "work")
-        time.sleep(share * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        found = find_newest(place)
-        assert found is not None
-        assert found.samples in (before.samples, 26)
-        assert not verify_folder(place, lambda _: None, 1).corrupt
-    last = begin(source, place, model, tmp_path / "work")
-    said = last.communicate(timeout=240)[0].decode()
-    assert last.returncode == 0, said
-    assert ids_in(place, tmp_path / "pulled.store") == names
+    asked = ["pack", photos, f"{url}/{{}}", "--model", model, *SMALL, "--batch-size", 2, "--json"]
+    told, failed = ranks(["told,2,1:row:9:term", "failed,2,0:row:9:defect"], asked, tmp_path)
+    assert told["codes"] == [143, 143]
+    found = re.search(r"all encoded images are committed \((\d+) images\)", "".join(told["err"]))
+    assert found is not None, told
+    assert failed["codes"] == [1, 1]
+    for name, is_enough in (("told", int(found[1]).__eq__), ("failed", (1).__le__)):
+        again = call("ingest", *[str(part).format(name) for part in asked], "--work", tmp_path / f"{name} 0")
+        packed, unchanged, rejected = counts(again.json)
+        assert (packed + unchanged, rejected) == (NUM_IMAGES, 1)
+        assert is_enough(unchanged), unchanged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from PIL import Image, ImageOps
 from bucketline.ingest.held_out import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from tests.commands import BIN, call, spawn, torchrun
+from tests.kit import by_id
+from tests.photographs import encoded_by_hand
 
 pytestmark = pytest.mark.slow  # two hundred real photographs, packed with the demo's encoders
 FRACTION = 0.2
+Packed = tuple[Path, dict[str, Any]]  # a store, and what the pack said of it
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> tuple[Path, dict[str, Any]]:
+def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> Packed:
     """The store that two ranks packed, and what they said of it."""
     store = tmp_path_factory.mktemp("packed") / "photographs.store"
     asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
@@ -35,7 +39,7 @@ def images_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg"))
 
 
-def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, Any]], photographs: Path) -> None:
+def test_two_ranks_account_for_every_photograph(packed: Packed, photographs: Path) -> None:
     store, report = packed
     ids = images_of(photographs)
     assert report["found"] == len(ids) == report["packed"] > 200
@@ -43,17 +47,16 @@ def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, An
     opened = Store.open(store)
     assert len(opened.shards) == 2
     assert min(shard.entry.samples for shard in opened.shards) > 70
-    found = [i for bucket in opened.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
-    assert sorted(found) == ids
+    assert sorted(by_id(opened)) == ids
 
 
-def test_the_store_is_sound(packed: tuple[Path, dict[str, Any]]) -> None:
+def test_the_store_is_sound(packed: Packed) -> None:
     ran = spawn([BIN / "store", "verify", packed[0], "--json"]).done()
     assert ran.json["corrupt"] == []
     assert ran.json["rows"] == packed[1]["packed"]
 
 
-def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: tuple[Path, dict[str, Any]]) -> None:
+def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: Packed) -> None:
     sides: dict[str, set[str]] = {}
     for bucket in Store.open(packed[0]).buckets():
         for sample_id in bucket.sample_ids(np.arange(bucket.num_rows)):
@@ -64,9 +67,7 @@ def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: tuple[Pa
     assert {"val"} in sides.values()
 
 
-def test_two_ranks_read_every_training_sample_once_an_epoch_on_the_same_bucket_at_every_step(
-    packed: tuple[Path, dict[str, Any]], photographs: Path
-) -> None:
+def test_two_ranks_read_every_training_sample_once_and_one_bucket_at_every_step(packed: Packed, photographs: Path) -> None:
     config = LoaderConfig(batch_size=4, epochs=1, seed=1, remainder=Remainder.PARTIAL)
     loaders = [Loader(packed[0], config, rank=rank, world_size=2) for rank in range(2)]
     read: list[bytes] = []
@@ -83,40 +84,23 @@ def test_two_ranks_read_every_training_sample_once_an_epoch_on_the_same_bucket_a
     assert sorted(read) == sorted(map(sample_digest, train))
 
 
-def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch_of_each_bucket(
-    packed: tuple[Path, dict[str, Any]],
-) -> None:
+def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch(packed: Packed) -> None:
     plan = call("loader", "plan", packed[0], "--batch", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
-    counts: dict[str, int] = {}
-    for batch in plan["batches"]:
-        for ids in batch["ranks"]:
-            for sample_id in ids:
-                counts[sample_id] = counts.get(sample_id, 0) + 1
+    counts = Counter(sample_id for batch in plan["batches"] for ids in batch["ranks"] for sample_id in ids)
     assert max(counts.values()) == 2
     for bucket in plan["buckets"]:
         assert 0 <= bucket["carried"] < bucket["global_batch"] == 8
     assert sum(counts.values()) == plan["rows"] == sum(2 * b["rows"] - b["carried"] for b in plan["buckets"])
 
 
-def by_hand(path: Path, bucket: Any, vae: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Encode a photograph with only PIL and diffusers."""
+def upright(path: Path) -> Image.Image:
+    """Return a photograph on white."""
     with Image.open(path) as opened:
-        upright = ImageOps.exif_transpose(opened)
-        rgba = upright.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    scale = max(bucket.height_px / image.height, bucket.width_px / image.width)
-    size = (max(bucket.width_px, round(image.width * scale)), max(bucket.height_px, round(image.height * scale)))
-    left, top = (size[0] - bucket.width_px) // 2, (size[1] - bucket.height_px) // 2
-    image = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + bucket.width_px, top + bucket.height_px))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        latent: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = vae.encode(pixels).latent_dist.mode()[0].numpy()
-    return latent
+        rgba = ImageOps.exif_transpose(opened).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
-def test_latents_are_what_diffusers_gives_by_hand(
-    packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
-) -> None:
+def test_latents_are_what_diffusers_gives_by_hand(packed: Packed, photographs: Path, demo_model: Path) -> None:
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL
@@ -128,14 +112,14 @@ def test_latents_are_what_diffusers_gives_by_hand(
         ids = bucket.sample_ids(rows)
         for row, sample_id in list(zip(rows, ids, strict=True))[:: max(1, len(ids) // 3)]:
             stored = bucket.read(np.array([row]), "latent")[0].astype(np.float32)
-            expected = by_hand(photographs / sample_id, bucket, vae)
+            expected = encoded_by_hand(upright(photographs / sample_id), bucket.height_px, bucket.width_px, vae)
             assert stored.shape == expected.shape
             assert np.abs(stored - expected).max() < 0.01 * np.abs(expected).max(), sample_id
             compared += 1
     assert compared > 15
 
 
-def test_tokens_are_what_transformers_gives_by_hand(packed: tuple[Path, dict[str, Any]], demo_model: Path) -> None:
+def test_tokens_are_what_transformers_gives_by_hand(packed: Packed, demo_model: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, encoder = (
@@ -154,7 +138,7 @@ def test_tokens_are_what_transformers_gives_by_hand(packed: tuple[Path, dict[str
 
 
 def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
-    packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
+    packed: Packed, photographs: Path, demo_model: Path
 ) -> None:
     before = (packed[0] / "manifest.json").read_bytes()
     asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
@@ -164,7 +148,7 @@ def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
 
 
 def test_a_sample_taken_out_by_the_command_is_a_file_that_safetensors_reads(
-    packed: tuple[Path, dict[str, Any]], photographs: Path, tmp_path: Path
+    packed: Packed, photographs: Path, tmp_path: Path
 ) -> None:
     sample_id = images_of(photographs)[0]
     spawn([BIN / "store", "get", packed[0], sample_id, "-o", tmp_path / "x.safetensors", "--json"]).done()

@@ -19,13 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.families.family import StoreFacts
-from bucketline.train.config import Precision
-from bucketline.train.ema import Average
-from bucketline.train.load import load
+from bucketline.train.config import Precision, Sharding
 from bucketline.train.lora import add_adapters
+from bucketline.train.optim import Average
 from bucketline.train.parallel import TrainRanks, local, repeated_blocks, shard, shard_mesh, shard_ranks_of, tensors_of
-from bucketline.train.values import Sharding
-from tests.unit.train.tiny_run import config
+from tests.unit.train.tiny_run import config, load
 
 pytestmark = pytest.mark.slow
 

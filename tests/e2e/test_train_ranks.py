@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.loader.commands.batch_options import BatchSize
+from bucketline.loader.commands.plan import BatchSize
 from bucketline.store import Store
-from bucketline.train.config import Base, Precision, WeightDtype
+from bucketline.train.config import Base, MemoryLimit, Precision, Sharding, WeightDtype
 from bucketline.train.log import read_metrics
 from bucketline.train.run import train
-from bucketline.train.values import MemoryLimit, ShardBy, Sharding
 from tests.commands import ROOT, kept_port
 from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit
@@ -52,7 +51,7 @@ pytestmark = pytest.mark.slow
 
 MAIN = ROOT / "train" / "main.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-FSDP = Sharding(name=ShardBy.FSDP)
+FSDP = Sharding(name="fsdp")
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_four_ranks_with_two_copies_go_on_as_two_with_one_and_equal_one_rank(
     one = config(folder, output_dir=folder / "one", **given)
     run(1, one)
     four = replace(one, output_dir=folder / "four", batch=BatchSize(batch_size=1), accumulation=2, max_steps=4)
-    run(4, replace(four, sharding=Sharding(name=ShardBy.FSDP, ranks=2), keep_gathered=True))
+    run(4, replace(four, sharding=Sharding(name="fsdp", ranks=2), keep_gathered=True))
     run(2, replace(four, sharding=FSDP, batch=BatchSize(batch_size=2), max_steps=6, resume=True))
     assert_equal_within_floating_point(one.output_dir, four.output_dir)
 

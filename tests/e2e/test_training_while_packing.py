@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import BucketlineError
-from bucketline.ingest.packing.meanwhile import Meanwhile
+from bucketline.ingest.packing.finish import Meanwhile
 from bucketline.ingest.packing.run import PackRun
-from bucketline.loader.recorded_run import read_run
+from bucketline.loader.seen import read_run
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify

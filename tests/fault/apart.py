@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pkgutil
 import signal
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from bucketline.errors import BucketlineError
@@ -20,46 +21,32 @@ from tests.fault.record import GOOD, Outcome, Wrong
 HANG_S = 10.0
 
 
-class How(StrEnum):
-    """How a piece of work ended."""
+class How:
+    """How a piece of work ended: done, refused by an error of ours, with another exception, by a signal, or not in time."""
 
-    DONE = "done"
-    REFUSED = "refused"  # by an error of ours
-    DEFECT = "defect"  # an exception that is none of ours
-    DIED = "died"  # by a signal
-    HUNG = "hung"
-
-
-OUTCOMES = dict(zip(How, (Outcome.COMPLETED, Outcome.CLEAN_ERROR, Outcome.DEFECT, Outcome.CRASH, Outcome.HANG), strict=True))
+    DONE, REFUSED = Outcome.COMPLETED, Outcome.CLEAN_ERROR
+    DEFECT, DIED, HUNG = Outcome.DEFECT, Outcome.CRASH, Outcome.HANG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a piece of work ended."""
-
-    how: How
+    how: Outcome  # one of How
     said: str  # the error, or the signal
     gave: Any = None  # what JSON takes
     signal: int = 0
 
-    @property
-    def outcome(self) -> Outcome:
-        return OUTCOMES[self.how]
-
     def done(self) -> Any:
         """Return what it gave; raise `Wrong` unless it came to its end."""
         if self.how is not How.DONE:
-            raise Wrong(self.said, self.outcome if self.outcome not in GOOD else Outcome.DEFECT)
+            raise Wrong(self.said, self.how if self.how not in GOOD else Outcome.DEFECT)
         return self.gave
 
     def fair(self) -> Outcome:
         """Return its outcome, if it came to its end or was refused; raise `Wrong` otherwise."""
-        return self.outcome if self.outcome in GOOD else self.done()
+        return self.how if self.how in GOOD else self.done()
 
 
 class Apart:
-    """A forked process at its work."""
-
     def __init__(self, work: Callable[[], object]) -> None:
         """Fork it; what it prints goes nowhere, what it gives must be what JSON takes."""
         reader, writer = os.pipe()
@@ -94,7 +81,7 @@ class Apart:
             name = signal.Signals(-status).name if status < 0 else f"exit code {status} without a word"
             return Ended(how=How.DIED, said=f"ended by {name}", signal=max(0, -status))
         how, text, gave = json.loads(said)
-        return Ended(how=How(how), said=text, gave=gave)
+        return Ended(how=Outcome(how), said=text, gave=gave)
 
 
 def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
@@ -102,8 +89,21 @@ def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
     return Apart(work).ended(limit_s)
 
 
+def killed_at(function: str, call: int, work: Callable[[], object]) -> None:
+    """Run a piece of work in a process that is killed at one of a function's calls, from 1; it is named with its module."""
+    module, _, name = function.rpartition(".")
+
+    def until_then() -> None:
+        owner, left = pkgutil.resolve_name(f"bucketline.{module}"), itertools.count(call, -1)
+        own = getattr(owner, name)
+        setattr(owner, name, lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL) if next(left) == 1 else own(*a, **k))
+        work()
+
+    ended = apart(until_then, 60.0)
+    assert ended.how is How.DIED, ended.said
+
+
 def _be_child(work: Callable[[], object], writer: int) -> None:
-    """Run the work and tell how it ended; never return."""
     answer: tuple[str, str, object] = (How.DEFECT, "", None)
     try:
         null = os.open(os.devnull, os.O_RDWR)

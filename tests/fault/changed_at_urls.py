@@ -24,15 +24,14 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.store import PartWriter, Store
 from bucketline.store.change.add_column import add_column
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect, compact
+from bucketline.store.format.block import sample_digest
 from bucketline.store.format.manifest import generations, read_manifest
 from bucketline.store.verify.verify import verify
 from tests.fault.apart import Apart, Ended, How, apart
 from tests.fault.ground import expect_ids, expect_sound, ids_of
-from tests.fault.record import Asked, Kind, Outcome, Record, expect
+from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.kit import Sample, add_samples, everything, make_sample, make_store, samples_of, store_writer
 
 BUCKET = "train/64x64"
@@ -51,9 +50,7 @@ class _Place:
         make_store(self.own, samples_of({BUCKET: 6}))
 
     def _url(self) -> Any:
-        from bucketline.store.remote.objects import ObjectFolder
-
-        return ObjectFolder.open(f"file://{self.path}")
+        return importlib.import_module("bucketline.store.remote.objects").ObjectFolder.open(f"file://{self.path}")
 
     def push(self) -> None:
         """Push, in the process that calls this: the client of object storage must not be used before a fork."""
@@ -62,7 +59,7 @@ class _Place:
     def pull(self) -> None:
         importlib.import_module("bucketline.store.sync.push_pull").pull(self._url(), self.copy)
 
-    def collect(self, older_than_s: float) -> None:
+    def collect(self, older_than_s: float = 0.0) -> None:
         collect(self._url(), older_than_s)
 
     def add(self, count: int, prefix: str) -> None:
@@ -74,18 +71,11 @@ class _Place:
         self.number += 1
         self.add(self.draw.randint(1, 4), f"{self.number}/")
         if self.draw.random() < 0.5:
-            add_column(self.own, "features/id", _value_of)
+            add_column(self.own, "features/id", lambda sample_id: np.frombuffer(sample_digest(sample_id), dtype=np.uint8))
         if self.draw.random() < 0.5:
             drop(self.own, [self.draw.choice(ids_of(self.own))])
         if self.draw.random() < 0.7:
             compact(self.own, shard_bytes=1 << 24)
-
-    def found(self) -> Store:
-        """Open what a reader at the URL finds: the last of the generations that follow that of `manifest.json`."""
-        number, there = read_manifest(self.path).generation, generations(self.path)
-        while number + 1 in there:
-            number += 1
-        return Store.open(self.path, number)
 
     def judged(self, ended: Ended, *, is_pushed: bool = False) -> Outcome:
         """Judge what a process did: whether it may have been refused or not, everything that is listed must be whole."""
@@ -94,45 +84,44 @@ class _Place:
             expect(not found, f"faults: generation {number} at the URL: {found[:1]}")
         expect_sound(self.copy)
         outcome = ended.fair()
-        if outcome is Outcome.COMPLETED and is_pushed:
-            expect(everything(self.found()) == everything(Store.open(self.own)), "other rows than those that were pushed")
+        if outcome is Outcome.COMPLETED and is_pushed:  # readers follow the generations from that of manifest.json on
+            number, there = read_manifest(self.path).generation, generations(self.path)
+            while number + 1 in there:
+                number += 1
+            is_same = everything(Store.open(self.path, number)) == everything(Store.open(self.own))
+            expect(is_same, "other rows than those that were pushed")
         return outcome
 
-
-def _value_of(sample_id: str) -> Any:
-    return np.frombuffer(sample_digest(sample_id), dtype=np.uint8)
+    def tried(self, record: Record, what: str, work: Callable[[], object], *, is_pushed: bool = False) -> None:
+        record.trial(what, self.judged, apart(work, WORK_S), is_pushed=is_pushed)
 
 
 def names_used_again(asked: Asked) -> Iterator[Record]:
     """Use names of shards again after a collection, with content of the same lengths or others, then push and pull."""
-    record, draw = Record("at a URL, names of shards used again", Kind.OTHER), random.Random(asked.seed)
+    record, draw = Record("at a URL, names of shards used again", Kind.OTHER), asked.draw
     for trial in range(asked.of(3, 60)):
         place = _Place(asked.folder / f"names-{trial}", draw)
-
-        def tried(what: str, work: Callable[[], None], place: _Place = place) -> None:
-            record.trial(what, place.judged, apart(work, WORK_S))
-
-        tried("first push", place.push)
+        place.tried(record, "first push", place.push)
         if draw.random() < 0.7:
-            tried("first pull", place.pull)
+            place.tried(record, "first pull", place.pull)
         place.add(2, "more/")
         compact(place.own, shard_bytes=1 << 24)
         if draw.random() < 0.8:
-            tried("push of what was compacted", place.push)
+            place.tried(record, "push of what was compacted", place.push)
         collect(place.own, 0)
         again = [make_sample(one.id, BUCKET, one.captions, version=1) for one in samples_of({BUCKET: 6})]
         with store_writer(place.own, shard_names="g{}") as writer:
             add_samples(writer, again if draw.random() < 0.5 else again[:4])
-        tried("push of a name used again", place.push)
-        tried("pull of a name used again", place.pull)
+        place.tried(record, "push of a name used again", place.push)
+        place.tried(record, "pull of a name used again", place.pull)
         shutil.rmtree(asked.folder / f"names-{trial}")
     yield record
 
 
 def killed_pushes(asked: Asked) -> Iterator[Record]:
     """Kill pushes before and after their commits, change the store, push it again, and collect what is outdated then."""
-    record, draw = Record("at a URL, a push killed before its commit, or after it", Kind.KILL), random.Random(asked.seed)
-    place = _Place(asked.folder / "notes", draw)
+    record = Record("at a URL, a push killed before its commit, or after it", Kind.KILL)
+    place = _Place(asked.folder / "notes", asked.draw)
 
     def trial(at: int) -> Outcome:
         killed = apart(partial(_push_and_die, place, at), WORK_S)
@@ -143,14 +132,14 @@ def killed_pushes(asked: Asked) -> Iterator[Record]:
         expect(outcome is Outcome.COMPLETED, "it was refused, and nobody else has pushed")
         return Outcome.RECOVERED
 
-    record.trial("first", place.judged, apart(place.push, WORK_S), is_pushed=True)
+    place.tried(record, "first", place.push, is_pushed=True)
     for _ in range(asked.of(4, 80)):
         place.change()
-        at = draw.randint(0, 3)
+        at = asked.draw.randint(0, 3)
         record.trial(f"killed at {at}", trial, at)
-        if draw.random() < 0.5:
+        if asked.draw.random() < 0.5:
             collect(place.own, 0)
-            record.trial("collection", place.judged, apart(partial(place.collect, 0), WORK_S))
+            place.tried(record, "collection", place.collect)
     yield record
 
 
@@ -176,7 +165,7 @@ def _push_and_die(place: _Place, at: int) -> None:
 
 def wrong_clocks(asked: Asked) -> Iterator[Record]:
     """Collect, push and compact on machines whose clocks are two days ahead and behind, while others are at work."""
-    record, draw = Record("at a URL, clocks two days ahead and behind", Kind.OTHER), random.Random(asked.seed)
+    record = Record("at a URL, clocks two days ahead and behind", Kind.OTHER)
 
     def pushed(place: _Place, skew_s: float, prefix: str) -> Outcome:
         """Push what an interrupted push has sent in part, while others collect."""
@@ -185,19 +174,19 @@ def wrong_clocks(asked: Asked) -> Iterator[Record]:
         left = apart(partial(_push_and_die, place, 0), WORK_S)  # what it sent is listed by no generation
         expect(left.how is How.DIED, f"{left.how}: {left.said}")
         pushing = Apart(partial(_push_slowly, place, -skew_s))
-        record.trial("collecting", place.judged, apart(partial(_with_clock, skew_s, partial(place.collect, DAY_S)), WORK_S))
+        place.tried(record, "collecting", partial(_with_clock, skew_s, partial(place.collect, DAY_S)))
         outcome = place.judged(pushing.ended(WORK_S), is_pushed=True)
         missing = set(before) - set(generations(place.path))
         expect(not missing, f"generations {sorted(missing)} are missing, which were superseded seconds ago")
         return Outcome.RECOVERED if outcome is Outcome.COMPLETED else outcome
 
     for number in range(asked.of(1, 20)):  # a few generations of each place: all are verified each time
-        place = _Place(asked.folder / f"clocks-{number}", draw)
-        record.trial("first", place.judged, apart(place.push, WORK_S), is_pushed=True)
+        place = _Place(asked.folder / f"clocks-{number}", asked.draw)
+        place.tried(record, "first", place.push, is_pushed=True)
         for trial in range(PUSHES):
-            skew_s = draw.choice((-2, 2)) * DAY_S
+            skew_s = asked.draw.choice((-2, 2)) * DAY_S
             record.trial(f"skew of {skew_s:g} s", pushed, place, skew_s, f"{trial}/")
-        record.trial("collection", place.judged, apart(partial(place.collect, 0), WORK_S))
+        place.tried(record, "collection", place.collect)
         shutil.rmtree(asked.folder / f"clocks-{number}")
     yield record
 
@@ -224,18 +213,17 @@ def _push_slowly(place: _Place, ahead_s: float) -> None:
 
 def threads(asked: Asked) -> Iterator[Record]:
     """Let several threads add to one writer, or its part, while others publish and children are forked from it."""
-    record, draw = Record("a writer that threads share, and forked children", Kind.OTHER), random.Random(asked.seed)
 
-    def trial(path: Path, samples: list[Sample]) -> Outcome:
-        apart(partial(_write, path, samples, draw.randrange(1 << 30)), WORK_S).done()
+    def trial(path: Path, rows: int) -> Outcome:
+        samples = samples_of({BUCKET: rows, "val/8x8": 20})
+        apart(partial(_write, path, samples, asked.draw.randrange(1 << 30)), WORK_S).done()
         expect_ids(path, [sample.id for sample in samples])
+        shutil.rmtree(path)
         return Outcome.COMPLETED
 
-    for number in range(asked.of(4, 100)):
-        path, rows = asked.folder / f"threads-{number}", draw.randint(40, 200)
-        record.trial(f"{rows} rows", trial, path, samples_of({BUCKET: rows, "val/8x8": 20}))
-        shutil.rmtree(path, ignore_errors=True)
-    yield record
+    drawn = [asked.draw.randint(40, 200) for _ in range(asked.of(4, 100))]
+    cases = [(f"{rows} rows", asked.folder / f"threads-{number}", rows) for number, rows in enumerate(drawn)]
+    yield from tried("a writer that threads share, and forked children", Kind.OTHER, trial, cases)
 
 
 def _write(path: Path, samples: list[Sample], seed: int) -> None:
@@ -262,13 +250,12 @@ def _write(path: Path, samples: list[Sample], seed: int) -> None:
 
 def _misuse(writer: PartWriter, number: int, sample: Sample) -> None:
     """Be a forked child that continues with its parent's writer: it must be refused, and must not end the parent's."""
-    if number == 0:
-        with suppress(UsageError):
-            add_samples(writer, [sample])
-            raise AssertionError("a forked child has added a row")
-    elif number == 1:
-        with suppress(UsageError):
-            writer.__exit__(None, None, None)
-            raise AssertionError("a forked child has sealed its parent's shard")
-    else:
+    if number == 2:
         writer.__exit__(ValueError, ValueError("of the child's own"), None)
+        return
+    with suppress(UsageError):
+        if number == 0:
+            add_samples(writer, [sample])
+        else:
+            writer.__exit__(None, None, None)
+        raise AssertionError("a forked child has added a row, or sealed its parent's shard")

@@ -22,26 +22,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
     group.addoption("--long", action="store_true", help="try every fault as often as the page needs; else a little of each")
     group.addoption("--seed", type=int, default=1, help="seed of the first round of faults")
-    group.addoption("--rounds", type=int, default=1, help="number of rounds, each with the next seed")
-    group.addoption("--minutes", type=float, default=0.0, help="begin new rounds until so many minutes have passed")
+    group.addoption("--minutes", type=float, default=0.0, help="begin new rounds, each with the next seed, for so many minutes")
     group.addoption("--page", type=Path, help="write what came of every fault there, and fail if too few were tried")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Try each family in every round."""
     if "family" in metafunc.fixturenames:
         option = metafunc.config.getoption
-        first, rounds = option("--seed", 1), max(option("--rounds", 1), 1 + int(option("--minutes", 0.0) / ROUND_MINUTES))
+        first, rounds = option("--seed", 1), 1 + int(option("--minutes", 0.0) / ROUND_MINUTES)
         cases = [(name, first + number) for number in range(rounds) for name in FAMILIES]
         metafunc.parametrize(("family", "seed"), cases, ids=[f"{name}-{seed}" for name, seed in cases])
 
 
 @pytest.fixture
 def in_time(seed: int, pytestconfig: pytest.Config) -> None:
-    """Begin no round once the minutes have passed, but for those that were requested by number."""
-    number = seed - pytestconfig.getoption("--seed", 1)
+    """Begin no round but the first once the minutes have passed."""
     minutes = pytestconfig.getoption("--minutes", 0.0)
-    if number >= pytestconfig.getoption("--rounds", 1) and time.monotonic() - BEGUN > 60 * minutes:
+    if seed > pytestconfig.getoption("--seed", 1) and time.monotonic() - BEGUN > 60 * minutes:
         pytest.skip(f"{minutes:g} minutes have passed")
 
 
@@ -63,7 +60,6 @@ def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the page."""
     option, records = session.config.getoption, merged(FOUND)
     if FOUND and (path := option("--page", None)) is not None and not hasattr(session.config, "workerinput"):
         write_page(path, records, seed=option("--seed"), minutes=option("--minutes"), took_s=time.monotonic() - BEGUN)
@@ -72,7 +68,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table, and of what too little was tried."""
     if records := merged(FOUND):
         terminalreporter.section("faults")
         for line in table(records):

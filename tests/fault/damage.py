@@ -6,31 +6,42 @@ and every reader's output over the whole store, in each of its generations, is b
 After a repair every sample that is left is what it was, none that was dropped or replaced is back, no shard that was not
 damaged has lost one, a second repair changes nothing, what was lost can be packed again, and then, once what is superseded
 has been collected, nothing is wrong.
+
+Files of a store that lie, with right checksums and digests, and files edited at random: what every reader makes of them.
+
+A lie with right checksums may get an answer; after a random edit, whose checksums are wrong, it must be the one before.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bucketline.errors import BucketlineError, StoreError
-from bucketline.store import Store, read_manifest
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
+from bucketline.store import Store
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect
 from bucketline.store.change.repair import repair
-from bucketline.store.format.manifest import generations
+from bucketline.store.format.block import CHECKSUM, LENGTH_BYTES, bytes_digest, checksum, row_checksum
+from bucketline.store.format.manifest import MANIFEST, generations, read_manifest
+from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import apart
-from tests.fault.ground import expect_sound
-from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, expect
+from tests.fault.ground import expect_sound, limit_memory
+from tests.fault.record import COLUMNS_TOO, GOOD, Asked, Kind, Outcome, Record, expect
 from tests.kit import COLUMNS, IMAGES, Form, Held, Sample, by_id, flip_bit, samples_of
 
 LONGEST_S = 60.0  # of all readers and a verification
@@ -50,7 +61,6 @@ def worn_store(path: Path, form: Form, num_rows: int) -> dict[str, Sample]:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file, as the table names it."""
     if path.parent.name == "generations":
         return "generations/*.json"
     return path.name if path.suffix == ".json" else path.suffix.partition("-")[0] + ("-N" if "-" in path.suffix else "")
@@ -67,7 +77,6 @@ def draw_flips(store: Path, count: int, draw: random.Random) -> Iterator[tuple[P
 
 
 def contents(store: Path) -> Contents:
-    """Return what every generation holds."""
     return [(n, digest_of_everything(Store.open(store, n))) for n in (None, *sorted(generations(store)))]
 
 
@@ -104,7 +113,7 @@ def flipped_bits(asked: Asked) -> Iterator[Record]:
         store, records = asked.folder / f"flips{words}", dict[str, Record]()
         worn_store(store, form, num_rows=30)
         expected = apart(partial(contents, store), LONGEST_S).done()
-        for path, bit in draw_flips(store, flips, random.Random(asked.seed)):
+        for path, bit in draw_flips(store, flips, asked.draw):
             fault = f"a bit flipped in {kind_of(path)}{words}"
             records.setdefault(fault, Record(fault, Kind.FLIP)).trial(f"bit {bit} of {path.name}", trial, path, bit)
         yield from (records[fault] for fault in sorted(records))
@@ -144,7 +153,6 @@ def is_as_it_was(now: Held, before: Held) -> bool:
 
 
 def repaired(path: Path, damaged: set[str], every: dict[str, Sample], before: dict[str, Held], form: Form) -> Outcome:
-    """Repair a store of which some shards are damaged, and pack again what was lost."""
     owner = owners(path.with_name("sound"))
     done = repair(path, threads=1)
     now = by_id(Store.open(path))
@@ -171,7 +179,6 @@ def repaired(path: Path, damaged: set[str], every: dict[str, Sample], before: di
 
 
 def owners(path: Path) -> dict[str, str]:
-    """Return the name of each live sample's shard."""
     store = Store.open(path)
     found: dict[str, str] = {}
     for bucket in store.buckets():
@@ -184,7 +191,7 @@ def owners(path: Path) -> dict[str, str]:
 def damaged_files(asked: Asked) -> Iterator[Record]:
     """Files of a store removed, cut, overwritten or exchanged, then a repair and the same samples packed again."""
     for (words, form), trials in zip(FORMS, (asked.of(12, 200), asked.of(12, 100)), strict=True):
-        folder, draw = asked.folder / f"damage{words}", random.Random(asked.seed)
+        folder, draw = asked.folder / f"damage{words}", asked.draw
         sound, path = folder / "sound", folder / "s"
         every = worn_store(sound, form, num_rows=60)
         before = by_id(Store.open(sound))
@@ -199,3 +206,273 @@ def damaged_files(asked: Asked) -> Iterator[Record]:
             record.trial(what, repaired, path, {file.name.partition(".")[0] for file in chosen}, every, before, form)
             shutil.rmtree(path)
         yield record
+
+
+BUCKET = "train/64x64"
+NUMBERS = (0, 1, 7, 1 << 31, 1 << 32, (1 << 62) + 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+SHAPES: tuple[Any, ...] = (
+    *([0, 1 << 61, 1 << 61], [1 << 61, 8], [1] * 4042658, [[1]], [], [-1], "1", [True], [1 << 62] * 4000, [0] * 4000, [1.0]),
+)
+METADATA: tuple[object, ...] = (
+    *(None, 0, -1, 1 << 70, "x" * 50, [], {}, [[]], {BUCKET: None}, {BUCKET: {"first": 0, "count": 1 << 62}}),
+)
+MEMORY_BYTES = 1 << 30  # that a process may take beyond what it has at its beginning
+CASE_S = 20.0  # after which readers and verify are taken to hang
+RANDOM = "random"
+KINDS = {"extents": "bucketline.extents/1", "index": "bucketline.index/1", "dropped": "bucketline.dropped/1"}
+Lies = Iterator[tuple[str, bytes]]  # what it says, and the file's content
+Tensors = list[tuple[str, str, NDArray[Any]]]
+
+
+def sound_store(path: Path, form: Form) -> Path:
+    """Make a store of two shards, the first with several blocks in two buckets and dropped rows."""
+    samples = samples_of({BUCKET: 25, "val/8x8": 3})
+    form.make_store(path, samples, [*samples[3:9], *samples_of({BUCKET: 4}, "more/")])
+    return path
+
+
+def answers(path: Path, expected: str | None) -> list[Outcome]:
+    """Use a store in every way: what readers, then verify, make of it. Without an expected digest any answer will do."""
+
+    def read() -> Outcome:
+        found = digest_of_everything(Store.open(path))
+        return Outcome.COMPLETED if expected in (None, found) else Outcome.WRONG
+
+    def verified() -> Outcome:
+        if verify(Store.open(path), lambda _: None, 1).corrupt:
+            return Outcome.CLEAN_ERROR
+        return Outcome.COMPLETED if expected is None else Outcome.WRONG
+
+    found = []
+    for use in (read, verified):
+        try:
+            found.append(use())
+        except BucketlineError:
+            found.append(Outcome.CLEAN_ERROR)
+    return found
+
+
+def write_document(store: Path, document: dict[str, Any]) -> None:
+    """Write a manifest with a right digest, whatever it says, as the newest generation's too."""
+    newest = max((store / "generations").iterdir(), key=lambda path: int(path.stem))
+    document["digest"] = ""
+    document["digest"] = bytes_digest(dumped(document))
+    for path in (store / MANIFEST, newest):
+        path.write_bytes(dumped(document))
+
+
+def dumped(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii") + b"\n"
+
+
+def file_of(store: Path, kind: str) -> Path:
+    entry = read_manifest(store).shards[0]
+    return store / "shards" / f"g0.{f'dropped-{entry.dropped.generation}' if kind == 'dropped' and entry.dropped else kind}"
+
+
+def replace_file(store: Path, kind: str, data: bytes) -> None:
+    """Put other bytes in the place of a file of the first shard, and let the manifest agree."""
+    document = json.loads((store / MANIFEST).read_bytes())
+    file_of(store, kind).write_bytes(data)
+    document["shards"][0][kind].update(num_bytes=len(data), digest=bytes_digest(data))
+    write_document(store, document)
+
+
+def paged(store: Path, kind: str) -> tuple[Tensors, dict[str, Any]]:
+    path = file_of(store, kind)
+    file = PagedFile(path, path.stat().st_size, KINDS[kind])
+    dtypes = {tensor.name: tensor.dtype for tensor in file._tensors.values()}
+    return [(name, dtypes[name], file.column(name).copy()) for name in dtypes if name != "page_checksum"], dict(file.metadata)
+
+
+def sidecar_lies(store: Path, kind: str) -> Lies:
+    tensors, metadata = paged(store, kind)
+    for t, (name, dtype, values) in enumerate(tensors):
+
+        def instead(*own: tuple[str, str, NDArray[Any]], t: int = t) -> bytes:
+            return encode_paged([*tensors[:t], *own, *tensors[t + 1 :]], metadata)
+
+        changed: list[tuple[str, Any]] = [
+            ("reversed", values[::-1]),
+            ("cut", values[:-1]),
+            ("doubled", np.concatenate([values, values])),
+            ("none", values[:0]),
+            ("same", np.broadcast_to(values[:1], values.shape)),
+        ]
+        for n, number in enumerate(NUMBERS):
+            at, other = (0, len(values) // 2, len(values) - 1)[n % 3], values.copy()
+            flat, bits = other[at : at + 1].reshape(-1), 8 * other.itemsize
+            flat[:] = np.array([number % (1 << bits)], dtype="<u8").astype(f"<u{other.itemsize}").view(other.dtype)
+            changed += [(f"[{at}] = {number}", other), (f"all = {number}", np.broadcast_to(flat[:1], values.shape))]
+        for what, other in changed:
+            yield f"{name} {what}", instead((name, dtype, other))
+        yield f"without {name}", instead()
+        yield f"{name} as bytes", instead((name, "U8", values.view("u1")))
+    yield "unaligned", encode_paged([("odd", "U8", np.zeros(3, "u1")), *tensors], metadata)
+    for key in metadata:
+        for value in METADATA:
+            yield f"metadata {key} = {value!r:.40}", encode_paged(tensors, {**metadata, key: value})
+
+
+def overflowing(store: Path) -> Lies:
+    """Yield extents whose numbers come out right once they have passed 2⁶⁴."""
+    tensors, metadata = paged(store, "extents")
+    place = metadata["groups"][BUCKET]["first_block"]
+    for first_row, rows in ((0, 1 << 60), (-(1 << 62), (1 << 62) + 7), (0, (1 << 61) + 7), (-(1 << 63), (1 << 63) + 7)):
+        changed = [(name, dtype, values.copy()) for name, dtype, values in tensors]
+        for name, _, values in changed:
+            if name in ("first_row", "rows"):
+                values[place] = (first_row if name == "first_row" else rows) % (1 << 64)
+        yield f"first row {first_row}, rows {rows}", encode_paged(changed, metadata)
+
+
+def header_lies(store: Path, kind: str) -> Lies:
+    """Yield sidecars with another header, its own checksum left as it was or not."""
+    data = file_of(store, kind).read_bytes()
+    room = int.from_bytes(data[:LENGTH_BYTES], "little")
+    header, body = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + room]), data[LENGTH_BYTES + room :]
+    names = [name for name in header if name != "__metadata__"]
+    for name in (names[0], names[-1]):
+        begin, end = header[name]["data_offsets"]
+        for shape in SHAPES:
+            own = {**header[name], "shape": shape}
+            yield f"shape {shape!r:.40}", _with_header({**header, name: own}, body)
+            emptied = {**header, name: {**own, "data_offsets": [begin, begin]}}
+            yield f"empty shape {shape!r:.40}", _with_header(emptied, body[:begin] + body[end:])
+    for length in (0, 7, room - 1, room + 1, 1 << 20, 1 << 31, (1 << 63) - 1, (1 << 64) - 1):
+        yield f"header of {length} bytes", length.to_bytes(8, "little") + data[8:]
+    yield "nested metadata", _with_header({**header, "__metadata__": {"format": "[" * 50_000}}, body)
+    yield "nothing but a length", data[:8]
+    yield "empty", b""
+
+
+def _with_header(header: dict[str, Any], body: bytes) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head + checksum(head).to_bytes(8, "little") + body[8:]
+
+
+def manifest_lies(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    deep: Any = 1
+    for _ in range(400):
+        deep = [deep]
+
+    def leaves(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        for key in keys if isinstance(value, dict) or at[-2:-1] == ("groups",) else keys[:1]:
+            yield from leaves(value[key], (*at, key))
+        yield at
+
+    wrong: tuple[Any, ...] = (*NUMBERS, -1, None, "", "../../x", "x" * 5000, [], {}, deep, [1 << 62] * 3000, 1e999, True)
+    for n, at in enumerate(at for at in leaves(document, ()) if at and at != ("digest",)):
+        for value in (wrong[(n + k) % len(wrong)] for k in range(0, len(wrong), 5)):
+            other = copy.deepcopy(document)
+            inner = other
+            for key in at[:-1]:
+                inner = inner[key]
+            inner[at[-1]] = value
+            yield f"{'.'.join(map(str, at))} = {value!r:.40}", other
+
+
+def block_lies(store: Path, draw: random.Random) -> Lies:
+    """Yield shard files in which a block's header or content lies, rows' checksums made right again."""
+    opened = Store.open(store)
+    shard, data = opened.shards[0], opened.shards[0].paths.lmdb.read_bytes()
+    for group in shard.entry.groups:
+        begin = int(shard.block_ranges(group, np.array([0])).offset[0])
+        room = int.from_bytes(data[begin : begin + 8], "little")
+        for length in (0, 1, room + 64, 1 << 20, 1 << 40, (1 << 64) - 1):
+            yield f"{group}: header of {length} bytes", put(data, begin, length.to_bytes(8, "little"))
+        digits = [n for n, byte in enumerate(data[begin + 8 : begin + 8 + room]) if chr(byte).isdigit()]
+        for at in draw.choices(digits, k=12):
+            yield f"{group}: digit at {at}", put(data, begin + 8 + at, str(draw.randrange(10)).encode())
+    for row in (0, 1):
+        at = int(opened.locate_captions(np.array([0]), np.array([row])).starts_offsets()[0])
+        for number in (*NUMBERS, (1 << 64) - 5):
+            yield f"starts[{row}] = {number}", put(data, at, number.to_bytes(8, "little"))
+            yield f"starts[{row + 1}] = {number}", put(data, at + 8, number.to_bytes(8, "little"))
+    for number in (-2, -(1 << 31), (1 << 31) - 1, 1000):
+        yield f"captions {number}", with_row(store, {"captions": np.array([number] * 3, "<i4").tobytes()})
+
+
+def with_row(store: Path, changes: dict[str, bytes]) -> bytes:
+    """Return the first shard's file with other values in the first row, its checksum made right."""
+    opened = Store.open(store)
+    own, data = opened.bucket(BUCKET), opened.shards[0].paths.lmdb.read_bytes()
+    place = own.locate(np.array([0]))
+    at = {column.name: int(place.offsets(own.spec, column.name)[0]) for column in own.columns}
+    row = {column.name: data[at[column.name] :][: column.row_bytes] for column in own.columns} | changes
+    row[CHECKSUM] = row_checksum(own.spec, row).to_bytes(8, "little")
+    for name, value in row.items():
+        data = put(data, at[name], value)
+    return data
+
+
+def put(data: bytes, at: int, part: bytes) -> bytes:
+    return data[:at] + part + data[at + len(part) :]
+
+
+Lie = tuple[str, str, "Callable[[Path], None]"]  # the kind of file, what it says, and what makes it say that
+
+
+def lies_about(sound: Path, draw: random.Random, edits: int, share: float) -> Iterator[Lie]:
+    """Yield all lies, or a share of them, drawn, and random edits of random files."""
+    yield from (lie for lie in _by_kind(sound, draw) if draw.random() < share)
+    for name, data in overflowing(sound):
+        yield "extents", name, partial(replace_file, kind="extents", data=data)
+    for _ in range(edits):
+        path = draw.choice(sorted(p.relative_to(sound) for p in sound.rglob("*") if p.is_file() and p.stat().st_size))
+        whole = (sound / path).read_bytes()
+        at, part = draw.randrange(min(len(whole), draw.choice([300, 1 << 20]))), draw.randbytes(draw.choice([1, 2, 8, 64]))
+        edited = put(whole, at, part)[: len(whole)]
+        if edited != whole:
+            yield RANDOM, f"{path} {at} {part!r}", lambda store, path=path, data=edited: (store / path).write_bytes(data)  # type: ignore[misc]
+
+
+def _by_kind(sound: Path, draw: random.Random) -> Iterator[Lie]:
+    for kind in KINDS:
+        for name, data in (*sidecar_lies(sound, kind), *header_lies(sound, kind)):
+            yield kind, name, partial(replace_file, kind=kind, data=data)
+    for name, data in block_lies(sound, draw):
+        yield "blocks", name, partial(replace_file, kind="lmdb", data=data)
+    for name, document in manifest_lies(json.loads((sound / MANIFEST).read_bytes())):
+        yield "manifest", name, partial(write_document, document=document)
+    for name, data in sidecar_lies(sound, "extents"):
+        yield "adopted", name, partial(adopted, extents=data)
+
+
+def adopted(store: Path, extents: bytes) -> None:
+    """Let the next pack find the first shard unlisted, with other extents; what it refuses changes nothing."""
+    shutil.copy(store / "generations" / "0.json", store / MANIFEST)
+    (store / "shards" / "g0.extents").write_bytes(extents)
+    try:
+        publish(store, read_manifest(store), ["g0"], ())
+    except BucketlineError:
+        return
+
+
+def lying_files(asked: Asked) -> Iterator[Record]:
+    """Write all lies to a copy of a store, one after the other; who reads it may take little more memory, and only so long."""
+
+    def trial(path: Path, sound: Path, lie: Callable[[Path], None], expected: str | None) -> Outcome:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(sound, path)
+        lie(path)
+        found = [Outcome(one) for one in apart(partial(answers, path, expected), CASE_S).done()]
+        expect(not {*found} - {*GOOD}, "readers or verify took it for what it was not", Outcome.WRONG)
+        return found[-1]
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else asked.folder) as folder:
+        limit_memory(MEMORY_BYTES)
+        for words, form in FORMS:
+            sound, path, records = Path(folder, f"sound{words}"), Path(folder, f"s{words}"), dict[str, Record]()
+            sound_store(sound, form)
+            expected = apart(lambda sound=sound: digest_of_everything(Store.open(sound)), CASE_S).done()  # type: ignore[misc]
+            lies = lies_about(sound, asked.draw, asked.of(100, 500), 0.2 if asked.is_quick else 1.0)
+            for kind, name, lie in lies:
+                is_edit = kind == RANDOM
+                fault = ("a store's file edited at random" if is_edit else f"{kind} that lie, with right checksums") + words
+                record = records.setdefault(fault, Record(fault, Kind.HOSTILE))
+                record.trial(name, trial, path, sound, lie, expected if is_edit else None)
+            yield from (records[fault] for fault in sorted(records))

@@ -6,17 +6,24 @@ to its end. Another process packs on file systems in memory that are too small b
 metrics or status cannot be written is resumed on the fixed disk, and its losses are those of a run on a sound one.
 Reading: what plain reads, `verify`, and a loader of plain reads give is what was written, or an error of ours.
 A store that was begun when the clock was years ahead continues after it was set back.
+
+Disks of images that go away: before a run or in the middle of it, all of them or some, and come back afterwards.
+
+A store that has the images is packed again while they are out of reach, with `--prune`, `--max-rejects` and `--check` as it
+comes. It must end with a word of its own and have lost no sample; once the disk is back, the next run must find all as it was.
+EIO on read runs under the disk shim.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
-import random
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,23 +32,22 @@ import numpy as np
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.block import bytes_digest
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.constrained import SmallDisk
 from tests.fault import noted_pack, trainers
 from tests.fault.apart import Ended, How, apart
 from tests.fault.families import records_of
-from tests.fault.ground import COMMAND_S, Ground, done, expect_ids, fair
+from tests.fault.ground import COMMAND_S, Ground, done, expect_ids, expect_sound, fair, ids_of
 from tests.fault.noted_pack import commit_often, note_commits
 from tests.fault.packs import expect_kept
-from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
+from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.fault.same_store import noted_ids
-from tests.fault.shim import FAILURES, NEVER, Operation, Shim, records_under_shim
+from tests.fault.shim import FAILURES, NEVER, Failure, Operation, Shim, records_under_shim
 from tests.kit import add_samples, make_store, samples_of, store_writer
 from tests.models import write_images
 
-Failure = tuple[Operation, int, int]  # the error, and after how many operations
 SAMPLES = samples_of({"train/128x128": 40})
 NUM_IMAGES = 24
 LAST_PART = 0.25  # of what a run asks of its disk: the last shard, and what is published
@@ -50,12 +56,10 @@ YEARS_S = 10 * 365 * 24 * 3600
 
 
 def failing_disks(asked: Asked) -> Iterator[Record]:
-    """Write a store, and read one."""
     yield from records_under_shim("disks:stores_under_shim", asked, "a disk that fails")
 
 
 def packs_on_failing_disks(asked: Asked) -> Iterator[Record]:
-    """Pack under the shim, and on a small disk."""
     yield from records_under_shim("disks:packs_under_shim", asked, "a disk that fails under ingest pack")
     small = replace(asked, folder=asked.folder / "small")
     small.folder.mkdir()
@@ -63,7 +67,6 @@ def packs_on_failing_disks(asked: Asked) -> Iterator[Record]:
 
 
 def failing_runs(asked: Asked) -> Iterator[Record]:
-    """Train, and set the clock back."""
     yield from records_under_shim("disks:runs_under_shim", asked, "a disk that fails under a run")
 
 
@@ -80,25 +83,10 @@ def write_all(store: Path, notes: Path) -> None:
         writer.publish()
 
 
-def write_failing(shim: Shim, store: Path, failure: Failure) -> int:
-    """Write on a disk that fails, in this process, a forked one; give how often the operation came."""
-    with shim.failing(*failure):
-        write_all(store, store.with_name("notes"))
-    return shim.count(failure[0])
-
-
-def write_trial(shim: Shim, folder: Path, failure: Failure) -> Outcome:
-    """Write onto a disk that fails, see what is left, fix the disk, continue."""
-    store, notes = folder / "s", folder / "notes"
-    shutil.rmtree(store, ignore_errors=True)
-    notes.unlink(missing_ok=True)
-    outcome = apart(partial(write_failing, shim, store, failure)).fair()
-    committed = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-    store.mkdir(exist_ok=True)
-    expect_kept(store, folder / "copy", dict.fromkeys(committed, -1))
-    apart(partial(write_all, store, notes)).done()
-    expect_ids(store, [sample.id for sample in SAMPLES])
-    return Outcome.RECOVERED if outcome is Outcome.CLEAN_ERROR else outcome
+def moments(asked: Asked, quick: int, full: int, count: int) -> list[tuple[str, int]]:
+    trials = asked.of(quick, full)
+    drawn = asked.draw.sample(range(count), trials) if trials <= count else asked.draw.choices(range(count), k=trials)
+    return [(f"after {after} of {count}", after) for after in drawn]
 
 
 def plain_reads(path: Path) -> list[str]:
@@ -134,79 +122,57 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
-def read_failing(shim: Shim, path: Path, name: str, after: int) -> Ended:
-    """Read from a disk that gives errors after a while; it gives what was read, and how many reads there were."""
-
-    def work() -> object:
-        with shim.failing(Operation.READ, errno.EIO, after):
-            return READERS[name](path), shim.count(Operation.READ)
-
-    return apart(work)
-
-
-def read_trial(shim: Shim, path: Path, name: str, after: int, expected: list[str]) -> Outcome:
-    ended = read_failing(shim, path, name, after)
-    if ended.how is How.REFUSED:
-        expect(any(word in ended.said for word in ("shards", "manifest", "shard g")), f"names no file: {ended.said}")
-        return Outcome.CLEAN_ERROR
-    found, count = ended.done()
-    if name == "verify" and count > after:
-        expect(found, "verify found nothing")
-        return Outcome.CLEAN_ERROR
-    expect(found == expected, "other rows than were written")
-    return Outcome.COMPLETED
-
-
 def stores_under_shim(asked: Asked) -> Iterator[Record]:
-    shim, draw, disk = Shim(), random.Random(asked.seed), asked.folder / "disk"
-    disk.mkdir()
+    shim, disk = Shim(), asked.folder / "disk"
     shim.watch(disk)
+    store, notes, path = disk / "s", disk / "notes", disk / "read"
+
+    def write_trial(after: int, operation: Operation, error: int) -> Outcome:
+        """Write onto a disk that fails, see what is left, fix the disk, continue."""
+        shutil.rmtree(store, ignore_errors=True)
+        notes.unlink(missing_ok=True)
+        outcome = shim.under((operation, error, after), partial(write_all, store, notes)).fair()
+        committed = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+        store.mkdir(exist_ok=True)
+        expect_kept(store, disk / "copy", dict.fromkeys(committed, -1))
+        apart(partial(write_all, store, notes)).done()
+        expect_ids(store, [sample.id for sample in SAMPLES])
+        return Outcome.RECOVERED if outcome is Outcome.CLEAN_ERROR else outcome
+
+    def read_trial(after: int, name: str, expected: list[str]) -> Outcome:
+        ended = shim.under((Operation.READ, errno.EIO, after), partial(READERS[name], path))
+        if ended.how is How.REFUSED:
+            expect(any(word in ended.said for word in ("shards", "manifest", "shard g")), f"names no file: {ended.said}")
+            return Outcome.CLEAN_ERROR
+        found, counts = ended.done()
+        if name == "verify" and counts[Operation.READ] > after:
+            expect(found, "verify found nothing")
+            return Outcome.CLEAN_ERROR
+        expect(found == expected, "other rows than were written")
+        return Outcome.COMPLETED
+
     for name, operation, error in FAILURES:
-        record = Record(f"{name}, while a store is written", Kind.DISK)
-        shutil.rmtree(disk / "s", ignore_errors=True)
-        count = apart(partial(write_failing, shim, disk / "s", (operation, error, NEVER))).done()
-        for after in draw.sample(range(count), min(count, asked.of(4, 25))):
-            record.trial(f"after {after} of {count}", write_trial, shim, disk, (operation, error, after))
-        yield record
-    path = disk / "read"
+        shutil.rmtree(store, ignore_errors=True)
+        _, counts = shim.under((operation, error, NEVER), partial(write_all, store, notes)).done()
+        writes = [(*moment, operation, error) for moment in moments(asked, 4, 25, counts[operation])]
+        yield from tried(f"{name}, while a store is written", Kind.DISK, write_trial, writes)
     make_store(path, samples_of({"train/64x64": 12, "train/8x8": 3}), samples_of({"train/64x64": 6}, "more/"))
-    for name in READERS:
-        record = Record(f"EIO on read, by {name}", Kind.DISK)
-        expected, count = read_failing(shim, path, name, NEVER).done()
-        for _ in range(asked.of(6, 40)):
-            after = draw.randrange(count)
-            record.trial(f"after {after} of {count}", read_trial, shim, path, name, after, expected)
-        yield record
+    for name, reader in READERS.items():
+        expected, counts = shim.under((Operation.READ, errno.EIO, NEVER), partial(reader, path)).done()
+        reads = [(*moment, name, expected) for moment in moments(asked, 6, 40, counts[Operation.READ])]
+        yield from tried(f"EIO on read, by {name}", Kind.DISK, read_trial, reads)
 
 
-@dataclass(frozen=True, slots=True)
 class Pack:
     """A store to be packed on a disk, and what it is packed of. The notes of what is committed are on another disk."""
 
-    ground: Ground
-    disk: Path
-
-    @classmethod
-    def prepare(cls, asked: Asked, disk: Path) -> Pack:
-        ground = Ground.prepare(asked)
+    def __init__(self, asked: Asked, disk: Path) -> None:
+        self.ground, self.photos, self.store = Ground(asked), asked.folder / "photos", disk / "s"
+        self.notes = asked.folder / "s.committed"
         importlib.import_module("torch.distributed")
-        write_images(asked.folder / "photos", NUM_IMAGES)
-        return cls(ground, disk)
-
-    @property
-    def photos(self) -> Path:
-        return self.ground.folder / "photos"
-
-    @property
-    def store(self) -> Path:
-        return self.disk / "s"
-
-    @property
-    def notes(self) -> Path:
-        return self.ground.folder / "s.committed"
+        write_images(self.photos, NUM_IMAGES)
 
     def begin_anew(self) -> None:
-        """Remove what the last trial left."""
         shutil.rmtree(self.store, ignore_errors=True)
         for path in self.notes.parent.glob("s.committed.*"):
             path.unlink()
@@ -231,7 +197,6 @@ class Pack:
         return Outcome.RECOVERED
 
     def judged(self, ended: Ended) -> Outcome:
-        """Judge how the run on the failing disk ended, and what came after it."""
         outcome = fair(ended)
         recovered = self.recovered()
         return outcome if outcome is Outcome.COMPLETED else recovered
@@ -239,37 +204,31 @@ class Pack:
 
 def packs_under_shim(asked: Asked) -> Iterator[Record]:
     """Pack on a disk that fails from a drawn moment on, as often as not in the last part of the run."""
-    shim, draw, disk = Shim(), random.Random(asked.seed), asked.folder / "disk"
-    disk.mkdir()
+    shim, draw, disk = Shim(), asked.draw, asked.folder / "disk"
     shim.watch(disk)
-    pack = Pack.prepare(asked, disk)
+    pack, counts = Pack(asked, disk), dict[bool, list[int]]()
 
-    def failing(often: bool, operation: Operation, error: int, after: int) -> Ended:  # noqa: FBT001 - committing after each
-        def work() -> object:
-            with shim.failing(operation, error, after):
-                ran = pack.pack(commits_often=often)
-                return ran | {"counts": [shim.count(one) for one in Operation]}
-
+    def failing(failure: Failure, *, often: bool) -> Ended:
         pack.begin_anew()
-        return apart(work, COMMAND_S)
+        ended = shim.under(failure, partial(pack.pack, commits_often=often), COMMAND_S)
+        gave, counts[often] = ended.done()
+        return replace(ended, gave=gave)
 
-    def trial(*failure: Any) -> Outcome:
-        return pack.judged(failing(*failure))
+    def trial(failure: Failure, often: bool) -> Outcome:  # noqa: FBT001 - committing after each image
+        return pack.judged(failing(failure, often=often))
 
-    counts = {}
     for often in (True, False):
-        whole = failing(often, Operation.READ, 0, NEVER)
-        done(whole)
-        counts[often] = whole.gave["counts"]
+        done(failing((Operation.READ, 0, NEVER), often=often))
+    whole = dict(counts)
     for name, operation, error in FAILURES:
-        record = Record(f"{name}, under ingest pack", Kind.DISK)
+        cases = []
         for _ in range(asked.of(1, 25)):
             often = draw.random() < 0.5
-            most = counts[often][operation]
+            most = whole[often][operation]
             after = draw.randrange(int(most * (1 - LAST_PART)) if draw.random() < 0.5 else 0, most)
             what = f"after {after} of {most}, commits {'after every image' if often else 'with the last shard'}"
-            record.trial(what, trial, often, operation, error, after)
-        yield record
+            cases.append((what, (operation, error, after), often))
+        yield from tried(f"{name}, under ingest pack", Kind.DISK, trial, cases)
     record = Record("a rank's disk that fails at its last shard", Kind.DISK)
     for _ in range(asked.of(1, 16)):
         rank, after, (name, operation, error) = draw.randrange(2), draw.randrange(12), draw.choice(FAILURES)
@@ -295,9 +254,8 @@ def small_disks(asked: Asked) -> Iterator[Record]:
     folder = asked.folder / "disk"
     folder.mkdir()
     disk = SmallDisk(folder, ROOM_BYTES)  # before anything begins threads
-    pack, draw, filler = Pack.prepare(asked, folder), random.Random(asked.seed), folder / "filler"
+    pack, draw, filler = Pack(asked, folder), asked.draw, folder / "filler"
     kind = "a file system of 1 MiB that is nearly full" if disk.is_disk else "files that must not grow beyond a length"
-    record = Record(f"{kind}, under ingest pack, then room", Kind.DISK)
     pack.begin_anew()
     done(apart(lambda: pack.pack(commits_often=False), COMMAND_S))
     needed = sum(path.stat().st_blocks * 512 for path in pack.store.rglob("*") if path.is_file())
@@ -315,68 +273,203 @@ def small_disks(asked: Asked) -> Iterator[Record]:
         expect(is_said or ended.gave["code"] == 0, f"the error says nothing of the disk: {ended.gave['err'][-300:]}")
         return pack.judged(ended)
 
-    for n in range(asked.of(2, 25)):
-        free = int(needed * least * (1.6 if n == 0 else 1 + 1.2 * draw.random()))
-        record.trial(f"{free >> 10} KiB free", trial, free)
-    yield record
-
-
-def clock_trial(shim: Shim, folder: Path, after: int) -> Outcome:
-    """Begin a store years ahead, on a disk that is full after a while, and continue it years before."""
-    store = folder / "s"
-    shutil.rmtree(store, ignore_errors=True)
-
-    def ahead() -> object:
-        shim.shift_clock(YEARS_S)
-        return write_failing(shim, store, (Operation.WRITE, errno.ENOSPC, after))
-
-    def behind() -> None:
-        shim.shift_clock(-YEARS_S)
-        write_all(store, folder / "notes")
-
-    apart(ahead).fair()
-    apart(behind).done()
-    expect_ids(store, [sample.id for sample in SAMPLES])
-    return Outcome.RECOVERED
-
-
-def train_failing(shim: Shim, folder: Path, output: Path, failure: Failure) -> Ended:
-    """Train on a disk that fails; it gives the losses, and how often the operation came."""
-
-    def work() -> object:
-        with shim.failing(*failure):
-            return trainers.train_in(folder, output, resume=False), shim.count(failure[0])
-
-    shutil.rmtree(output, ignore_errors=True)
-    return apart(work, COMMAND_S)
-
-
-def train_trial(shim: Shim, folder: Path, output: Path, failure: Failure, losses: object) -> Outcome:
-    ended = train_failing(shim, folder, output, failure)
-    outcome = ended.fair()
-    found = ended.gave[0] if outcome is Outcome.COMPLETED else trainers.begun(folder, output).ended(COMMAND_S).done()
-    if found != losses:
-        raise Wrong(f"{ended.said}; the losses are {found}, expected {losses}", Outcome.WRONG)
-    return outcome if outcome is Outcome.COMPLETED else Outcome.RECOVERED
+    sizes = [int(needed * least * (1.6 if n == 0 else 1 + 1.2 * draw.random())) for n in range(asked.of(2, 25))]
+    cases = [(f"{free >> 10} KiB free", free) for free in sizes]
+    yield from tried(f"{kind}, under ingest pack, then room", Kind.DISK, trial, cases)
 
 
 def runs_under_shim(asked: Asked) -> Iterator[Record]:
     os.environ.pop("LD_PRELOAD")  # of what this process starts
-    shim, draw, folder = Shim(), random.Random(asked.seed), asked.folder / "runs"
-    folder.mkdir()
+    shim, folder = Shim(), asked.folder / "runs"
     shim.watch(folder)
-    record = Record("the clock set back twenty years between two runs", Kind.OTHER)
-    for _ in range(asked.of(2, 20)):
-        after = draw.randrange(20, 60)
-        record.trial(f"after {after}", clock_trial, shim, folder, after)
-    yield record
+    store, notes, output = folder / "s", folder / "notes", folder / "run"
+
+    def clock_trial(after: int) -> Outcome:
+        """Begin a store years ahead, on a disk that is full after a while, and continue it years before."""
+        shutil.rmtree(store, ignore_errors=True)
+
+        def write(shift_s: int) -> None:
+            shim.shift_clock(shift_s)
+            write_all(store, notes)
+
+        shim.under((Operation.WRITE, errno.ENOSPC, after), partial(write, YEARS_S)).fair()
+        apart(partial(write, -YEARS_S)).done()
+        expect_ids(store, [sample.id for sample in SAMPLES])
+        return Outcome.RECOVERED
+
+    def train(failure: Failure) -> Ended:
+        shutil.rmtree(output, ignore_errors=True)
+        return shim.under(failure, partial(trainers.train_in, folder, output, resume=False), COMMAND_S)
+
+    def train_trial(after: int, operation: Operation, error: int, losses: object) -> Outcome:
+        ended = train((operation, error, after))
+        is_whole = ended.fair() is Outcome.COMPLETED
+        found = ended.gave[0] if is_whole else trainers.begun(folder, output).ended(COMMAND_S).done()
+        expect(found == losses, f"{ended.said}; the losses are {found}, expected {losses}", Outcome.WRONG)
+        return Outcome.COMPLETED if is_whole else Outcome.RECOVERED
+
+    drawn = [asked.draw.randrange(20, 60) for _ in range(asked.of(2, 20))]
+    clocks = [(f"after {after}", after) for after in drawn]
+    yield from tried("the clock set back twenty years between two runs", Kind.OTHER, clock_trial, clocks)
     trainers.prepare(folder)
-    output = folder / "run"
+    shim.watch(output)
     for name, operation, error in FAILURES:
-        record = Record(f"{name}, under a trainer's run folder", Kind.DISK)
-        shim.watch(output)
-        losses, count = train_failing(shim, folder, output, (operation, error, NEVER)).done()
-        for _ in range(asked.of(2, 8)):
-            after = draw.randrange(count)
-            record.trial(f"after {after} of {count}", train_trial, shim, folder, output, (operation, error, after), losses)
-        yield record
+        losses, counts = train((operation, error, NEVER)).done()
+        cases = [(*moment, operation, error, losses) for moment in moments(asked, 2, 8, counts[operation])]
+        yield from tried(f"{name}, under a trainer's run folder", Kind.DISK, train_trial, cases)
+
+
+NUM_AWAY = 12
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--prune",),
+    ("--max-rejects", "0"),
+    ("--prune", "--max-rejects", "0.9"),
+    ("--check", "content"),
+    ("--check", "content", "--prune"),
+)
+Leave = Callable[[Path], object]  # in the place of what is away
+
+
+def _nothing(_: Path) -> None:
+    """Leave nothing: what was mounted is gone with its mount point."""
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/nowhere/at/all")
+
+
+BEFORE: dict[str, tuple[str, Leave]] = {  # of what is away (some files, a folder, the source), and what is in its place
+    "images whose links lead nowhere": ("*.png", _link),
+    "captions whose links lead nowhere": ("*.txt", _link),
+    "an empty mount point in the source": ("a", Path.mkdir),
+    "a source that is an empty mount point": ("", Path.mkdir),
+    "a source that is not there": ("", _nothing),
+}
+DURING: dict[str, Leave] = {
+    "a source that goes away while it is read": _nothing,
+    "a source that becomes an empty mount point while it is read": Path.mkdir,
+    "a source that becomes a dangling link while it is read": _link,
+}
+
+
+class Scene:
+    """Images, and the store that has them; some are touched, changed or new, so that the next run has something to do."""
+
+    def __init__(self, ground: Ground) -> None:
+        folder = ground.fresh()
+        self.ground, self.photos, self.store = ground, folder / "photos", folder / "s"
+        write_images(self.photos, NUM_AWAY)
+        done(ground.packed(self.photos, self.store))
+        os.utime(self.photos / "a" / "000.png", ns=(1, 1))
+        (self.photos / "b" / "001.txt").write_text("a blue dog\n", encoding="ascii")
+        shutil.copy(self.photos / "a" / "002.png", self.photos / "a" / "new.png")
+
+    def chosen(self, pattern: str) -> list[Path]:
+        if "*" not in pattern:
+            return [self.photos / pattern]
+        paths = sorted(self.photos.rglob(pattern))
+        return self.ground.draw.sample(paths, self.ground.draw.choice([1, len(paths) // 2, len(paths)]))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.away")
+
+
+def _take_away(path: Path, leave: Leave) -> None:
+    path.rename(_aside(path))
+    leave(path)
+
+
+def _put_back(path: Path) -> None:
+    if _aside(path).exists():
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.is_dir():
+            path.rmdir()
+        _aside(path).rename(path)
+
+
+def take_away_after(photos: Path, after: int, leave: Leave) -> None:
+    """Have the source go away when this process, a forked one, has read so many images."""
+    from bucketline.ingest.pipeline.image_reader import ImageReader
+
+    read, left, once = ImageReader.read, iter(range(after)), threading.Lock()
+
+    def reading(self: ImageReader, item: Any) -> Any:
+        with once:  # several threads read
+            if next(left, None) is None and not _aside(photos).exists():
+                _take_away(photos, leave)
+        return read(self, item)
+
+    ImageReader.read = reading  # type: ignore[method-assign]
+
+
+def packed_while_away(scene: Scene, options: tuple[str, ...], begin: Callable[[], object], away: Sequence[Path]) -> Outcome:
+    before = ids_of(scene.store) if scene.store.exists() else []
+
+    def work() -> dict[str, Any]:
+        begin()
+        return asdict(call("ingest", *scene.ground.pack_command(scene.photos, scene.store, *options)))
+
+    ended = apart(work, COMMAND_S)
+    for path in away:
+        _put_back(path)
+    _expect_nothing_lost(ended, scene, before)
+    again = scene.ground.packed(scene.photos, scene.store)
+    _expect_nothing_lost(again, scene, before)
+    done(again)
+    expect_ids(scene.store, [path.relative_to(scene.photos).as_posix() for path in scene.photos.rglob("*.png")])
+    return Outcome.RECOVERED
+
+
+def _expect_nothing_lost(ended: Ended, scene: Scene, before: list[str]) -> None:
+    fair(ended)
+    expect_sound(scene.store)
+    lost = set(before) - set(ids_of(scene.store)) if before else None
+    expect(not lost, f"lost: {lost}")
+    if '"found"' in ended.gave["out"]:
+        report = json.loads(ended.gave["out"])
+        is_whole = report["found"] == report["packed"] + report["unchanged"] + report["rejected"]
+        expect(is_whole and not report["pruned"] and not report["dropped"], f"lost, or a wrong account: {report}")
+
+
+def vanishing_disks(asked: Asked) -> Iterator[Record]:
+    """Try every way, or some of them; EIO on read in a process under the shim."""
+    ground = Ground(asked, most=2)
+
+    def trial(fault: str, options: tuple[str, ...]) -> Outcome:
+        scene = Scene(ground)
+        if fault in DURING:
+            begin = partial(take_away_after, scene.photos, ground.draw.randrange(NUM_AWAY + 1), DURING[fault])
+            return packed_while_away(scene, options, begin, [scene.photos])
+        pattern, leave = BEFORE[fault]
+        away = scene.chosen(pattern)
+        for path in away:
+            _take_away(path, leave)
+        return packed_while_away(scene, options, lambda: None, away)
+
+    for fault in [*ground.some(list(BEFORE)), *ground.some(list(DURING))]:
+        cases = [(" ".join(options), fault, options) for options in ground.draw.sample(OPTIONS, asked.of(1, len(OPTIONS)))]
+        yield from tried(f"disk of images: {fault}", Kind.DISK, trial, cases)
+    yield from records_under_shim("disks:reads_under_shim", asked, "disk of images: EIO on read")
+
+
+def reads_under_shim(asked: Asked) -> Iterator[Record]:
+    """Have reads of images and captions fail from a random one on, under the shim; also of a source that is packed anew."""
+    shim, ground = Shim(), Ground(asked)
+
+    def trial(options: tuple[str, ...], is_new: bool) -> Outcome:  # noqa: FBT001 - a case
+        scene = Scene(ground)
+        if is_new:
+            shutil.rmtree(scene.store)
+        shim.watch(scene.photos)
+        begin = partial(shim.arm, Operation.READ, errno.EIO, ground.draw.randrange(2 * NUM_AWAY))
+        return packed_while_away(scene, options, begin, [])
+
+    cases = [
+        (f"{' '.join(options)}, new: {is_new}", options, is_new)
+        for options in ground.draw.sample(OPTIONS, asked.of(1, len(OPTIONS)))
+        for is_new in (True, False, False, False, False)[: asked.of(2, 5)]
+    ]
+    yield from tried("disk of images: EIO on read", Kind.DISK, trial, cases)

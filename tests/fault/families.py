@@ -7,6 +7,7 @@ records, each of which is printed as soon as it is there. `test_faults.py` runs 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -30,31 +31,31 @@ FAMILIES = {  # MODULE:FUNCTION, and the limit in seconds of the long form; a qu
     "loader": ("loaders:loader_failures", 1200),
     "flips": ("damage:flipped_bits", 1500),
     "damage": ("damage:damaged_files", 900),
-    "lies": ("hostile_files:lying_files", 1500),
+    "lies": ("damage:lying_files", 1500),
     "disks": ("disks:failing_disks", 900),
     "pack-disks": ("disks:packs_on_failing_disks", 1800),
     "dates": ("people:odd_dates", 900),
-    "away": ("vanishing_disks:vanishing_disks", 1500),
+    "away": ("disks:vanishing_disks", 1500),
     "trainer": ("trainers:trainers", 1200),
     "fuzz": ("fuzz:fuzzed", 1500),
     "people": ("people:people", 2400),
-    "hostile": ("hostile_input:hostile_input", 2400),
-    "links": ("linked_stores:linked_stores", 2400),
+    "hostile": ("hostile:hostile_input", 2400),
+    "links": ("hostile:linked_stores", 2400),
     "checkpoints": ("trainers:hostile_checkpoints", 600),
-    "floods": ("strangers:floods", 600),
-    "logs": ("broken_logs:broken_logs", 1200),
+    "floods": ("loaders:floods", 600),
+    "logs": ("trainers:broken_logs", 1200),
     "runs": ("disks:failing_runs", 1200),
-    "power": ("power_loss:losses", 600),
+    "power": ("shim:losses", 600),
     "names": ("changed_at_urls:names_used_again", 900),
     "notes": ("changed_at_urls:killed_pushes", 900),
     "clocks": ("changed_at_urls:wrong_clocks", 900),
     "threads": ("changed_at_urls:threads", 900),
-    "server": ("servers:failing_servers", 1800),
-    "server-kills": ("remote_kills:killed_readers", 1200),
-    "copies": ("remote_kills:copied_stores", 1200),
-    "server-lies": ("servers:hostile_servers", 1800),
-    "server-disk": ("servers:full_caches", 600),
-    "server-rm": ("servers:removed_caches", 900),
+    "server": ("remote:failing_servers", 1800),
+    "server-kills": ("remote:killed_readers", 1200),
+    "copies": ("remote:copied_stores", 1200),
+    "server-lies": ("remote:hostile_servers", 1800),
+    "server-disk": ("remote:full_caches", 600),
+    "server-rm": ("remote:removed_caches", 900),
 }
 
 
@@ -68,7 +69,7 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
         path_of_tests = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
         environment = {**without_gpus(os.environ), **of_libraries, "HOME": str(home), "PYTHONPATH": path_of_tests}
         function, limit_s = FAMILIES[name]
-        asked = Asked(seed=seed, is_quick=is_quick, folder=folder)
+        asked = Asked(seed=seed, is_quick=is_quick, folder=folder, draw=random.Random(seed))
         records = [
             *records_of(
                 function, asked, f"{name}: all of it", environment, cwd=here, limit_s=limit_s / 2 if is_quick else limit_s
@@ -120,7 +121,7 @@ def main(function: str, seed: str, form: str, folder: str) -> None:
     """Be the process: print each record as soon as it is there."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it, and all below it
     module, _, name = function.partition(":")
-    asked = Asked(seed=int(seed), is_quick=form == "quick", folder=Path(folder))
+    asked = Asked(seed=int(seed), is_quick=form == "quick", folder=Path(folder), draw=random.Random(int(seed)))
     for record in getattr(import_module(f"tests.fault.{module}"), name)(asked):
         print(MARK + record.as_json(), flush=True)
 

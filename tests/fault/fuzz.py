@@ -1,8 +1,7 @@
 """Feeds every parser that reads a file with what a coverage-guided fuzzer (atheris) comes upon.
 
-`python -m tests.fault.fuzz PARSER SECONDS SEED FOLDER` fuzzes one of them, from the seeds in `tests/fault/corpus`, until an
-input raises what is not an error of ours, takes more than 10 s, or 2 GiB of memory, or ends the interpreter; it is left in the
-folder.
+`python -m tests.fault.fuzz PARSER SECONDS SEED FOLDER` fuzzes one of them, from its seeds, until an input raises what is
+not an error of ours, takes more than 10 s, or 2 GiB of memory, or ends the interpreter; it is left in the folder.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ OPTIONS = ("-timeout=10", "-rss_limit_mb=2048", f"-max_len={1 << 16}", "-print_f
 
 
 def fuzz(parser: str, seconds: str, seed: str, folder: str) -> None:
-    """Fuzz in this process; it ends here."""
     atheris: Any = importlib.import_module("atheris")
     with atheris.instrument_imports(include=INSTRUMENTED):
-        parse = importlib.import_module("tests.fault.parsers").PARSERS[parser]
-    found, work = Path(folder, "corpus"), Path(folder, "work")
-    found.mkdir()
-    work.mkdir()
+        parsers = importlib.import_module("tests.fault.parsers")
+    found, work, seeds = (Path(folder, name) for name in ("corpus", "work", "seeds"))
+    for path in (found, work, seeds):
+        path.mkdir()
+    for number, data in enumerate(parsers.inputs(parser)):
+        (seeds / f"{number}").write_bytes(data)
     own = (f"-max_total_time={seconds}", f"-seed={int(seed) + 1}", f"-artifact_prefix={folder}/")
-    seeds = Path(__file__).parent / "corpus" / parser
+    parse = parsers.PARSERS[parser]
     atheris.Setup([sys.argv[0], *OPTIONS, *own, str(found), str(seeds)], lambda data: parse(data, work))
     atheris.Fuzz()
 
 
 def fuzzed(asked: Asked) -> Iterator[Record]:
-    """Fuzz every parser, each in a process of its own."""
     for parser in PARSERS:
         record = Record(f"fuzzed input: {parser}", Kind.INPUT)
         if importlib.util.find_spec("atheris") is None:

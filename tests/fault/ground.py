@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,25 +50,18 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (taken + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-@dataclass(slots=True)
 class Ground:
-    """A folder with a model, and random numbers."""
+    """A folder with a model, and random numbers; a quick run tries `most` of a list."""
 
-    folder: Path
-    draw: random.Random
-    number: int = 0
-    most: int | None = None  # that is tried of a list
-
-    @classmethod
-    def prepare(cls, asked: Asked, most: int | None = None) -> Ground:
-        """Write the model, and import once what every forked command needs; a quick run tries `most` of a list."""
+    def __init__(self, asked: Asked, most: int | None = None) -> None:
+        """Write the model, and import once what every forked command needs."""
         import_for_packs(*FOR_STORES)
+        self.folder, self.draw, self.number = asked.folder, asked.draw, 0
+        self.most = most if asked.is_quick else None
         (asked.folder / "work").mkdir()
         write_model(asked.folder / "model")
-        return cls(folder=asked.folder, draw=random.Random(asked.seed), most=most if asked.is_quick else None)
 
     def fresh(self) -> Path:
-        """Return an empty folder."""
         self.number += 1
         path = self.folder / "work" / str(self.number)
         path.mkdir()
@@ -87,7 +79,6 @@ class Ground:
         return commanding("ingest", *self.pack_command(source, store, *more))
 
     def packed(self, source: object, store: Path, *more: object) -> Ended:
-        """Pack to the end."""
         return self.packing(source, store, *more).ended(COMMAND_S)
 
 
@@ -97,7 +88,6 @@ def commanding(command: str, *arguments: object) -> Apart:
 
 
 def commanded(command: str, *arguments: object) -> Ended:
-    """Run a console command to its end."""
     return commanding(command, *arguments).ended(COMMAND_S)
 
 
@@ -118,18 +108,18 @@ def done(ended: Ended) -> str:
     return str(ended.gave["out"])
 
 
-def listed(folder: Path, *but: Path) -> dict[str, tuple[int, int]]:
-    """Return every path below a folder, but for some, with its size and time: what a command must leave as it is."""
-    found = {}
+def listed(folder: Path, *but: Path) -> dict[str, tuple[int, ...]]:
+    """Return every path below a folder, but for some, with its mode, size and time: what a command must leave as it is."""
+    found: dict[str, tuple[int, ...]] = {}
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if Path(base, name) not in but]
         for name in (*folders, *files):
             status = os.lstat(f"{base}/{name}")
-            found[f"{base}/{name}"] = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
+            found[f"{base}/{name}"] = (status.st_mode, *((status.st_size, status.st_mtime_ns) if name in files else ()))
     return found
 
 
-def expect_same(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+def expect_same(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> None:
     """Raise `Wrong` if something is there that was not, or is other than it was, or is gone."""
     changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     expect(not changed, changed[:3], Outcome.OUTSIDE)

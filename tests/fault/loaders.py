@@ -2,18 +2,23 @@
 
 A trial is bad if the error, or the clean end, takes longer than it may or is another one than it should be, if a batch is
 skipped, or if something is left behind.
+
+Strangers at a service: they come to its socket or its port without end, and say anything; clients come and go meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import pickle
 import random
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,8 +26,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -31,15 +36,17 @@ from typing import Any
 import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, DeliveryError, StoreError, UsageError
-from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader import Batch, Loader, LoaderConfig, ServiceAddress
 from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.sockets import Security, connected
+from bucketline.loader.service.wire import MAX_MESSAGE_BYTES, receive
 from bucketline.store import Store
-from tests.fault.apart import How, apart
+from tests.fault.apart import HANG_S, How, apart
 from tests.fault.record import Asked, Kind, Outcome, Record, Wrong, expect
-from tests.kit import Sample, flip_bit, make_store, samples_of
+from tests.kit import flip_bit, make_store, samples_of
 from tests.leftovers import children, descriptors, held, left_since, wait_until
-from tests.serving import serving
+from tests.serving import serving, serving_here
 
 WITHIN_S = 10.0  # the time that an answer has, also on a busy machine; it takes milliseconds
 CHILD_S = 120  # before a child is taken to hang; it may start a service, which imports torch: seconds of CPU
@@ -48,27 +55,19 @@ SHARDS = ("g0", "g1")
 FORKS = COPIES = 8  # of one loader
 
 
-@dataclass(slots=True)
 class Bench:
     """A place to force failures: a new store for each, and what is drawn for it."""
 
-    folder: Path
-    random: random.Random
-    service: str | None = None
-    number: int = 0
-    samples: list[Sample] = field(default_factory=list)
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self.folder, self.random, self.number = folder, draw, 0
+        self.service: str | None = None
+        make_store(folder / "whole", samples_of(ROWS, "first/"), samples_of(ROWS, "second/"))
 
     def store(self) -> Path:
-        """Make a fresh copy of the store."""
-        whole = self.folder / "whole"
-        if not whole.exists():
-            self.samples = samples_of(ROWS, "first/")
-            make_store(whole, self.samples, samples_of(ROWS, "second/"))
         self.number += 1
-        return Path(shutil.copytree(whole, self.folder / f"{self.number}.store"))
+        return Path(shutil.copytree(self.folder / "whole", self.folder / f"{self.number}.store"))
 
     def config(self, **more: object) -> LoaderConfig:
-        """Draw a configuration."""
         drawn = {
             "batch_size": self.random.randint(1, 5),
             "seed": self.random.randint(0, 1 << 30),
@@ -364,7 +363,6 @@ def ids_of(path: Path, config: LoaderConfig) -> list[object]:
 
 
 def _forked(work: Callable[[], bool]) -> None:
-    """Run some work in a process that is forked off; raise `Wrong` if it hangs, fails or dies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking while threads run is what is tried
         ended = apart(work, CHILD_S)
@@ -481,7 +479,7 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
         expect(not left, f"left behind: {left}")
         return outcome
 
-    draw, records = random.Random(asked.seed), dict[str, Record]()
+    draw, records = asked.draw, dict[str, Record]()
     order = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
     order += draw.choices(order, [_WEIGHTS[service] for _, service in order], k=asked.of(0, 240 - len(order)))
     draw.shuffle(order)
@@ -493,3 +491,103 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
         bench.service = service
         records[name].trial(service or "in-process", trial, FAILURES[name][0])
     yield from records.values()
+
+
+TOKEN, MOST_KEPT = b"a token of the tests", 300
+CONFIG = LoaderConfig(batch_size=2, epochs=1)
+
+
+def floods(asked: Asked) -> Iterator[Record]:
+    """Flood a socket, then a port that asks for a token: no token, half a message, garbage, drips."""
+    draw = asked.draw
+    store = make_store(asked.folder / "s", samples_of({"train/64x64": 20}))
+    token = asked.folder / "token"
+    token.write_bytes(TOKEN)
+    token.chmod(0o600)
+    with Loader(store, CONFIG) as loader:
+        expected = [batch.ids.tolist() for batch in loader]
+    for at, trials in (("socket", asked.of(5, 50)), ("port", asked.of(5, 100))):
+        folder = asked.folder / at
+        folder.mkdir()
+        record = Record(f"a flood of strangers at a service's {at}, and clients that come meanwhile", Kind.OTHER)
+        with serving_here(folder, store.path, security=Security(token=TOKEN)) as found:
+            if at == "socket":
+                address, connect = ServiceAddress(found.socket, deadline_s=HANG_S), partial(connected, found.socket)
+            else:
+                address = ServiceAddress(found.tcp, token=token, deadline_s=HANG_S)
+                connect = partial(socket.create_connection, ("127.0.0.1", found.port), timeout=HANG_S)
+            record.trial("among them", _among_strangers, record, address, connect, draw, expected, trials)
+        yield record
+
+
+def _among_strangers(
+    record: Record,
+    address: ServiceAddress,
+    connect: Callable[[], socket.socket],
+    draw: random.Random,
+    expected: list[list[int]],
+    trials: int,
+) -> Outcome:
+    """Be a client that was there before, and let others come."""
+    with Loader(None, CONFIG, service=address) as early:
+        batches, is_over = iter(early), threading.Event()
+        first = next(batches)
+        flood = [threading.Thread(target=_flood, args=(connect, random.Random(draw.random()), is_over)) for _ in range(3)]
+        for thread in flood:
+            thread.start()
+        try:
+            for number in range(trials):
+                record.trial(f"client {number}", _client, address, expected)
+            expect([batch.ids.tolist() for batch in (first, *batches)] == expected, "differs: what the first client was given")
+        finally:
+            is_over.set()
+            for thread in flood:
+                thread.join()
+    return Outcome.COMPLETED
+
+
+def _client(address: ServiceAddress, expected: list[list[int]]) -> Outcome:
+    begun = time.monotonic()
+    try:
+        with Loader(None, CONFIG, service=address) as late:
+            expect([batch.ids.tolist() for batch in late] == expected, "differs: what a client was given")
+    except BucketlineError as error:
+        raise Wrong(f"refused: {error}") from error
+    took = time.monotonic() - begun
+    expect(took <= HANG_S, f"took {took:.1f} s")
+    return Outcome.COMPLETED
+
+
+def _flood(connect: Callable[[], socket.socket], draw: random.Random, is_over: threading.Event) -> None:
+    """Connect again and again; keep most of the connections, which say nothing, half of something, or garbage in drips."""
+    kept: list[socket.socket] = []
+    while not is_over.wait(0.001):
+        with suppress(OSError, BucketlineError):
+            kept.append(connect())
+            kept[-1].settimeout(HANG_S)
+            if draw.random() < 0.7:
+                kept[-1].sendall(_said_by_a_stranger(draw))
+            if draw.random() < 0.2:
+                kept[-1].shutdown(socket.SHUT_WR)
+                receive(kept[-1], HANG_S)  # the service answers, or ends the connection
+            draw.choice(kept).sendall(draw.randbytes(1))
+        if len(kept) > MOST_KEPT:
+            kept.pop(draw.randrange(len(kept))).close()
+    for sock in kept:
+        sock.close()
+
+
+def _said_by_a_stranger(draw: random.Random) -> bytes:
+    body = draw.choice(
+        [
+            draw.randbytes(draw.randrange(300)),
+            b"[" * draw.randrange(100_000),
+            b"{}",
+            json.dumps({"protocol": draw.randrange(3), "stores": [draw.randrange(9)] * draw.randrange(9)}).encode(),
+            pickle.dumps({"a": 1}),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"protocol": ' + b"9" * 5000 + b"}",
+        ]
+    )
+    length = draw.choice([len(body), len(body), draw.randrange(1 << 32), MAX_MESSAGE_BYTES, 0, MAX_MESSAGE_BYTES + 1])
+    return draw.choice([b"", struct.pack(">I", length)]) + body

@@ -19,28 +19,28 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+from unittest.mock import Mock
 
 import lmdb
 
 from bucketline.errors import ModelError
-from tests.commands import kept_port
+from tests.commands import ROOT, call, kept_port, spawn
+from tests.fault.apart import Apart, How
 from tests.fault.ground import import_for_packs
 
 HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look hung
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),
-    "load": ("bucketline.ingest.pipeline.model.load_encoders", "load_text_encoder"),
+    "load": ("bucketline.ingest.pipeline.load_encoders", "load_text_encoder"),
     "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
-    "end": ("bucketline.ingest.pipeline.row_writer", "RowWriter.__exit__"),  # only the last shard is to be sealed
+    "end": ("bucketline.ingest.pipeline.slice_packer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),
     "compact": ("bucketline.store.write.seal", "_write_anew"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
@@ -48,9 +48,9 @@ MOMENTS = {
     "finish": ("bucketline.ingest.pack", "finish"),
     "publish": ("bucketline.store.write.publish", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
-    "send": ("bucketline.store.transfer.files", "Uploader._send"),
-    "note": ("bucketline.store.transfer.sender", "note_description"),
-    "shorten": ("bucketline.store.transfer.sender", "make_sparse"),
+    "send": ("bucketline.store.transfer", "Uploader._send"),
+    "note": ("bucketline.store.transfer", "note_description"),
+    "shorten": ("bucketline.store.transfer", "make_sparse"),
     "url-commit": ("bucketline.store.change.commit", "commit"),
     "let-go": ("bucketline.store.sync.working", "WorkingStore._let_go"),
     "never": ("bucketline.store.change.compact", "compact"),  # no pack calls it
@@ -60,24 +60,16 @@ MOMENTS = {
 FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 
-def failing_with(error: Exception) -> Callable[..., NoReturn]:
-    def fail(*_: object) -> NoReturn:
-        raise error
-
-    return fail
-
-
 def full_for_sealing() -> None:
-    """Have the disk refuse whatever is sealed from now on."""
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
-    sealing._write_anew = failing_with(FULL)
+    sealing._write_anew = Mock(side_effect=FULL)
 
 
 NOTED = threading.Event()  # a signal has come to the thread that hears signals
 
 
 def note_signals() -> None:
-    interrupts: Any = importlib.import_module("bucketline.ingest.parallel.signals").Interrupts
+    interrupts: Any = importlib.import_module("bucketline.ingest.parallel.ranks").Interrupts
     note = interrupts._note
 
     def noting(*args: Any) -> None:
@@ -100,10 +92,10 @@ def two_ctrl_c() -> None:
 
 
 FAILURES: dict[str, Callable[[], object]] = {
-    "disk": failing_with(FULL),
+    "disk": Mock(side_effect=FULL),
     "sealing": full_for_sealing,
-    "defect": failing_with(RuntimeError("nobody expects this")),
-    "model": failing_with(ModelError("the model is not as on the other ranks")),
+    "defect": Mock(side_effect=RuntimeError("nobody expects this")),
+    "model": Mock(side_effect=ModelError("the model is not as on the other ranks")),
     "term": lambda: signal_to_process(signal.SIGTERM),
     "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,
@@ -147,7 +139,6 @@ def commit_often() -> None:
 
 
 def note_commits(path: str) -> None:
-    """Write down the samples of each commit once it has returned."""
     writer: Any = importlib.import_module("bucketline.store.write.shard_writer").ShardWriter
     write = writer._write
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -160,69 +151,62 @@ def note_commits(path: str) -> None:
     writer._write = noted
 
 
-def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
-    """Run `ingest` with `asked`; give its exit code."""
+def prepare_rank(rank: int, notes: str, failure: str) -> None:
+    """Commit often, note what is committed, and have the failure, if it is this rank's."""
     commit_often()
     note_commits(f"{notes}.{rank}")
     note_signals()
     fail_at(failure, rank)
+
+
+def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
+    prepare_rank(rank, notes, failure)
     return int(importlib.import_module("bucketline.ingest.cli").main(asked))
 
 
-def fork_pack(asked: list[str], notes: str, said: Path, failure: str = "-", rank: int | None = None) -> int:
-    """Fork a pack, or a rank of it, whose words go to the files `said.out` and `said.err`; return its process id."""
+def fork_pack(asked: list[str], notes: str, failure: str = "-", rank: int | None = None) -> Apart:
     gc.collect()  # what libraries left: a signal in one of their `__del__` in the child would be printed, and lost
-    if child := os.fork():
-        return child
-    code = 1
-    try:
-        for fd, ending in ((1, ".out"), (2, ".err")):
-            os.dup2(os.open(f"{said}{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+
+    def work() -> dict[str, Any]:
         if rank is not None:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        code = be_rank(rank or 0, notes, failure, asked)
-    except KeyboardInterrupt:  # before it listens
-        code = 128 + signal.SIGINT
-    except SystemExit as end:
-        code = int(str(end.code))
-    except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        prepare_rank(rank or 0, notes, failure)
+        return asdict(call("ingest", *asked))
+
+    return Apart(work)
 
 
-def ended_within(child: int, limit_s: float) -> int | None:
-    """Return how a child ended, as an exit code; None where it had to be killed."""
-    give_up = time.monotonic() + limit_s
-    while time.monotonic() < give_up:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+def ended_within(process: Apart, limit_s: float) -> tuple[int | None, str, str]:
+    """Return a pack's exit code, None if it had to be killed, and what it wrote to stdout and stderr."""
+    ended = process.ended(limit_s)
+    if ended.how is How.DONE:
+        return ended.gave["code"], ended.gave["out"], ended.gave["err"]
+    if ended.how is How.DEFECT and "KeyboardInterrupt" in ended.said:  # before it listens
+        return 128 + signal.SIGINT, "", ""
+    codes = {How.HUNG: None, How.DIED: -ended.signal or 1}
+    return codes.get(ended.how, 1), "", "" if ended.how in codes else f"Traceback: {ended.said}\n"
 
 
 def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None) -> dict[str, Any]:
     """Run the ranks to their ends; `notes`, or else STORE.committed, is what the names of their notes begin with."""
     exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
     exchange.CHECK_S = (0.0, 0.0)  # at every image; the images here take milliseconds
-    with kept_port() as port, tempfile.TemporaryDirectory() as folder:
+    with kept_port() as port:
         os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         notes = notes or f"{asked[2].removeprefix('file://')}.committed"
-        children = [
-            fork_pack([part.replace("RANK", str(rank)) for part in asked], notes, Path(folder, f"{rank}"), failure, rank)
-            for rank in range(num_ranks)
+        ranks = [
+            fork_pack([part.replace("RANK", str(rank)) for part in asked], notes, failure, rank) for rank in range(num_ranks)
         ]
         until = time.monotonic() + HUNG_S
-        codes = [ended_within(child, max(0.0, until - time.monotonic())) for child in children]
-        said = [
-            [Path(folder, f"{rank}.{to}").read_text(encoding="utf-8") for rank in range(num_ranks)] for to in ("out", "err")
-        ]
-    return {"codes": codes, "out": said[0], "err": said[1]}
+        codes, out, err = zip(*(ended_within(rank, max(0.0, until - time.monotonic())) for rank in ranks), strict=True)
+    return {"codes": [*codes], "out": [*out], "err": [*err]}
+
+
+def run_apart(runs: Sequence[str], asked: Sequence[object], **environment: str) -> list[dict[str, Any]]:
+    """Run them in a process of its own, as the command above; return what it prints."""
+    command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked]
+    found: list[dict[str, Any]] = json.loads(spawn(command, PYTHONPATH=str(ROOT), **environment).done().out)
+    return found
 
 
 def main() -> int:

@@ -21,22 +21,21 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.write import shard_writer
-from bucketline.store.write.change_base import newest_manifest
-from bucketline.store.write.publish import LocalTarget
-from tests.commands import ROOT, spawn
-from tests.fault.apart import HANG_S
+from bucketline.store.write.publish import LocalTarget, newest_manifest
+from tests.commands import ROOT
+from tests.fault.apart import HANG_S, Apart
 from tests.fault.ground import expect_sound, import_for_packs
-from tests.fault.noted_pack import be_rank, ended_within, fork_pack
-from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, Wrong, expect
+from tests.fault.noted_pack import be_rank, ended_within, fork_pack, run_apart
+from tests.fault.record import COLUMNS_TOO, Asked, Kind, Outcome, Record, Wrong, expect, tried
 from tests.fault.same_store import committed_ids, compare, noted_ids
 from tests.kit import COLUMNS, IMAGES, Form, Sample, by_id, make_sample
 from tests.models import SMALL, write_images, write_model
@@ -65,7 +64,6 @@ def adopt_orphans() -> None:
 
 
 def wait_for_orphans() -> None:
-    """Wait until what killed processes left behind has come to its end."""
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
@@ -103,32 +101,23 @@ def write_shards(store: Path, run: int, pipe: int, shards: int, form: Form) -> N
 
 
 def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> int:
-    """Start a run and kill it; return how many of its samples were committed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+    told = store.with_name("told")
+    told.write_bytes(b"")
+
+    def work() -> None:
         os.setpgid(0, 0)
-        os.close(reader)
-        try:
-            write_shards(store, run, writer, MANY, form)
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.close(writer)
-    told, wanted = b"", draw.choice([draw.randrange(1, 5), draw.randrange(3, 60)])
-    while told.count(b"\n") < wanted and (part := os.read(reader, 1)):
-        told += part
+        write_shards(store, run, os.open(told, os.O_WRONLY | os.O_APPEND), MANY, form)
+
+    process, wanted = Apart(work), draw.choice([draw.randrange(1, 5), draw.randrange(3, 60)])
+    while told.read_bytes().count(b"\n") < wanted and not process.is_over():
+        time.sleep(0.0001)
     time.sleep(draw.choice([0.0, draw.random() * 0.002, draw.random() * 0.03]))
     # half of the time with the process that seals what an earlier run left, if there is one; else that one comes to its end
-    (os.kill if draw.random() < 0.5 else os.killpg)(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (os.kill if draw.random() < 0.5 else os.killpg)(process.pid, signal.SIGKILL)
+    ended = process.ended()
     wait_for_orphans()
-    while part := os.read(reader, 4096):
-        told += part
-    os.close(reader)
-    expect(code == -signal.SIGKILL, f"a run ended by itself with {code}")
-    return max(int(line.split()[1]) for line in told.decode().splitlines())
+    expect(ended.signal == signal.SIGKILL, f"a run ended by itself: {ended}")
+    return max(int(line.split()[1]) for line in told.read_text(encoding="ascii").splitlines())
 
 
 def expect_kept(store: Path, copy: Path, committed: dict[str, int], form: Form = IMAGES) -> None:
@@ -154,90 +143,74 @@ def expect_kept(store: Path, copy: Path, committed: dict[str, int], form: Form =
     expect(not lost, f"{len(lost)} committed samples are missing, {lost[:1]} among them")
 
 
-def kill_writers(record: Record, kills: int, draw: random.Random, folder: Path, form: Form) -> None:
+def kill_writers(store: Path, form: Form, draw: random.Random) -> Callable[[int], Outcome]:
     committed: dict[str, int] = {}
-    store = folder / "s"
 
     def trial(run: int) -> Outcome:
-        committed.update({name_of(run, number): number for number in range(kill_one(store, run, draw, form))})
-        expect_kept(store, folder / "copy", committed, form)
-        return Outcome.RECOVERED
-
-    for run in range(kills):
         if run % KILLS_A_STORE == 0:
             shutil.rmtree(store, ignore_errors=True)
             committed.clear()
-        record.trial(run, trial, run)
+        committed.update({name_of(run, number): number for number in range(kill_one(store, run, draw, form))})
+        expect_kept(store, store.with_name("copy"), committed, form)
+        return Outcome.RECOVERED
+
+    return trial
 
 
 def asked_of(folder: Path, store: object) -> list[str]:
-    """Return what `ingest` is told."""
     return ["pack", *map(str, (folder / "photos", store, "--model", folder / "model", *SMALL, "--batch-size", 3))]
 
 
-def kill_packs(record: Record, kills: int, draw: random.Random, folder: Path) -> None:
+def kill_packs(kills: int, draw: random.Random, folder: Path) -> Iterator[Record]:
     """Kill `ingest pack` at every step, or some of them; the next run must finish the store."""
     write_images(folder / "photos", NUM_IMAGES)
     write_model(folder / "model")
     steps = [*STEPS, *draw.choices(STEPS[:3], k=kills - len(STEPS))]
     moments = {f"p{n}": step.format(draw.randrange(2, 30)) for n, step in enumerate(steps)}
-    runs = [f"{name},1,0:{moment}:kill" for name, moment in moments.items()]
-    again = [f"{name},1,-" for name in [*moments, "whole"]]
-
-    def ran(*runs: str) -> list[tuple[str, dict[str, list[object]]]]:
-        command = [sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked_of(folder, folder / "{}"), "--json"]
-        return list(zip(runs, json.loads(spawn(command, PYTHONPATH=str(ROOT)).done().out), strict=True))
-
-    killed = ran(*runs)
+    asked = [*asked_of(folder, folder / "{}"), "--json"]
+    killed = run_apart([f"{name},1,0:{moment}:kill" for name, moment in moments.items()], asked)
     committed = {name: committed_ids(folder / name) for name in moments}
     for name in moments:
         shutil.copytree(folder / name, folder / f"{name}.left")
-    finished = dict(ran(*again))
+    finished = run_apart([f"{name},1,-" for name in [*moments, "whole"]], asked)
 
-    def trial(name: str, codes: object) -> Outcome:
+    def trial(name: str, codes: object, then: dict[str, Any]) -> Outcome:
         expect(codes == [-signal.SIGKILL], f"it ended with {codes}, not killed")
         expect_kept(folder / f"{name}.left", folder / "copy", dict.fromkeys(committed[name], -1))
-        then = finished[f"{name},1,-"]
         expect(then["codes"] == [0], f"the next run: {then}")
-        report = json.loads(str(then["out"][0]))
+        report, num_kept = json.loads(then["out"][0]), len(committed[name])
         counts = [report[what] for what in ("found", "unchanged", "packed", "rejected")]
-        expected = [NUM_IMAGES, len(committed[name]), NUM_IMAGES - len(committed[name]), 0]
-        expect(
-            counts == expected, f"found, unchanged, packed, rejected are {counts}, expected {expected}: packed twice, or lost"
-        )
+        expected = [NUM_IMAGES, num_kept, NUM_IMAGES - num_kept, 0]
+        expect(counts == expected, f"found, unchanged, packed, rejected: {counts}, expected {expected}: packed twice, or lost")
         faults = compare(folder / name, folder / "whole").faults
         expect(not faults, faults[:1])
         left = {path.name for path in (folder / name).rglob("*") if path.parent.name == "pending" or path.suffix == ".tmp"}
         expect(left <= {"writer.lock"}, f"left behind: {left}")
         return Outcome.RECOVERED
 
-    for (name, moment), (_, run) in zip(moments.items(), killed, strict=True):
-        record.trial(moment, trial, name, run["codes"])
+    cases = [
+        (moment, name, run["codes"], then)
+        for (name, moment), run, then in zip(moments.items(), killed, finished[:-1], strict=True)
+    ]
+    yield from tried("ingest pack killed", Kind.KILL, trial, cases)
 
 
 def killed_writers_and_packs(asked: Asked) -> Iterator[Record]:
-    """`kill -9` of what writes shards, and of `ingest pack`, once each and many times in a row."""
     adopt_orphans()
-    draw = random.Random(asked.seed)
     for words, form, kills in (("", IMAGES, asked.of(8, 400)), (COLUMNS_TOO, COLUMNS, asked.of(8, 200))):
-        record = Record(f"writer of shards killed{words}", Kind.KILL)
-        kill_writers(record, kills, draw, asked.folder, form)
-        yield record
-    record = Record("ingest pack killed", Kind.KILL)
-    kill_packs(record, asked.of(len(STEPS), 40), draw, asked.folder)
-    yield record
-    yield from ended_again_and_again(KILLED, asked.of(4, 30), asked.folder / "row", draw)
+        trial = kill_writers(asked.folder / "s", form, asked.draw)
+        yield from tried(f"writer of shards killed{words}", Kind.KILL, trial, [(run, run) for run in range(kills)])
+    yield from kill_packs(asked.of(len(STEPS), 40), asked.draw, asked.folder)
+    yield from ended_again_and_again(KILLED, asked.of(4, 30), asked.folder / "row", asked.draw)
 
 
 class OneProcess:
-    """A forked pack under way."""
-
     def __init__(self, folder: Path, store: Path) -> None:
         self.folder, self.store = folder, store
-        self._child = fork_pack(asked_of(folder, store), f"{store}.committed", folder / "said")
+        self._process = fork_pack(asked_of(folder, store), f"{store}.committed")
 
     def is_over(self) -> bool:
-        return os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._process.is_over()
 
     def wait_for(self, num_committed: int, longest_s: float = LONGEST_S) -> None:
         """Wait until so many samples are committed, so long has passed, or it has ended."""
@@ -247,26 +220,22 @@ class OneProcess:
 
     def finished(self) -> tuple[int | None, str]:
         """Let it come to its end; return its exit code and what it said."""
-        return ended_within(self._child, LONGEST_S), self._said()
+        code, *said = ended_within(self._process, LONGEST_S)
+        return code, "".join(said)
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal and wait; return the exit code, or raise `Wrong` if it did not end as it should."""
-        os.kill(self._child, number)
-        code, words = ended_within(self._child, HANG_S), self._said()[-PRINTED:]
+        self._process.kill(number)
+        code, *said = ended_within(self._process, HANG_S)
+        words = "".join(said)[-PRINTED:]
         if code is None:
             raise Wrong(f"a pack had not ended {HANG_S:g} s after {number.name}")
         expect(code in (0, -number, 128 + number), f"it ended with {code}: {words}")  # before it listens, as any process does
         expect("Traceback" not in words, f"a traceback: {words}")
         return code
 
-    def _said(self) -> str:
-        parts = (Path(f"{self.folder}/said.{end}").read_text(encoding="utf-8", errors="replace") for end in ("out", "err"))
-        return "".join(parts)
-
 
 class Ranks(OneProcess):
-    """Several ranks under torchrun, one of which is to be killed."""
-
     def __init__(self, folder: Path, store: Path, num_ranks: int, rank: int) -> None:
         self.folder, self.store, self._num_ranks, self._rank = folder, store, num_ranks, rank
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
@@ -286,7 +255,7 @@ class Ranks(OneProcess):
 
     def wait_for(self, num_committed: int, longest_s: float = LONGEST_S) -> None:
         give_up = time.monotonic() + LONGEST_S
-        while self._process(self._rank) is None and not self.is_over() and time.monotonic() < give_up:
+        while self._process_of(self._rank) is None and not self.is_over() and time.monotonic() < give_up:
             os.sched_yield()
         super().wait_for(num_committed, longest_s)
 
@@ -295,7 +264,7 @@ class Ranks(OneProcess):
         return self._launcher.returncode, said
 
     def end(self, number: signal.Signals) -> int:
-        process, is_kill = self._process(self._rank), number is signal.SIGKILL
+        process, is_kill = self._process_of(self._rank), number is signal.SIGKILL
         if is_kill and process is None:
             self._launcher.kill()
             raise Wrong(f"the run ended by itself: {self._launcher.communicate()[1][-PRINTED:]}")
@@ -307,7 +276,7 @@ class Ranks(OneProcess):
         try:
             said = self._launcher.communicate(timeout=RANKS_END_WITHIN_S)[1]
         except subprocess.TimeoutExpired:
-            for left in [*filter(None, map(self._process, range(self._num_ranks))), self._launcher.pid]:
+            for left in [*filter(None, map(self._process_of, range(self._num_ranks))), self._launcher.pid]:
                 os.kill(left, signal.SIGKILL)
             self._launcher.communicate()
             raise Wrong(f"torchrun had not ended {RANKS_END_WITHIN_S:g} s later") from None
@@ -322,8 +291,7 @@ class Ranks(OneProcess):
         expect(code == 1 and is_quiet, f"torchrun ended with {code} after rank {self._rank} was killed, and said {words}")
         return code
 
-    def _process(self, rank: int) -> int | None:
-        """Find a rank among the launcher's children, by its environment."""
+    def _process_of(self, rank: int) -> int | None:
         with suppress(FileNotFoundError, ProcessLookupError):
             tasks = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")
             for child in tasks.read_text(encoding="ascii").split():
@@ -357,7 +325,6 @@ RANK_KILLED = Plan("one rank of several {}", (signal.SIGKILL,), 360, (0.25, 0, 8
 
 
 def ended_again_and_again(plan: Plan, trials: int, folder: Path, draw: random.Random) -> Iterator[Record]:
-    """End packs of one store, then let one finish, and compare."""
     adopt_orphans()
     if not plan.ranks:
         import_for_packs()
@@ -403,11 +370,9 @@ def ended_again_and_again(plan: Plan, trials: int, folder: Path, draw: random.Ra
 
 
 def killed_ranks(asked: Asked) -> Iterator[Record]:
-    """`kill -9` of one rank of several under torchrun."""
-    yield from ended_again_and_again(RANK_KILLED, asked.of(1, 18), asked.folder, random.Random(asked.seed))
+    yield from ended_again_and_again(RANK_KILLED, asked.of(1, 18), asked.folder, asked.draw)
 
 
 def stopped(asked: Asked) -> Iterator[Record]:
-    """Stop packs of one process, then of several."""
     for name, plan, trials in (("one", STOPPED, asked.of(2, 30)), ("ranks", RANKS_STOPPED, asked.of(2, 12))):
-        yield from ended_again_and_again(plan, trials, asked.folder / name, random.Random(asked.seed))
+        yield from ended_again_and_again(plan, trials, asked.folder / name, asked.draw)

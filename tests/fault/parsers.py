@@ -1,38 +1,199 @@
 """Every parser that reads a file, as a function of bytes: it gives something, or an error of ours, and nothing else.
 
 Where a format has checksums, they are made right first: a fuzzer does not find them, and what is behind them is what a
-hostile file would reach.
+hostile file would reach. A cache of another trainer (`corpus/`) is one file: a line of JSON with names and lengths, then the
+content of its files, without the images.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
-from collections.abc import Callable
+import random
+import shutil
+import struct
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from bucketline.errors import BucketlineError
-from bucketline.ingest.importers.registry import IMPORTERS
-from bucketline.ingest.sources.captions.caption_text import captions_of_json, captions_of_text
-from bucketline.ingest.sources.tar.tar_reader import Tar
-from bucketline.store.format.hashing import bytes_digest, checksum
-from bucketline.store.format.manifest import parse_manifest
-from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
-from bucketline.store.format.sample_record import decode_record
-from bucketline.store.format.text_block import read_text_block
+from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.importers.cache import IMPORTERS, Crops, ListRequest
+from bucketline.ingest.importers.reading import listed
+from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
+from bucketline.ingest.importers.vae import named_vae
+from bucketline.ingest.sources.captions.files import captions_of_json, captions_of_text
+from bucketline.ingest.sources.tar import Tar
+from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
+from bucketline.store.format.manifest import MANIFEST, parse_manifest
+from bucketline.store.format.schema import decode_record, encode_record
+from bucketline.store.format.text import TEXT_GROUP, read_text_block
 from bucketline.store.shard.reader import INDEX_FORMAT
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
-from bucketline.train.checkpoint import RunState, damage, read_state
-from bucketline.typed_json import decode
-from tests.fault.corpus import read_cache
+from bucketline.train.checkpoint import VERSION, RunState, damage, read_state
+from bucketline.typed_json import decode, encode
+from tests.fault.damage import dumped
 from tests.fault.fuzz import IMPORT
-from tests.fault.hostile_files import dumped
-from tests.kit import AUDIO, TEXT
+from tests.kit import ANY, AUDIO, LENGTH, LLAMA, TEXT, Form, make_sample, make_store
+
+CORPUS = Path(__file__).parent / "corpus"  # caches of other trainers
+NOISE = b"\0\xff\x80\x7f\x01 \"'{}[],:.9-e\n"
+_VARIANTS = {"mds": "latents_256"}
+_MAX_BYTES, _MAX_NAME = 1 << 20, 100
+_ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
+
+
+@cache
+def inputs(parser: str) -> list[bytes]:
+    if parser.startswith(IMPORT):
+        return [(CORPUS / parser).read_bytes()]
+    with tempfile.TemporaryDirectory() as folder:
+        return list(_SEEDS[parser]() if parser in _SEEDS else _of_stores(Path(folder))[parser])
+
+
+def mutated(parser: str, count: int, seed: int) -> Iterator[bytes]:
+    """Yield the seeds, then so many inputs made of them by small changes: bytes replaced, taken out, doubled, put together."""
+    draw, seeds = random.Random(seed), inputs(parser)
+    yield from seeds
+    for _ in range(count):
+        data = bytearray(draw.choice(seeds))
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            at, length = draw.randrange(len(data) + 1), draw.choice([1, 1, 2, 4, 8, 50])
+            how = draw.randrange(4)
+            if how == 0:
+                data[at : at + length] = bytes(draw.choice(NOISE) for _ in range(length))
+            elif how == 1:
+                del data[at : at + length]
+            elif how == 2:
+                data[at:at] = data[at : at + length] * draw.choice([1, 3, 100])
+            else:
+                data[at:] = draw.choice(seeds)[at:]
+        yield bytes(data)
+
+
+def _of_stores(folder: Path) -> dict[str, list[bytes]]:
+    """Return the files of three small stores, one with dropped rows, and some of their blocks."""
+    samples = [make_sample(f"{n}.png", bucket, ("a red barn",)) for n, bucket in enumerate(("train/8x8", "val/8x16") * 3)]
+    store = make_store(folder / "s", samples, samples[:1])
+    free = ANY.make_store(folder / "free", ANY.samples({"train/8x8": 2, "val/8x16": 1}))
+    form = Form(columns=LENGTH, groups={"audio": AUDIO, "llama": LLAMA})
+    ragged = form.make_store(folder / "ragged", form.samples({"train/3": 4}))
+    sidecars = [path for path in sorted((store.path / "shards").glob("g0.*")) if path.suffix != ".lmdb"]
+    blocks = []
+    for shard, group in ((ragged.shards[0], "ragged/audio"), (store.shards[0], TEXT_GROUP), (store.shards[0], "train/8x8")):
+        place = shard.block_ranges(group, np.array([0]))
+        blocks.append(bytes(shard.read(int(place.offset[0]), int(place.length[0]))))
+    return {
+        "manifest": [(one.path / MANIFEST).read_bytes() for one in (store, free, ragged)],
+        "sidecar": [path.read_bytes() for path in (ragged.shards[0].paths.extents, *sidecars)],
+        "block": blocks,
+    }
+
+
+def _tar() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in (("a.png", b"no image"), ("a.txt", b"a caption"), ("ü" * 60 + "/b.jpg", b"")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        link = tarfile.TarInfo("c.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    return buffer.getvalue()
+
+
+_STATE = RunState(version=VERSION, steps_done=3, loader={"step": 3}, window=None, config={"seed": 0})
+_SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
+    "record": lambda: [encode_record(make_sample("0.png", "train/8x8", ("a red barn",)).record)],
+    "checkpoint": lambda: [json.dumps(encode(_STATE)).encode(), b'{"state.json": [1, "00"]}'],
+    "captions": lambda: ["a red barn\r\n\n  snow \u2028 ü\n".encode(), b'{"text": ["a", "b"], "caption": "c"}'],
+    "tar": lambda: [_tar(), gzip.compress(_tar(), mtime=0), bz2.compress(_tar())],
+}
+
+
+def read_cache(kind: str, data: bytes, folder: Path) -> int:
+    """Import a cache as far as its rows, as a run does; return how many there are.
+
+    Raises:
+        Exception: if it is neither a reject nor an error of ours.
+    """
+    source, importer, number = folder / f"cache-{kind}", IMPORTERS[kind], 0
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for name, content in _files(data):
+        path = source / name
+        with suppress(IsADirectoryError, NotADirectoryError, FileExistsError):  # one name is that of another's folder
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    try:
+        listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
+        rules = RowRules(
+            vae=named_vae(None, "sd", "F16", listing.form.latents),
+            scaling=listing.form.scaling,
+            dtype="F16",
+            crops=Crops.UNKNOWN,
+            is_flipped=False,
+            is_text_kept=False,
+            may_be_off=True,
+            max_captions=8,
+            held_out=HeldOut(),
+        )
+        for entry in listing.entries:
+            with suppress(RejectedError):
+                cached = read_entry(importer, source, entry, listing.variant)
+                with rejects_named(entry):
+                    row_of(source, entry, cached, rules)
+                    number += 1
+    except BucketlineError:
+        return number
+    return number
+
+
+def _files(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents, names outside the folder left out."""
+    head, _, rest = data.partition(b"\n")
+    try:
+        for name, length in json.loads(head):
+            own, rest = rest[:length], rest[length:]
+            path = PurePosixPath(name)
+            is_name = path.parts and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+            if is_name and len(own) < _MAX_BYTES and max(map(len, path.parts)) < _MAX_NAME:
+                yield name, right_crcs(own)
+    except (ValueError, TypeError, UnicodeError, RecursionError):
+        return
+
+
+def right_crcs(data: bytes) -> bytes:
+    """Return a zip with the checksums of stored members made right in its directory and before them; other data as it is."""
+    if not data.startswith(_LOCAL):
+        return data
+    found, at = bytearray(data), data.find(_ENTRY)
+    while at >= 0 and at + 46 <= len(data):
+        size, names, extra, note, local = (
+            *struct.unpack_from("<I", data, at + 20),
+            *struct.unpack_from("<HHH", data, at + 28),
+            *struct.unpack_from("<I", data, at + 42),
+        )
+        if data[local : local + 4] == _LOCAL and local + 30 <= len(data):
+            begin = local + 30 + sum(struct.unpack_from("<HH", data, local + 26))
+            crc = struct.pack("<I", zlib.crc32(data[begin : begin + size]))
+            found[at + 16 : at + 20] = crc
+            if any(found[local + 14 : local + 18]):
+                found[local + 14 : local + 18] = crc
+        at = data.find(_ENTRY, at + 46 + names + extra + note)
+    return bytes(found)
+
 
 MAX_BYTES = 1 << 16
 _MEMBERS = 1000  # of a tar: a few bytes that decompress to a million headers take their time, which is not a defect
@@ -77,7 +238,6 @@ def right_checksums(data: bytes) -> bytes:
 
 
 def block(data: bytes, _folder: Path) -> None:
-    """Read a block's header, a text block, and a block of a ragged group."""
     with suppress(BucketlineError):
         read_header(data, len(data), "a block")
     for spec in (TEXT, AUDIO.spec("audio")):
@@ -86,13 +246,11 @@ def block(data: bytes, _folder: Path) -> None:
 
 
 def record(data: bytes, _folder: Path) -> None:
-    """Read a sample record."""
     with suppress(BucketlineError):
         decode_record(data, "a record")
 
 
 def checkpoint(data: bytes, folder: Path) -> None:
-    """Read a checkpoint's state, and its list of digests."""
     for name in ("state.json", "digests.json"):
         (folder / name).write_bytes(data)
     with suppress(BucketlineError):
@@ -105,13 +263,11 @@ def checkpoint(data: bytes, folder: Path) -> None:
 
 
 def captions(data: bytes, _folder: Path) -> None:
-    """Read captions of a text file and of a JSON file."""
     captions_of_text("a.txt", data)
     captions_of_json("a.json", data)
 
 
 def tar(data: bytes, _folder: Path) -> None:
-    """Go through a tar."""
     with suppress(BucketlineError):
         archive = Tar(io.BytesIO(data), "a.tar")
         for number, member in enumerate(archive):

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.format.hashing import bytes_digest, identity
+from bucketline.store.format.block import bytes_digest, identity
 from tests.fault.apart import apart
 from tests.fault.ground import (
     COMMAND_S,
@@ -30,7 +31,7 @@ from tests.fault.ground import (
     is_sound,
     listed,
 )
-from tests.fault.record import Asked, Kind, Outcome, Record, expect
+from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.models import png, write_images
 
 LONG_S = 900.0  # for 100,000 files
@@ -50,20 +51,14 @@ NUM_DATED = 4
 
 
 def people(asked: Asked) -> Iterator[Record]:
-    """Try them all."""
-    ground = Ground.prepare(asked, most=6)
+    ground = Ground(asked, most=6)
     for fault, trial in TRIALS.items():
-        record = Record(fault, Kind.OTHER)
-        for _ in range(asked.of(1, 12)):
-            record.trial("", trial, ground)
-        yield record
-    yield moved_while_read(ground, asked.of(2, 12))
-    yield odd_names(ground)
-    yield wrong_paths(ground)
+        yield from tried(fault, Kind.OTHER, trial, [("", ground)] * asked.of(1, 12))
+    yield from moved_while_read(ground, asked.of(2, 12))
+    yield from odd_names(ground)
+    yield from wrong_paths(ground)
     count = asked.of(200, 100_000)
-    record = Record(f"{count} files in one folder", Kind.OTHER)
-    record.trial("", many_files, ground, count)
-    yield record
+    yield from tried(f"{count} files in one folder", Kind.OTHER, many_files, [("", ground, count)])
 
 
 def two_at_once(ground: Ground) -> Outcome:
@@ -137,9 +132,8 @@ TRIALS: dict[str, Callable[[Ground], Outcome]] = {
 }
 
 
-def moved_while_read(ground: Ground, trials: int) -> Record:
+def moved_while_read(ground: Ground, trials: int) -> Iterator[Record]:
     """A store is renamed in the middle of a pass: the batches continue to be right, or an error says so."""
-    record = Record("a store moved while it is read", Kind.OTHER)
     source, store = ground.fresh(), ground.fresh() / "s"
     away = store.with_name("away")
     write_images(source, 30)
@@ -148,27 +142,24 @@ def moved_while_read(ground: Ground, trials: int) -> Record:
     def batches(move_at: int, *, plain: bool) -> list[str]:
         found = []
         with Loader(store, LoaderConfig(batch_size=2, plain_reads=plain, prefetch_bytes=1, threads=1)) as loader:
-            own = loader.forever()
-            for number in range(20):
+            for number, batch in enumerate(islice(loader.forever(), 20), 1):
+                found.append(bytes_digest(batch.latents.numpy().tobytes()))
                 if number == move_at:
                     store.rename(away)
-                found.append(bytes_digest(next(own).latents.numpy().tobytes()))
         return found
 
-    def trial(*, plain: bool) -> Outcome:
-        ended = apart(partial(batches, ground.draw.randrange(1, 15), plain=plain))
+    def trial(number: int) -> Outcome:
+        ended = apart(partial(batches, ground.draw.randrange(1, 15), plain=bool(number % 2)))
         if away.exists():
             away.rename(store)
         expect(ended.gave in (None, expected), "differs: the batches")
         return ended.fair()
 
     expected = apart(partial(batches, -1, plain=False), COMMAND_S).done()
-    for number in range(trials):
-        record.trial(number, trial, plain=bool(number % 2))
-    return record
+    yield from tried("a store moved while it is read", Kind.OTHER, trial, [(number, number) for number in range(trials)])
 
 
-def odd_names(ground: Ground) -> Record:
+def odd_names(ground: Ground) -> Iterator[Record]:
     """Files whose names are in every script, with spaces and newlines, up to 255 bytes: packed, found, and taken out again."""
     record = Record("odd file names", Kind.OTHER)
     source, folder = ground.fresh(), ground.fresh()
@@ -198,12 +189,11 @@ def odd_names(ground: Ground) -> Record:
     opened, found = Store.open(store), ids_of(store)
     for name in (*(f"{name}.png" for name in NAMES), os.fsdecode(raw)):
         record.trial(repr(name), trial, name)
-    return record
+    yield record
 
 
-def wrong_paths(ground: Ground) -> Record:
+def wrong_paths(ground: Ground) -> Iterator[Record]:
     """Paths that are not there, are something else, or are one inside the other: an error in words, and nothing is written."""
-    record = Record("wrong paths", Kind.OTHER)
     folder = ground.fresh()
     source, store, new = folder / "photos", folder / "s", folder / "new"
     model = ("--model", ground.folder / "model")
@@ -233,13 +223,10 @@ def wrong_paths(ground: Ground) -> Record:
         expect(outcome is not Outcome.COMPLETED, "it went through")
         return outcome
 
-    for command in ground.some(commands):
-        record.trial(command, trial, *command)
-    return record
+    yield from tried("wrong paths", Kind.OTHER, trial, [(command, *command) for command in ground.some(commands)])
 
 
 def many_files(ground: Ground, count: int) -> Outcome:
-    """Very many files in one folder, packed to the end."""
     source, store = ground.fresh(), ground.fresh() / "s"
     write_images(source, 50)
     images = sorted(source.rglob("*.png"))
@@ -252,17 +239,17 @@ def many_files(ground: Ground, count: int) -> Outcome:
 
 def odd_dates(asked: Asked) -> Iterator[Record]:
     """Images from before 1970 and after 2262 in every kind of source, and tars whose headers say no time at all."""
-    ground = Ground.prepare(asked)
+    ground = Ground(asked)
     for fault, makers, rounds in (
         ("images dated before 1970 or after 2262", SOURCES, asked.of(1, 8)),
         ("tars with odd times in their headers", (pax_tar, old_tar), asked.of(1, 12)),
     ):
-        record = Record(fault, Kind.INPUT)
+        cases = []
         for make in rounds * makers:
             # a file system that cannot hold a date holds the nearest that it can
             years = ground.draw.choice([ground.draw.randrange(-970, 0), ground.draw.randrange(292, 28_000), 292])
-            record.trial(f"{make.__name__}, {years} years", packed_twice, ground, make, years * YEAR_NS)
-        yield record
+            cases.append((f"{make.__name__}, {years} years", ground, make, years * YEAR_NS))
+        yield from tried(fault, Kind.INPUT, packed_twice, cases)
 
 
 def packed_twice(ground: Ground, make: Callable[[Ground, int], tuple[object, int]], mtime_ns: int) -> Outcome:

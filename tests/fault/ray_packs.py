@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.commands import call
-from tests.fault.record import Asked, Kind, Outcome, Record, expect
+from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
 from tests.fault.same_store import committed_ids, compare
 from tests.models import SMALL, write_images, write_model
 from tests.ray_ground import Cluster, RayGround, command_of, kill, packing_workers
@@ -101,16 +101,13 @@ class KilledRuns:
 
 
 def killed_on_ray(asked: Asked) -> Iterator[Record]:
-    """`kill -9` of the workers and drivers of packs on a Ray cluster."""
-    folder, record = asked.folder, Record("a worker or the driver of a pack on Ray killed", Kind.KILL)
+    folder = asked.folder
     write_images(folder / "photos", NUM_IMAGES)
     for number in range(NUM_BROKEN):
         (folder / "photos" / f"broken-{number}.png").write_bytes(b"no image")
     write_model(folder / "model")
     call("ingest", "pack", folder / "photos", folder / "whole", "--model", folder / "model", *SMALL).done()
     with RayGround() as ground:
-        runs = KilledRuns(ground, folder, random.Random(asked.seed))
-        for number in range(asked.of(3, 30)):
-            record.trial(number, runs.kill_one)
-        record.trial("finished", runs.finish)
-    yield record
+        runs = KilledRuns(ground, folder, asked.draw)
+        trials = [*[("killed", runs.kill_one)] * asked.of(3, 30), ("finished", runs.finish)]
+        yield from tried("a worker or the driver of a pack on Ray killed", Kind.KILL, lambda trial: trial(), trials)

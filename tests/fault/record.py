@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import random
 import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -25,8 +26,6 @@ PACKAGES = ("lmdb", "msgpack", "numpy", "safetensors", "torch", "diffusers", "pi
 
 
 class Outcome(StrEnum):
-    """The outcome of one trial."""
-
     CLEAN_ERROR = "clean error"  # an error of ours, and nothing that was committed is missing
     RECOVERED = "recovered"  # the next run, or the next iteration, continued where it ended
     COMPLETED = "completed"  # it went through, and what it gave is right
@@ -84,8 +83,6 @@ LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
 
 @dataclass(slots=True)
 class Record:
-    """One fault."""
-
     fault: str
     kind: Kind
     counts: Counter[Outcome] = field(default_factory=Counter)
@@ -119,27 +116,31 @@ class Record:
         self.not_run = self.not_run if other.not_run is None else other.not_run
 
     def as_json(self) -> str:
-        """Return it as `from_json` takes it."""
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Return what `as_json` was made of."""
         document = json.loads(text)
         counts = Counter({Outcome(name): int(count) for name, count in document["counts"].items()})
         return cls(**{**document, "kind": Kind(document["kind"]), "counts": counts})
 
 
+def tried(fault: str, kind: Kind, function: Callable[..., Outcome], cases: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
+    """Yield the record of a function tried with each case: what it is called, then the function's arguments."""
+    record = Record(fault, kind)
+    for what, *arguments in cases:
+        record.trial(what, function, *arguments)
+    yield record
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The arguments of a family of faults."""
-
     seed: int
     is_quick: bool
     folder: Path  # an empty one, for its use
+    draw: random.Random  # by the seed
 
     def of(self, quick: int, full: int) -> int:
-        """Choose a number of trials."""
         return quick if self.is_quick else full
 
 
@@ -156,17 +157,18 @@ def table(records: Iterable[Record]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def _trials(records: Sequence[Record], kind: Kind) -> int:
-    return sum(record.trials for record in records if record.kind is kind)
+def by_kind(records: Iterable[Record]) -> Counter[Kind]:
+    counts = Counter[Kind]()
+    for record in records:
+        counts[record.kind] += record.trials
+    return counts
 
 
-def shortfalls(records: Sequence[Record]) -> list[str]:
+def shortfalls(records: Iterable[Record]) -> list[str]:
     """Return which kinds of faults were tried less often than they are to be."""
-    return [
-        f"{found} trials of the kind '{kind}', expected {least} or more"
-        for kind, least in LEAST.items()
-        if (found := _trials(records, kind)) < least
-    ]
+    counts = by_kind(records)
+    few = [(counts[kind], kind, least) for kind, least in LEAST.items() if counts[kind] < least]
+    return [f"{found} trials of the kind '{kind}', expected {least} or more" for found, kind, least in few]
 
 
 def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: float, took_s: float) -> None:
@@ -176,24 +178,20 @@ def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: flo
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     again = f"make torture SEED={seed}" + (f" MINUTES={minutes:g}" if minutes else "")
-    totals = ", ".join(f"{_trials(records, kind)} of the kind *{kind}*" for kind in Kind)
+    counts = by_kind(records)
     bad = ", ".join(f"{sum(record.counts[o] for record in records)} of *{o}*" for o in Outcome if o not in GOOD)
-    lines = [
+    paragraphs = [
         f"Seed {seed}, {took_s / 60:.0f} minutes, commit {commit}, on {system}, {versions}.",
-        "",
         f"Again: `{again}`; one family of faults: `{ONE} --long --seed {seed} -k NAME-`.",
-        "",
-        f"Tried: {totals}. Came of it: {bad}.",
-        "",
-        *table(records),
+        f"Tried: {', '.join(f'{counts[kind]} of the kind *{kind}*' for kind in Kind)}. Came of it: {bad}.",
+        "\n".join(table(records)),
     ]
     if wrong := [f"- {record.fault}: {_in_a_line(said)}" for record in records for said in record.said]:
-        lines += ["", "## What went wrong", "", *wrong]
-    path.write_text(TEXT.read_text(encoding="utf-8").replace("{{tried}}", "\n".join(lines)), encoding="utf-8")
+        paragraphs += ["## What went wrong", "\n".join(wrong)]
+    path.write_text(TEXT.read_text(encoding="utf-8").replace("{{tried}}", "\n\n".join(paragraphs)), encoding="utf-8")
 
 
 def _in_a_line(said: str) -> str:
     """Return what a trial said without line breaks, and without the folders of the machine that it was on."""
-    for folder in (sys.prefix, str(ROOT)):
-        said = said.replace(folder, "…")
+    said = said.replace(sys.prefix, "…").replace(str(ROOT), "…")
     return " | ".join(line.strip() for line in said.splitlines())

@@ -19,14 +19,11 @@ TOLERANCE = 4e-3  # of a latent in F16; batches are not of the same images
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The outcome."""
-
     samples: int  # whose latents were compared
     faults: list[str]
 
 
 def compare(path: Path, whole_path: Path) -> Comparison:
-    """Read both stores to the last row."""
     store = Store.open(path)
     faults = [f"{path} is damaged: {fault}" for fault in verify(store, lambda _: None, 1).corrupt]
     found, twice = _samples(store)
@@ -47,7 +44,6 @@ def compare(path: Path, whole_path: Path) -> Comparison:
 
 
 def _samples(store: Store) -> tuple[dict[str, tuple[str, NDArray[Any]]], list[str]]:
-    """Return every sample's bucket and latent by its id, and the ids that came twice."""
     samples: dict[str, tuple[str, NDArray[Any]]] = {}
     twice = []
     for bucket in store.buckets():

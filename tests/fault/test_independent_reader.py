@@ -17,17 +17,11 @@ import pytest
 
 from bucketline.store import RowColumn
 from tests.commands import call
-from tests.independent_reader import metadata_of, open_block, read_entries, read_store
+from tests.independent_reader import metadata_of, open_block, read_store
 from tests.kit import (
-    FRAMES,
-    GROUPS,
-    HEIGHT,
-    IMAGE_COLUMNS,
-    WIDTH,
     Form,
     Sample,
     embedding,
-    expect_independently,
     make_sample,
     make_store,
     quantised,
@@ -97,7 +91,6 @@ def test_superseded_rows_are_left_out_by_the_lists_of_dropped_rows(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sample]]:
-    """A store of one shard, and its samples."""
     path = tmp_path_factory.mktemp("one") / "s"
     samples = samples_of({"train/64x64": 40, "train/96x64": 9, "val/64x64": 3})
     make_store(path, samples)
@@ -188,31 +181,6 @@ def test_a_packed_store_is_read_without_bucketline(source: Path, tmp_path: Path,
         assert len(tokens) == max(1, len(record["captions"]))
 
 
-VIDEO = (
-    RowColumn(role="target", dtype="BF16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),
-    RowColumn(role="control/pose", dtype="U8", shape=("frames", 3), optional=True),
-    RowColumn(role="features/keep", dtype="BOOL", shape=("height_px",)),
-)
-
-
-@pytest.mark.parametrize(
-    ("columns", "rows"),
-    [(IMAGE_COLUMNS, {"train/64x64": 20, "val/64x96": 4}), (VIDEO, {"train/9x16x24": 6, "train/1x16x16": 5})],
-)
-def test_columns_of_any_kind_are_read_by_role(columns: tuple[RowColumn, ...], rows: dict[str, int], tmp_path: Path) -> None:
-    form = Form(columns=columns)
-    items = form.samples(rows)
-    form.make_store(tmp_path / "s", items[:9], items[5:])
-    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    assert manifest["format_version"] == 1
-    assert {entry["role"]: (entry["optional"], entry["encoder"]) for entry in manifest["columns"].values()} == {
-        column.role: (column.optional, column.encoder) for column in columns
-    }
-    for shard in manifest["shards"]:
-        assert all(len(group) == 4 for group in shard["groups"].values())
-    expect_independently(tmp_path / "s", form, items)
-
-
 def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
     import xxhash
 
@@ -224,20 +192,3 @@ def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert metadata_of(sidecar)["line_bytes"] == "8388608"
     assert open_block(sidecar)["line_checksum"].tolist() == [xxhash.xxh3_64_intdigest(line) for line in lines]
-
-
-def test_ragged_groups_are_read_by_name(tmp_path: Path) -> None:
-    form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))], groups=GROUPS)
-    items = form.samples({"train/3": 12, "val/7": 5})
-    form.make_store(tmp_path / "s", items[:9], items[9:])
-    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    assert {name: group["of"] for name, group in manifest["ragged"].items()} == {
-        "audio": "rows",
-        "points": "rows",
-        "llama": "captions",
-    }
-    expect_independently(tmp_path / "s", form, items)
-    entries = read_entries(tmp_path / "s")
-    assert {len(own["audio"]) for own in entries.values()} == {0, 1}  # some rows lack it
-    lengths = {len(entry["xyz"]) for own in entries.values() for entry in own["points"]}
-    assert len(lengths) > 1

@@ -1,17 +1,28 @@
-"""Loaders that read a store from a server that stalls, and on a slow line."""
+"""Loaders that read a store from a server that stalls, and on a slow line.
+
+Processes that fetch lines of one shard into one cache are killed at random moments: what is marked as present is right.
+"""
 
 from __future__ import annotations
 
+import random
 import time
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.bench.fixtures.server_process import ServerProcess, control
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
-from tests.fault.servers import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, served
+from bucketline.store.format.block import LINE_BYTES, checksum
+from bucketline.store.remote.cache import folder as cache_folder
+from bucketline.store.remote.cache.cached_shard import ABSENT, PINNED, RING
+from tests.fault.apart import Apart, How
+from tests.fault.remote import IMAGES, LARGE, SLACK_S, Served, check_batch, in_lines, one_pass, served
+from tests.unit.store.remote.cache.lines import NUM_LINES, open_shard, sums
 
 
 @pytest.fixture(scope="module")
@@ -77,5 +88,47 @@ def test_a_slow_line_is_not_a_store_that_stalls(folder: Path, tmp_path: Path) ->
         control(server.url, "bytes_per_s=25e6")
         done = one_pass(f"{server.url}/{large.name}", large.digests(config), config)
         sent = server.reset()
-    assert not done.errors
+    assert not done
     assert sent.num_bytes < 1.2 * sum(path.stat().st_size for path in (large.local / "shards").glob("*.lmdb"))
+
+
+SECONDS = 12.0
+LIMIT = 3 * LINE_BYTES + (1 << 16)  # one line is pinned, two pass through the ring
+
+
+def fetch_for_ever(path: Path, seed: int) -> None:
+    draw, opened = random.Random(seed), open_shard(path, limit=LIMIT)
+    while True:
+        number = draw.randrange(NUM_LINES)
+        held = opened.fetcher.hold([(opened.shard, number)], 0)
+        opened.fetcher.wait(held)
+        assert checksum(memoryview(opened.shard.read(number))) == sums()[number]
+        opened.fetcher.release(held)
+
+
+def test_lines_that_are_marked_are_right_whenever_processes_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_folder, "LEAST_BYTES", LINE_BYTES)
+    monkeypatch.setattr(cache_folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - LINE_BYTES))
+    sums()
+    draw, seed = random.Random(0), 4
+    children = [Apart(partial(fetch_for_ever, tmp_path / "cache", number)) for number in range(4)]
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        time.sleep(draw.uniform(0.0, 0.15))
+        victim = children.pop(draw.randrange(len(children)))
+        victim.kill()
+        assert victim.ended().how is How.DIED  # it had not ended by itself
+        children.append(Apart(partial(fetch_for_ever, tmp_path / "cache", seed)))
+        seed += 1
+    for child in children:
+        child.kill()
+        child.ended()
+    opened = open_shard(tmp_path / "cache", limit=LIMIT)
+    states = opened.shard.present
+    assert set(states.tolist()) <= {ABSENT, PINNED, RING}
+    for number in np.flatnonzero(states).tolist():
+        assert checksum(memoryview(opened.shard.read(number))) == sums()[number]
+    held = int(np.count_nonzero(states)) * LINE_BYTES
+    assert opened.cache.room.used() <= LIMIT
+    assert opened.shard.path.stat().st_blocks * 512 <= held + (4 << 20)
+    opened.read(NUM_LINES - 1)

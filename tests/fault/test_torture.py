@@ -1,4 +1,7 @@
-"""Running every fault: records, table, page and options; a crash or a hang is an outcome."""
+"""Running every fault: records, table, page and options; a crash or a hang is an outcome.
+
+The parsers of files, on their fuzzer's seeds and on small changes of them.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,22 @@ import signal
 import sys
 import time
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bucketline.errors import UsageError
+from bucketline.ingest.importers.cache import IMPORTERS
 from tests.commands import ROOT, call, spawn
-from tests.fault import families
+from tests.fault import families, fuzz
 from tests.fault.apart import How, apart
 from tests.fault.conftest import merged
 from tests.fault.families import FAMILIES, run_family
 from tests.fault.ground import fair
+from tests.fault.parsers import PARSERS, inputs, mutated, read_cache
 from tests.fault.record import TEXT, Kind, Outcome, Record, Wrong, expect, shortfalls, write_page
+from tests.process_memory import forget_highest, in_memory
 
 
 def test_work_apart_is_done_refused_defect_dead_or_hung() -> None:
@@ -92,12 +97,6 @@ def test_what_a_family_leaves_in_the_home_or_the_working_folder_is_a_file_outsid
     assert record.said == ["file outside: packs left home/other, here/stray"]
 
 
-def test_every_family_names_a_function() -> None:
-    for function, _ in FAMILIES.values():
-        module, _, name = function.partition(":")
-        assert callable(getattr(import_module(f"tests.fault.{module}"), name))
-
-
 def test_the_page_has_the_table_what_could_not_be_tried_and_what_was_found(tmp_path: Path) -> None:
     one = Record("one", Kind.DISK, counts=Counter({Outcome.CLEAN_ERROR: 3}))
     two = Record("two", Kind.DISK, not_run="no compiler")
@@ -121,7 +120,7 @@ def test_what_was_found_is_held_by_a_test_that_exists(test: str) -> None:
 def test_the_options_choose_rounds_and_the_page_wants_all_trials(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "pytest", "tests/fault/test_faults.py", "-n", 1, "-p", "no:cacheprovider", "-k", "threads"]
-    ran = spawn([*command, "--seed", 4, "--rounds", 2, "--page", page], PYTHONPATH=str(ROOT))
+    ran = spawn([*command, "--seed", 4, "--minutes", 5, "--page", page], PYTHONPATH=str(ROOT))
     assert ran.code == 1, ran.out + ran.err
     assert "2 passed" in ran.out
     assert "0 trials of the kind 'kill', expected 500 or more" in ran.out
@@ -138,3 +137,27 @@ def test_an_empty_source_is_refused_and_is_not_the_folder_one_stands_in(tmp_path
 def test_a_name_that_is_too_long_is_said_in_words(command: tuple[str, ...], tmp_path: Path) -> None:
     ran = call(*command[:2], tmp_path / ("x" * 300), *command[2:]).fails("File name too long")
     assert ran.err.startswith("error: ")
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_changed_file_is_read_or_is_an_error_of_ours(parser: str, tmp_path: Path) -> None:
+    count, changed = 0, 100 if parser.startswith(fuzz.IMPORT) else 400
+    forget_highest()
+    peak = in_memory("VmRSS")
+    for data in mutated(parser, changed, seed=5):
+        PARSERS[parser](data, tmp_path)
+        count += 1
+    assert count == changed + len(inputs(parser))
+    assert in_memory("VmHWM") - peak < 1 << 30
+
+
+@pytest.mark.parametrize("kind", IMPORTERS)
+def test_a_sound_cache_of_the_corpus_is_imported(kind: str, tmp_path: Path) -> None:
+    (data,) = inputs(fuzz.IMPORT + kind)
+    assert read_cache(kind, data, tmp_path) == 2
+
+
+def test_every_parser_is_fuzzed_and_its_seeds_are_small() -> None:
+    assert tuple(PARSERS) == fuzz.PARSERS
+    assert all(1 <= len(inputs(parser)) <= 40 for parser in PARSERS)
+    assert sum(len(data) for parser in PARSERS for data in inputs(parser)) < 1 << 18

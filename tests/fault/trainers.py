@@ -2,6 +2,8 @@
 
 A run is ended by `kill -9`, SIGTERM or Ctrl-C, during checkpoints too, a few times, and then finished with --resume; its losses
 must be, to the last digit, those of a run that nobody ended. One that was ended before its first checkpoint is started over.
+
+Commands whose log cannot be written, a closed pipe or a full disk from some line on: they do what they would do.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import random
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -23,10 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from bucketline.errors import TrainError
+from bucketline.loader import Loader, LoaderConfig
 from tests.fault.apart import HANG_S, Apart, Ended, How
-from tests.fault.ground import COMMAND_S, Ground
-from tests.fault.record import Asked, Kind, Outcome, Record, expect
-from tests.kit import flip_bit
+from tests.fault.ground import COMMAND_S, Ground, expect_ids
+from tests.fault.record import Asked, Kind, Outcome, Record, expect, tried
+from tests.kit import flip_bit, make_store, samples_of
+from tests.models import write_images
+from tests.serving import serving
 
 STEPS = 12
 LONGEST_S = 120.0  # of a run that nobody ends
@@ -78,7 +85,7 @@ def begun(folder: Path, output: Path) -> Apart:
 
 
 def _is_saving(output: Path) -> bool:
-    from bucketline.files.run_marker import CHECKPOINTS
+    from bucketline.files.paths import CHECKPOINTS
     from bucketline.train.checkpoint import CHECKPOINT_NAME
 
     return any(not CHECKPOINT_NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
@@ -97,7 +104,6 @@ def _end(folder: Path, output: Path, draw: random.Random, whole_s: float, number
 
 
 def _judged(ended: Ended, number: signal.Signals, last: Ended, expected: object) -> Outcome:
-    """Judge a run that was ended, by itself and by what it was continued to."""
     if ended.how is How.DIED:
         expect(ended.signal == number, ended.said, Outcome.CRASH)
     elif number is signal.SIGKILL or "KeyboardInterrupt" not in ended.said:  # before it listens, it ends as any process does
@@ -107,9 +113,8 @@ def _judged(ended: Ended, number: signal.Signals, last: Ended, expected: object)
 
 
 def trainers(asked: Asked) -> Iterator[Record]:
-    """End runs again and again."""
     prepare(asked.folder)
-    draw, output, begun_at = random.Random(asked.seed), asked.folder / "run", time.monotonic()
+    draw, output, begun_at = asked.draw, asked.folder / "run", time.monotonic()
     records = {number: Record(f"trainer ended by {number.name}, then --resume", Kind.KILL) for number in set(SIGNALS)}
     expected = begun(asked.folder, asked.folder / "whole").ended(LONGEST_S).done()
     whole_s = time.monotonic() - begun_at
@@ -135,22 +140,19 @@ class Canary:
 
 def hostile_checkpoints(asked: Asked) -> Iterator[Record]:
     """Checkpoints with right digests whose files lie, and checkpoints of which one bit is another."""
-    ground = Ground.prepare(asked)
+    ground = Ground(asked)
     prepare(ground.folder)
     whole = ground.folder / "trained"
     Apart(partial(train_in, ground.folder, whole, resume=False)).ended(COMMAND_S).done()
     newest = max((whole / "checkpoints").iterdir())
-    record = Record("checkpoints that lie, with right digests", Kind.HOSTILE)
-    for what, (name, data) in _lies(newest, ground.folder / "canary").items():
-        record.trial(what, _resumed, ground, whole, f"checkpoints/{newest.name}", name, data)
-    yield record
-    record = Record("a bit flipped in a checkpoint", Kind.FLIP)
+    lies = _lies(newest, ground.folder / "canary").items()
+    cases = [(what, ground, whole, f"checkpoints/{newest.name}", name, data) for what, (name, data) in lies]
+    yield from tried("checkpoints that lie, with right digests", Kind.HOSTILE, _resumed, cases)
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
-    for number in range(asked.of(40, 300)):
-        path = files[number % len(files)]
-        bit = ground.draw.randrange(8 * path.stat().st_size)
-        record.trial(f"bit {bit} of {path.name}", _flipped, newest, path, bit)
-    yield record
+    chosen = [files[number % len(files)] for number in range(asked.of(40, 300))]
+    bits = [(path, ground.draw.randrange(8 * path.stat().st_size)) for path in chosen]
+    flips = [(f"bit {bit} of {path.name}", newest, path, bit) for path, bit in bits]
+    yield from tried("a bit flipped in a checkpoint", Kind.FLIP, _flipped, flips)
 
 
 def _lies(newest: Path, canary: Path) -> dict[str, tuple[str, bytes]]:
@@ -178,7 +180,7 @@ def _lies(newest: Path, canary: Path) -> dict[str, tuple[str, bytes]]:
 
 def _resumed(ground: Ground, whole: Path, checkpoint: str, name: str, data: bytes) -> Outcome:
     """Put other bytes in a checkpoint, let its list of digests agree, and resume."""
-    from bucketline.store.format.hashing import file_digest
+    from bucketline.store.format.block import file_digest
 
     run = ground.fresh() / "run"
     shutil.copytree(whole, run)
@@ -203,3 +205,68 @@ def _flipped(newest: Path, path: Path, bit: int) -> Outcome:
         flip_bit(path, bit)
     expect(wrong is not None or path.name == DIGESTS, "found nothing")
     return Outcome.COMPLETED if wrong is None else Outcome.CLEAN_ERROR
+
+
+_PACK = """
+import sys
+from bucketline.ingest import cli, progress
+progress.LINE_EVERY_S = 0.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+FULL, CLOSED = "a full disk", "a closed pipe"
+
+
+def _log(log: str) -> int:
+    if log == FULL:
+        return os.open("/dev/full", os.O_WRONLY)
+    reader, fd = os.pipe()
+    os.close(reader)
+    return fd
+
+
+def broken_logs(asked: Asked) -> Iterator[Record]:
+    ground, draw = Ground(asked), asked.draw
+    (ground.folder / "training").mkdir()
+    prepare(ground.folder / "training")  # a model of its own
+    for what, trial in {"pack": _pack, "train": _train, "serve": _serve}.items():
+        logs = [CLOSED if trial is _serve else draw.choice([CLOSED, FULL]) for _ in range(asked.of(2, 10))]  # its line is read
+        yield from tried(f"a log that cannot be written: {what}", Kind.OTHER, trial, [(log, ground, log) for log in logs])
+
+
+def _pack(ground: Ground, log: str) -> Outcome:
+    folder = ground.fresh()
+    ids = write_images(folder / "photos", 6)
+    command = [sys.executable, "-c", _PACK, *map(str, ground.pack_command(folder / "photos", folder / "s"))]
+    null, fd = subprocess.DEVNULL, _log(log)
+    ran = subprocess.run(command, stdin=null, stdout=null, stderr=fd, timeout=COMMAND_S, check=False)
+    os.close(fd)
+    expect(ran.returncode == 0, f"it ended with {ran.returncode}")
+    expect_ids(folder / "s", ids)
+    return Outcome.COMPLETED
+
+
+def _train(ground: Ground, log: str) -> Outcome:
+    run = ground.fresh() / "run"
+
+    def work() -> object:
+        os.dup2(_log(log), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8")
+        return train_in(ground.folder / "training", run, resume=False)
+
+    Apart(work).ended(COMMAND_S).done()
+    expect(any((run / "checkpoints").iterdir()), "no checkpoint was saved")
+    return Outcome.COMPLETED
+
+
+def _serve(ground: Ground, _log: str) -> Outcome:
+    folder = ground.fresh()
+    store = make_store(folder / "s", samples_of({"train/64x64": 20}))
+    with serving(folder / "sock", store.path, options=("--every", "0.001")) as process:
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+        for _ in range(3):
+            with Loader(store.path, LoaderConfig(batch_size=2, epochs=1), service=folder / "sock") as loader:
+                expect(len([*loader]) == 10, "batches are lost")
+        expect(process.poll() is None, f"the service ended with {process.poll()}")
+    return Outcome.COMPLETED

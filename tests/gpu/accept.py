@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-from bucketline.attention import avoid_cudnn_attention
+from bucketline.torch_setup import avoid_cudnn_attention
 from tests.gpu.compiled import dispatch, families, fp8
 from tests.gpu.loading import contexts, copies, draws, env, loader, memory, services
 from tests.gpu.material import ON_GPU, failed, tell

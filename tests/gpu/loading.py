@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bucketline.loader import Batch, Loader, LoaderConfig
-from bucketline.loader.plan.rng import Purpose, _words, normal, uniform
+from bucketline.loader.plan.order import Purpose, _words, normal, uniform
 from tests.gpu.material import DEVICE, ON_GPU, kept, lag, sync, tell
 
 ON_THE_SECOND = """
@@ -111,7 +111,7 @@ def copies() -> None:
     if not ON_GPU:
         tell("copies: needs a GPU")
         return
-    from bucketline.loader.prefetch.cuda_copy import CudaCopier
+    from bucketline.loader.prefetch.stream import CudaCopier
     from bucketline.loader.service.ring import map_shared, register, unregister
 
     size, copier = 64 << 20, CudaCopier(DEVICE)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 
 from bucketline.train.checkpoint import copied
 from bucketline.train.compile import warm_up
-from bucketline.train.config import Compile
-from bucketline.train.ema import Average
+from bucketline.train.config import Compile, EmaPlace
 from bucketline.train.log import graphs_compiled
+from bucketline.train.optim import Average
 from bucketline.train.parallel import fill_from_rank_zero, shard, shard_mesh, tensors_of
 from bucketline.train.run import train
 from bucketline.train.step import train_step
-from bucketline.train.values import EmaPlace
 from bucketline.train.weight_layout import WholeModel
 from tests.gpu.material import DEVICE, ON_GPU, run_folder, tell, tiny_batch, tiny_training
 from tests.unit.train.tiny_run import ALONE, config, losses

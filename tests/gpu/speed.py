@@ -17,9 +17,8 @@ def encoding() -> None:
     """A VAE of SD's size: batches that do not fit are halved, what comes out is the same, and what dtypes cost."""
     import diffusers
 
-    from bucketline.ingest.encoders.latents import LatentColumns
     from bucketline.ingest.encoders.model_folder import open_model
-    from bucketline.ingest.encoders.vae import VaeEncoder
+    from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
 
     folder = ROOM / "vae.model"
     if not folder.exists():
@@ -45,12 +44,14 @@ def encoding() -> None:
         columns.encode(images[:4])
         sync()
         begin = time.perf_counter()
-        answers[dtype] = [row.columns["latent"] for at in range(0, count, 4) for row in columns.encode(images[at : at + 4])]
+        found: list[Any] = [row for at in range(0, count, 4) for row in columns.encode(images[at : at + 4])]
+        answers[dtype] = [row["latent"] for row in found]
         rates[dtype] = count / (time.perf_counter() - begin)
         if dtype == "F32" and ON_GPU:
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(14e9 / torch.cuda.mem_get_info()[1])
-            halved = [row.columns["latent"] for row in columns.encode(images)]
+            encoded: list[Any] = columns.encode(images)
+            halved = [row["latent"] for row in encoded]
             torch.cuda.set_per_process_memory_fraction(1.0)
             off = max(float(np.abs(a - b).max()) for a, b in zip(halved, answers["F32"], strict=True))
             tell("encoding: halved where it does not fit", ok=off < 0.05, largest=off)

@@ -7,9 +7,8 @@ import dataclasses
 import torch
 
 from bucketline.train import checkpoint
-from bucketline.train.config import Compile
+from bucketline.train.config import Compile, MemoryLimit
 from bucketline.train.run import train
-from bucketline.train.values import MemoryLimit
 from tests.gpu.material import ON_GPU, run_folder, tell
 from tests.unit.train.tiny_run import ALONE, config, write_unet
 

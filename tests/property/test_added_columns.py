@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketline.store import Column, Store, add_column
+from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.block import DTYPES
 from bucketline.torch_dtypes import TORCH_DTYPES
 from tests.added_columns import expect_clean, masks_in
 from tests.independent_reader import read_store

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from bucketline.errors import UsageError
 from bucketline.ingest.config import PackConfig, RayEngine, WantedWorkers
 from bucketline.ingest.held_out import HeldOut
-from bucketline.loader.commands.batch_options import BatchSize, SplitRows, WorldSize
-from bucketline.loader.commands.plan import PlanCommand
+from bucketline.loader.commands.plan import BatchSize, PlanCommand, SplitRows, WorldSize
 from bucketline.loader.mixture import StoreArgument
 from bucketline.option_value import ByteSize, Duration, OptionValue, value_fields
 from bucketline.store.commands.change import Compact
 from bucketline.store.commands.export import Export
-from bucketline.train.config import TrainConfig
-from bucketline.train.values import (
+from bucketline.train.config import (
     Betas,
     Ema,
     LossWeight,
@@ -33,6 +31,7 @@ from bucketline.train.values import (
     Sharding,
     TimestepRange,
     Timesteps,
+    TrainConfig,
 )
 
 TYPED: dict[type[OptionValue], tuple[str, ...]] = {
@@ -195,7 +194,8 @@ REFUSED: dict[type[OptionValue], str] = {
     TimestepRange: "0.2|0.2:|:0.9|0.2:0.9:1|0.9:0.2|-0.1:1|nan:1|0:inf",
     Timesteps: "uniform:1|logit-normal:|logit-normal:0|logit-normal:0,1,2|logit-normal:0,0|mode:2|mode:nan|mode:0:0",
     LossWeight: "min-snr|min-snr:|min-snr:0|min-snr:5:5|cosmap:5|min-snr:inf",
-    LrSchedule: "cosine:|cosine:0.1:0.1|cosine@|cosine@5@6|cosine@5:0.1|wsd:0|wsd:5:0.1:0.1|cosine:2|constant:0.1|"
+    LrSchedule: "cosine:|cosine:0.1:0.1|cosine:6:0.1|cosine@0|cosine-restarts|"
+    "wsd:0.1|wsd::0.1|cosine@|cosine@5@6|cosine@5:0.1|wsd:0|wsd:5:0.1:0.1|cosine:2|constant:0.1|"
     "polynomial|polynomial:0|piecewise-constant:1|piecewise-constant:1:9,0|piecewise-constant:1:9,2:3,1",
     Betas: "0.9|0.9,|0.9,0.999,1e-8,1|1,0.9|0.9,-0.1|0.9,0.999,0",
     Ema: "off:cpu|0.9:cpu:cpu|0.9:10:10|0.9:10:cpu|0.9:|2|-0.1|nan|0.9:cpu:0|0.9:1.5",

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketline.store import Axis, Column, RaggedGroup, RowColumn, Store
+from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
-from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.block import DTYPES
 from bucketline.store.verify.verify import verify
 from tests.kit import TEXT, Form, Sample, expect_independently
 from tests.loading import expect_loaded

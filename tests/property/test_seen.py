@@ -14,10 +14,9 @@ import pytest
 
 from bucketline.errors import PlanError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.recorded_run import PLANS, append_plan, read_run
-from bucketline.loader.seen import Seen
+from bucketline.loader.seen import PLANS, Seen, append_plan, read_run
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from tests.conditioned import Form, growing_store, tokens_of
 
 if TYPE_CHECKING:

@@ -22,20 +22,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from bucketline.errors import LockedError, StoreError
 from bucketline.loader.batch import BATCH_PRESENT_PREFIX, COLUMN_PREFIX, LATENTS
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import Store, add_column, read_manifest
-from bucketline.store.change.compact import compact
+from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import collect, compact
 from bucketline.store.change.copy_rows import RowCopier
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.merge import merge
-from bucketline.store.format.columns import LATENT, stored_name
-from bucketline.store.format.columns import PRESENT_PREFIX as PRESENT_COLUMN
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import LATENT, sample_digest, stored_name
+from bucketline.store.format.block import PRESENT_PREFIX as PRESENT_COLUMN
 from bucketline.store.format.manifest import generation_path, write_manifest
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.change_base import is_published, newest_manifest
-from bucketline.store.write.publish import adopt, changing, lock_store, publish
+from bucketline.store.write.publish import adopt, changing, is_published, lock_store, newest_manifest, publish
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import CAPTIONS, FORMS, Form, Sample, everything, make_sample
@@ -44,7 +41,7 @@ from tests.loading import loaders_of, rows_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bucketline.files.locks import FileLock
+    from bucketline.files.atomic_write import FileLock
     from bucketline.loader import Loader
     from bucketline.store import PartWriter
     from tests.kit import Held
@@ -300,7 +297,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.number += 1
             copier = RowCopier(Store(self.path, manifest), self.number)
             if is_sealed:
-                copier.copy(range(len(manifest.shards)), (), LARGE)
+                copier.copy(range(len(manifest.shards)), LARGE)
             elif manifest.samples:
                 writer = self.form.part(self.path, "copy")
                 room = copier._room(0)

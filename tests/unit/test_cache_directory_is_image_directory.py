@@ -14,7 +14,6 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
-from bucketline.ingest.packing import prepare
 from bucketline.ingest.sources.folder import FolderSource, list_folder
 from bucketline.store import Store
 from tests.commands import Ran, call
@@ -97,15 +96,6 @@ def test_a_folder_that_has_two_names_is_found_by_its_inode(source: Path, monkeyp
     monkeypatch.setattr(os.path, "realpath", os.path.abspath)
     with pytest.raises(UsageError, match="is inside"):
         refuse_overlap(source, source.parent / "mount" / "cache")
-
-
-def test_without_the_check_a_store_inside_the_source_would_be_made(
-    source: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: it is this check that separates the two folders."""
-    monkeypatch.setattr(prepare, "refuse_overlap", lambda *_: None)
-    assert pack(source, source / "cache", model).code == 0
-    assert (source / "cache" / "manifest.json").is_file()
 
 
 def test_nothing_that_a_store_is_made_of_is_listed_as_an_image(store: Store, tmp_path: Path) -> None:

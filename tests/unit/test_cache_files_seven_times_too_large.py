@@ -14,9 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from bucketline.store import BlockSpec, Store
-from bucketline.store.format.block import CHECKSUM, Column, Row, encode_block, fixed_columns, make_row
-from bucketline.store.format.hashing import caption_digest
-from bucketline.store.read.info import info
+from bucketline.store.format.block import CHECKSUM, Column, Row, caption_digest, encode_block, fixed_columns, make_row
+from bucketline.store.read.samples import info
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import lock_store, publish
 from bucketline.store.write.seal import seal
@@ -37,25 +36,16 @@ def values_of(latent: NDArray[Any]) -> dict[str, NDArray[Any]]:
 
 def test_a_row_cloned_out_of_a_batch_has_its_own_bytes_alone() -> None:
     spec = spec_of(BUCKET)
-    batch = np.arange(7 * 2 * 8 * 8, dtype="<f2").reshape(7, 2, 8, 8)
-    rows = [make_row(spec, values_of(batch[n])) for n in range(7)]
-    for n, row in enumerate(rows):
-        assert row["latent"] == batch[n].tobytes()
-        assert sum(map(len, row.values())) == spec.row_bytes - spec.column(CHECKSUM).row_bytes
-    assert len(encode_block(spec, rows, 0)) == spec.header_bytes + 7 * spec.row_bytes
-
-
-def test_a_row_does_not_change_with_the_batch_that_it_was_cloned_from() -> None:
-    batch = np.ones((2, 2, 8, 8), "<f2")
-    row = make_row(spec_of(BUCKET), values_of(batch[1]))
-    batch[:] = 0
-    assert np.frombuffer(row["latent"], "<f2").min() == 1
-
-
-def test_a_row_that_is_a_strided_view_is_stored_in_order() -> None:
-    batch = np.arange(2 * 8 * 8 * 3, dtype="<f2").reshape(3, 8, 8, 2)
-    row = make_row(spec_of(BUCKET), values_of(batch.transpose(0, 3, 1, 2)[2]))
-    assert np.array_equal(np.frombuffer(row["latent"], "<f2").reshape(2, 8, 8), batch[2].transpose(2, 0, 1))
+    strided = np.arange(7 * 2 * 8 * 8, dtype="<f2").reshape(7, 8, 8, 2).transpose(0, 3, 1, 2)
+    expected, batch = [one.tobytes() for one in strided], strided.copy()
+    for given in (strided, batch):
+        rows = [make_row(spec, values_of(given[n])) for n in range(7)]
+        batch[:] = 0  # a row does not change with the batch that it was cloned from
+        for row, own in zip(rows, expected, strict=True):
+            assert row["latent"] == own
+            assert sum(map(len, row.values())) == spec.row_bytes - spec.column(CHECKSUM).row_bytes
+        batch[:] = strided
+        assert len(encode_block(spec, rows, 0)) == spec.header_bytes + 7 * spec.row_bytes
 
 
 def test_rows_that_carry_their_whole_batch_are_refused_before_the_write(

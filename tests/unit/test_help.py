@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import bucketline
-from bucketline.help_screen import command_help
-from bucketline.options import options_of
+from bucketline.options import command_help, options_of
 from tests.commands import BIN, ROOT, call, spawn
+from tests.devices import ASKED
 from tests.every_command import COMMANDS_OF
 
 PROGRAMS: dict[str, list[object]] = {
@@ -115,14 +123,6 @@ def test_a_section_is_asked_for_by_its_name() -> None:
     assert "--help rays: there is no such section, expected " in refused.err
 
 
-def test_the_trainers_help_names_its_other_commands_and_how_several_processes_start() -> None:
-    shown = " ".join(spawn([*PROGRAMS["python -m bucketline.train"], "--help", "all"]).out.split())
-    for said in ("bucketline train presets", "bucketline train report"):
-        assert f"`{said}`" in shown
-    assert "`torchrun --nproc_per_node N -m bucketline.train`" in shown
-    assert "Example: bucketline train --store" in shown
-
-
 @pytest.mark.parametrize("command", ["ingest", "store", "loader"])
 def test_every_command_says_its_version(command: str) -> None:
     assert call(command, "version").out == f"{bucketline.__version__}\n"
@@ -134,3 +134,116 @@ def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
     assert (ran.code, ran.out) == (2, "")
     assert "there is no command 'cook'" in ran.err
     assert "usage: bucketline" in ran.err
+
+
+# Completion in shells: bash's own function, run by bash, as at a TAB.
+
+
+FUNCTIONS = {"bucketline": "_bucketline", "ingest": "_ingest", "store": "_store", "loader": "_loader"}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "bash"
+    path.write_text(spawn([BIN / "bucketline", "completion", "bash"]).done().out, encoding="utf-8")
+    return path
+
+
+def completed(script: Path, *words: str) -> list[str]:
+    """Return what bash has in COMPREPLY after the script's function has run."""
+    lines = f"""
+        source {script}
+        COMP_WORDS=({shlex.join(words)})
+        COMP_CWORD={len(words) - 1}
+        {FUNCTIONS[words[0]]}
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    ran = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True)
+    assert ran.stderr == ""
+    return list(filter(None, ran.stdout.splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("bucketline", "ex"), ["export-model"]),
+        (("bucketline", "loader", "p"), ["peek", "plan"]),
+        (("loader", "plan", "--ru"), ["--run"]),
+        (("bucketline", "train", "re"), ["report"]),
+        (("bucketline", "train", "--precision", ""), ["auto", "fp32", "bf16", "fp8"]),
+        (("bucketline", "completion", ""), ["bash", "zsh", "fish"]),
+        (("store", "ver"), ["verify"]),
+    ],
+)
+def test_bash_completes_commands_options_and_values(script: Path, words: tuple[str, ...], expected: list[str]) -> None:
+    assert sorted(completed(script, *words)) == sorted(expected)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_has_commands_and_options_and_is_one_that_it_reads(shell: str) -> None:
+    script = spawn([BIN / "bucketline", "completion", shell]).done().out
+    words = set(re.findall(r"[a-z0-9][a-z0-9-]*", script))
+    assert {"export-model", "pack", "verify", "peek", "precision", "val-fraction", "fp32"} - words == set()
+    if program := shutil.which(shell):
+        checked = subprocess.run([program, "-n"], input=script, capture_output=True, text=True, check=False)
+        assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("package", ["bucketline.store", "bucketline.loader"])
+def test_dir_has_every_public_name_before_it_is_used(package: str) -> None:
+    code = f"import {package} as p, sys; print(*(set(p.__all__) - set(dir(p))), 'torch' in sys.modules, hasattr(p, '__file__'))"
+    assert spawn([sys.executable, "-c", code]).out == "False True\n"
+    assert {"__all__", "__file__"} <= {*dir(importlib.import_module(package))}
+
+
+# Tests and torture run on the CPU, whatever the machine has, unless a GPU is requested.
+
+
+SEEN = "import os, tests.conftest; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+
+
+@pytest.mark.parametrize(("asked", "seen"), [("", ""), ("0", ""), ("1", "0,3")])
+def test_the_tests_see_no_gpu_unless_one_is_asked_for(asked: str, seen: str) -> None:
+    done = spawn([sys.executable, "-c", SEEN], CUDA_VISIBLE_DEVICES="0,3", **{ASKED: asked})
+    assert (done.code, done.out) == (0, seen + "\n"), done.err
+
+
+@pytest.mark.parametrize(("asked", "seen"), [("", ""), ("1", "0,3")])
+def test_the_demo_sees_none_unless_one_is_asked_for(tmp_path: Path, asked: str, seen: str) -> None:
+    python = tmp_path / "bin" / "python"  # the first program that the demo starts
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "devices=$CUDA_VISIBLE_DEVICES"\nexit 3\n', encoding="utf-8")
+    python.chmod(0o755)
+    done = spawn(
+        ["bash", "demo/run", tmp_path / "out"],
+        BIN=os.path.relpath(python.parent, ROOT),
+        CUDA_VISIBLE_DEVICES="0,3",
+        **{ASKED: asked},
+    )
+    assert (done.code, done.out.splitlines()[-1]) == (3, f"devices={seen}")
+
+
+# Processes that the package starts import nothing from the current folder.
+
+
+PACKAGES = ("bucketline", "store", "ingest", "loader", "train", "bench")
+
+
+def commands_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each list in a file that begins with a Python interpreter."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.List) and node.elts:
+            first = ast.unparse(node.elts[0])
+            if "sys.executable" in first or (first.startswith("str(") and "python" in first):
+                yield node.lineno, ", ".join(ast.unparse(element) for element in node.elts[:2])
+
+
+def test_every_python_that_is_started_leaves_the_current_folder_out() -> None:
+    found = [
+        (f"{path.relative_to(ROOT)}:{line}", command)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, command in commands_of(path)
+    ]
+    assert len(found) >= 12
+    assert [place for place, command in found if "'-P'" not in command and "'-I'" not in command] == []

@@ -6,9 +6,8 @@ from the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,10 @@ from numpy.typing import NDArray
 
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Loader, LoaderConfig, Remainder
-from bucketline.store import BlockSpec, Store
-from bucketline.store.format.block import Row
-from bucketline.store.write import shard_writer
+from bucketline.store import Store
 from tests.commands import call
-from tests.kit import add, empty_store, make_sample, open_writer, spec_of
-from tests.models import SMALL, png, write_images
+from tests.kit import empty_store, make_sample, open_writer, spec_of
+from tests.models import SMALL, png
 
 
 def test_every_batch_over_images_of_awkward_sizes_has_the_shape_of_its_bucket(tmp_path: Path, model: Path) -> None:
@@ -66,32 +63,3 @@ def test_a_row_of_another_shape_never_enters_a_bucket(tmp_path: Path, shape: tup
     with pytest.raises(ValueError, match=r"column 'latent' of bucket train/64x64 takes F16 \[2, 8, 8\], got float16"):
         writer.add(spec=spec_of(sample.bucket), latents={"latent": np.zeros(shape, "<f2")}, record=sample.record, captions=[])
     writer.close()
-
-
-def test_without_the_check_on_shapes_the_length_of_the_block_still_gives_the_mixture_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: rows of two shapes reach one block as soon as `make_row` no longer compares."""
-
-    def unchecked(spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> Row:
-        return {column.name: values[column.name].tobytes() for column in spec.columns if column.name in values}
-
-    monkeypatch.setattr(shard_writer, "make_row", unchecked)
-    empty_store(tmp_path)
-    writer = open_writer(tmp_path, "a")
-    sample = make_sample("a.png", "train/64x64")
-    add(writer, make_sample("b.png", "train/64x64"))
-    wider = {"latent": np.zeros((2, 8, 9), "<f2")}
-    writer.add(spec=spec_of(sample.bucket), latents=wider, record=sample.record, captions=[])
-    with pytest.raises(AssertionError, match="a block of 2 rows of train/64x64 has"):
-        writer.commit()
-    writer.close()
-
-
-def test_all_images_of_a_folder_are_in_a_bucket_of_the_grid_and_nowhere_else(tmp_path: Path, model: Path) -> None:
-    ids = write_images(tmp_path / "photos", 12)
-    assert call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL).code == 0
-    store = Store.open(tmp_path / "s")
-    assert {bucket.name for bucket in store.buckets()} == {"train/16x24", "train/24x16"}
-    found = [sample_id for bucket in store.buckets() for sample_id in bucket.sample_ids(np.arange(bucket.num_rows))]
-    assert sorted(found) == ids

@@ -39,7 +39,7 @@ class ExportModel:
 
     def run(self) -> int:
         from bucketline.errors import StateError
-        from bucketline.extras import extra_named
+        from bucketline.extensions import extra_named
 
         if not self.folder.is_dir():
             raise StateError(f"{self.folder} is not a folder; name a run's folder or one of its checkpoints")

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.registry import Opened, Remote
-from bucketline.bench.peers.samples import sample
+from bucketline.bench.peers.samples import PeerBatch, sample
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Column, LatentColumn, StoreWriter, new_record
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.bench.memcpy import memcpy
-from bucketline.bench.peers.gate import PeerBatch
+from bucketline.bench.harness import memcpy
 from bucketline.bench.peers.registry import Opened
-from bucketline.bench.peers.samples import HEADER, pack, sample, unpack
+from bucketline.bench.peers.samples import HEADER, PeerBatch, pack, sample, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.bench.peers.formats.importable import make_torchvision_importable
-from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.registry import Importing, Opened, Remote
-from bucketline.bench.peers.samples import pack, sample, unpack
+from bucketline.bench.peers.samples import PeerBatch, pack, sample, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

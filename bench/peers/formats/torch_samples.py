@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.registry import Importing, Opened
-from bucketline.bench.peers.samples import pack, sample, unpack
+from bucketline.bench.peers.samples import PeerBatch, pack, sample, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading import as_tensor, names_in, read_metadata, read_safetensors, text_of
 

@@ -19,7 +19,7 @@ import torch
 
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading import as_tensor, loaded_dict, names_in, open_of_any_size, read_part
-from bucketline.ingest.sources.objects.object_file import FileWindow
+from bucketline.ingest.sources.objects import FileWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

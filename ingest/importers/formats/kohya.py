@@ -15,10 +15,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading import as_tensor, read_npz
-from bucketline.ingest.sources.local_files import open_file
+from bucketline.ingest.sources.source import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,12 +1,11 @@
 """MDS datasets of mosaicml/diffusion and its kin: `index.json` and shards, one sample after another.
 
 An index lists its shards with their columns; that of `merge_index` lists those of the folders below it, as FOLDER/NAME, next
-to the folders' own. A shard may be there only compressed, as `zip_data`; it is then unpacked in memory. It has the number of
-samples as U32, their offsets, and a JSON description of its columns; a sample the lengths of its columns of variable length,
-then all columns. Latents are F16 or F32 bytes, or arrays of a dtype and shape that the index has, in the columns `latents_256`
-and `latents_512`, times the scaling factor, empty where the image is smaller than that. `store export --format mds` writes
-others as `latents_HEIGHTxWIDTH`, and those of the mirrored images with `/flipped` after the name. The token embeddings are
-those of Stable Diffusion 2's CLIP, in `caption_latents`.
+to the folders' own. A shard has the number of samples as U32, their offsets, and a JSON description of its columns; a sample
+the lengths of its columns of variable length, then all columns. Latents are F16 or F32 bytes, or arrays of a dtype and shape
+that the index has, in the columns `latents_256` and `latents_512`, times the scaling factor, empty where the image is smaller
+than that. `store export --format mds` writes others as `latents_HEIGHTxWIDTH`, and those of the mirrored images with `/flipped`
+after the name. The token embeddings are those of Stable Diffusion 2's CLIP, in `caption_latents`.
 Source: `streaming/base/format/mds/reader.py` and `encodings.py`, mosaicml/diffusion's `precompute_latents.py`.
 """
 
@@ -15,8 +14,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-import threading
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,11 +22,10 @@ import numpy as np
 import torch
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import read_part, read_whole
-from bucketline.ingest.sources.local_files import file_stamp
-from bucketline.store.format.columns import FLIPPED_SUFFIX
+from bucketline.ingest.importers.reading import read_part
+from bucketline.store.format.block import FLIPPED_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,8 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INDEX = "index.json"
-_MAX_UNPACKED_BYTES = 1 << 30  # of a compressed shard; Streaming's own limit is 64 MiB unless its user sets another
-_ZSTD = "zstd"  # of other codecs pyarrow does not tell that data are cut short
 _LATENTS = re.compile(r"latents_(?P<height>\d{1,6})(x(?P<width>\d{1,6}))?")
 _INTS = ("int", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 _ARRAY = re.compile(r"ndarray:(float16|float32|float64):(\d+(?:,\d+)*)")
@@ -51,29 +45,17 @@ _TOKENS = "caption_latents"
 class _Shard(NamedTuple):
     """A shard that an index lists."""
 
-    name: str  # path of the uncompressed shard, from the source's folder
-    path: str  # of the file that is there
-    is_packed: bool  # whether that file is compressed
-    num_bytes: int  # uncompressed
+    path: str  # from the source's folder
+    num_bytes: int
     samples: int
     columns: tuple[tuple[str, str, int | None], ...]  # name, encoding, and length; None if it varies
-
-    def part(self, source: Path, offset: int, length: int) -> bytes:
-        """Return a part of the uncompressed shard."""
-        if not self.is_packed:
-            return read_part(source, self.path, offset, length)
-        with _unpacking:
-            data = _unpacked(source, self, file_stamp(f"{source}/{self.path}", source))
-        if offset + length > len(data):
-            raise cache.damaged(f"{self.path} ends at {len(data)}, before the sample's last byte at {offset + length}")
-        return data[offset : offset + length]
 
     def samples_at(self, source: Path) -> list[tuple[int, int]]:
         """Return the offset and the length of each sample."""
         what = f"{source / self.path} is not the shard of {self.samples} samples that its index lists"
         head_bytes = 4 * (self.samples + 2)
         try:
-            head = self.part(source, 0, head_bytes) if 0 < head_bytes <= self.num_bytes else b""
+            head = read_part(source, self.path, 0, head_bytes) if 0 < head_bytes <= self.num_bytes else b""
         except RejectedError as error:
             raise SourceError(f"{what}: {error.detail}") from error
         found, *offsets = struct.unpack(f"<{len(head) // 4}I", head) or (0,)
@@ -84,7 +66,7 @@ class _Shard(NamedTuple):
     def places(self, source: Path, offset: int, length: int) -> dict[str, tuple[int, int]]:
         """Return the offset in the shard, and the length, of each column of a sample."""
         free = sum(size is None for _, _, size in self.columns)
-        lengths = iter(struct.unpack(f"<{free}I", self.part(source, offset, 4 * free)))
+        lengths = iter(struct.unpack(f"<{free}I", read_part(source, self.path, offset, 4 * free)))
         at, places = offset + 4 * free, {}
         for name, _, size in self.columns:
             own = next(lengths) if size is None else size
@@ -98,25 +80,11 @@ class _Shard(NamedTuple):
         """Return what names a sample, if a column does; reads only the lengths and that column."""
         name = next((key for key in _KEYS if (key, "str", None) in self.columns), None)
         try:
-            key = None if name is None else self.part(source, *self.places(source, offset, length)[name]).decode("utf-8")
+            places = {} if name is None else self.places(source, offset, length)
+            key = None if name is None else read_part(source, self.path, *places[name]).decode("utf-8")
         except (RejectedError, UnicodeDecodeError):
             return None  # reading the sample completely says what is wrong
         return key or None
-
-
-_unpacking = threading.Lock()  # entries are read in turn by several threads: one unpacks a shard, the others wait for it
-
-
-@lru_cache(2)
-def _unpacked(source: Path, shard: _Shard, _stamp: object) -> bytes:
-    import pyarrow as pa
-
-    packed = read_whole(source, shard.path)
-    with cache.odd_files_rejected(f"{shard.path}, which is compressed,"):
-        data: bytes = pa.decompress(packed, decompressed_size=shard.num_bytes, codec=_ZSTD, asbytes=True)
-    if len(data) != shard.num_bytes:
-        raise cache.damaged(f"{shard.path} has {len(data)} bytes uncompressed, its index says {shard.num_bytes}")
-    return data
 
 
 def _indexed(index: Path) -> list[dict[str, Any]]:
@@ -132,26 +100,19 @@ def _shards(source: Path) -> Iterator[_Shard]:
     for folder, names in cache.files_below(source):
         for described in _indexed(source / folder / _INDEX) if _INDEX in names else ():
             shard = _shard(source, folder, described)
-            if shard.name not in known:
-                known.add(shard.name)
+            if shard.path not in known:
+                known.add(shard.path)
                 yield shard
 
 
 def _shard(source: Path, folder: str, described: dict[str, Any]) -> _Shard:
     columns = zip(*(described[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
-    name, num_bytes = _below(folder, described["raw_data"]["basename"]), described["raw_data"]["bytes"]
-    path, is_packed = name, not (source / name).is_file()
-    if is_packed:
-        path = _below(folder, (described.get("zip_data") or described["raw_data"])["basename"])
-        if not (source / path).is_file():
-            raise SourceError(f"{source / name} is missing; the list would not be complete")
-        if str(described.get("compression")).partition(":")[0] != _ZSTD or num_bytes > _MAX_UNPACKED_BYTES:
-            raise SourceError(
-                f"{source / path} has {num_bytes} bytes, compressed by {described.get('compression')!r:.40}; expected at most "
-                f"{_MAX_UNPACKED_BYTES}, by {_ZSTD}; decompress it"
-            )
+    path = _below(folder, described["raw_data"]["basename"])
+    if not (source / path).is_file():
+        steps = "decompress it, as Streaming does when it reads it" if described.get("compression") else "restore it"
+        raise SourceError(f"{source / path} is missing, and the list would not be complete; {steps}")
     own = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-    return _Shard(name, path, is_packed, num_bytes, described["samples"], own)
+    return _Shard(path, described["raw_data"]["bytes"], described["samples"], own)
 
 
 def _below(folder: str, name: str) -> str:
@@ -170,7 +131,7 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
         latents = [name for name in names if request.variant in (None, name)]
         mtime_ns, has_text = (source / shard.path).stat().st_mtime_ns, any(name == _TOKENS for name, _, _ in shard.columns)
         for number, place in enumerate(shard.samples_at(source) if latents else ()):
-            own = f"{shard.name}/{number}"
+            own = f"{shard.path}/{number}"
             sample_id = shard.name_of(source, *place) or own
             entries += [
                 cache.CacheEntry(
@@ -189,7 +150,7 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
 
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     shard, offset, length, name = entry.at
-    data, kinds = shard.part(source, offset, length), {name: kind for name, kind, _ in shard.columns}
+    data, kinds = read_part(source, shard.path, offset, length), {name: kind for name, kind, _ in shard.columns}
     values = {own: data[at - offset : at - offset + size] for own, (at, size) in shard.places(source, offset, length).items()}
 
     def text(column: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.remote.cache.cached_shard import PINNED
 
 if TYPE_CHECKING:
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.remote.cache.fetch_threads import HeldLine
-    from bucketline.store.remote.cache.line_fetcher import LineFetcher
+    from bucketline.store.remote.cache.fetch import HeldLine, LineFetcher
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.shard.reader import SealedShard
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.shard.address_range import map_file
+from bucketline.store.format.block import LINE_BYTES
+from bucketline.store.shard.mapped import map_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

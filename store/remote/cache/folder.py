@@ -23,7 +23,7 @@ from bucketline.command_line import human_bytes
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
-from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import (
     ABSENT,
@@ -445,12 +445,17 @@ def is_cache(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return True if a cache has something of this name: a removal may take the mark and leave what is written meanwhile."""
-    return path.name in (_ROOM, _SPACE) or (_OWN_FOLDER.fullmatch(path.name) is not None and path.is_dir())
+    """Return True if only a cache has this: a removal may take the mark and leave what is written meanwhile."""
+    if path.name in (_ROOM, _SPACE):
+        return path.is_file() and (path.name == _SPACE or path.stat().st_size == NUM_BYTES)
+    if not _OWN_FOLDER.fullmatch(path.name):
+        return False
+    return (path / LOCKS).is_file() or any(path.glob(f"*/*{PRESENT_SUFFIX}"))
 
 
 def _mark(path: Path) -> None:
-    if not is_cache(path):
+    was_cache = is_cache(path)
+    if not was_cache:
         path.mkdir(parents=True, exist_ok=True)
         left = [found.name for found in path.iterdir() if not found.name.startswith(MARK) and not _is_own(found)]
         if left and not is_cache(path):  # looked up again: another process may have begun the cache meanwhile, its mark first
@@ -460,7 +465,7 @@ def _mark(path: Path) -> None:
             )
         write_durably(path / MARK, json.dumps({"format": MARK_FORMAT}).encode())
     for folder in path.glob(f"{_REMOVED}*"):  # of a process that was killed while it removed a store
-        if re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", folder.name) and not folder.is_symlink():
+        if was_cache and re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", folder.name) and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -18,15 +18,13 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import ForkSafeLock, OwnerProcess
 from bucketline.store.folder import DeniedError, MissingObjectError
-from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
-from bucketline.store.format.layout import ShardPaths
+from bucketline.store.format.block import LINE_BYTES, bytes_digest
+from bucketline.store.format.manifest import ShardPaths
 from bucketline.store.remote.cache.cached_shard import PINNED, PRESENT_SUFFIX, CachedShard, CacheRemovedError
-from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S
+from bucketline.store.remote.cache.fetch import LOOK_AGAIN_S, LineFetcher
 from bucketline.store.remote.cache.folder import cache_folder
-from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.generations import newest_generation, read_generation
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.remote.retries import IN_TIME, asked_again, is_wrong, within
+from bucketline.store.remote.objects import IN_TIME, ObjectFolder, asked_again, is_wrong, within
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
 from bucketline.store.shard.sidecar import PagedFile
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
-    from bucketline.store.remote.cache.fetch_threads import FetchStats
+    from bucketline.store.remote.cache.fetch import FetchStats
     from bucketline.store.remote.cache.folder import CacheFolder, StoreFolder
     from bucketline.store.remote.urls import RemoteOptions
 
@@ -252,7 +250,7 @@ def cached_paths(store: Path, entry: ShardEntry) -> CachedPaths:
 
 
 def store_key(place: str, store_id: str) -> str:
-    """Return the name of a store's folder in the cache: `place` is its URL, and all else that decides what answers there."""
+    """Return the name of a store's folder in the cache: `place` is its URL and endpoint."""
     return _digest(place, store_id)
 
 

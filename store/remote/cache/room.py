@@ -16,7 +16,7 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.store.remote.cache.cached_shard import FULL, RangeLocks, fallocate
-from bucketline.store.shard.address_range import map_file
+from bucketline.store.shard.mapped import map_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,6 @@ class Room:
                 self._locks.unlock(1 + slot)
 
     def close(self) -> None:
-        """Release the slot."""
         if self._locks.fd >= 0:
             with self.locked() as words:
                 words[self._slot] = 0
@@ -146,7 +145,6 @@ class RingSpace:
     """
 
     def __init__(self, path: Path) -> None:
-        """Make nothing yet."""
         self._path = path
 
     @property

@@ -29,9 +29,8 @@ from bucketline.bench.cases.hot import Hot, HotBusy, HotText
 from bucketline.bench.cases.scale import Scale
 from bucketline.bench.cases.start import FirstBatch, Start
 from bucketline.bench.cases.stream import Stream, StreamService
-from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
-from bucketline.bench.harness import run_case
-from bucketline.bench.process_usage import drop_pages
+from bucketline.bench.fixtures.stores import StoreShape, kept_store
+from bucketline.bench.harness import drop_pages, run_case
 from tests.commands import spawn
 from tests.unit.bench.measured import measured, read_results
 

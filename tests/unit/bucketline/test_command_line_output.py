@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import counted, guarded, human_number, per_second
-from bucketline.progress import stderr_console
+from bucketline.command_line import guarded, human_number, stderr_console
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from tests.commands import BIN, ROOT, call
 from tests.kit import make_sample, make_store, samples_of
 
@@ -39,12 +38,6 @@ BUCKET = "train/64x64"
 )
 def test_a_number_for_people_has_three_digits_and_no_false_precision(value: float, text: str) -> None:
     assert human_number(value) == text
-
-
-def test_rates_and_counts_have_their_noun() -> None:
-    assert per_second(141180.3, "image") == "141,180 images/s"
-    assert per_second(1.0, "image") == "1 image/s"
-    assert (counted(1, "sample"), counted(2, "sample")) == ("1 sample", "2 samples")
 
 
 def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:

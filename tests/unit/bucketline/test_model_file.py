@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.fingerprint import weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.model_file import open_model_file
+from bucketline.model_file import DIFFUSERS, TRANSFORMERS, open_model_file, variant_of, weights_hash
 from bucketline.store import Store
-from bucketline.train.load import locate
-from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
+from bucketline.train.model import open_model_config
 from tests.commands import call
 from tests.family_models import write_pipeline
 from tests.models import SMALL, png, write_images
@@ -41,7 +39,7 @@ def configuration(folder: Path, target: Path) -> Path:
 @pytest.mark.parametrize("name", ["sd.ckpt", "sd.pt", "pytorch_model.bin"])
 def test_a_pickled_checkpoint_is_refused_in_one_line_that_names_the_conversion(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"\x80")
-    for opened in (open_model, lambda model: locate(Path(model), None)):
+    for opened in (open_model, lambda model: open_model_config(Path(model))):
         with pytest.raises(ModelError, match=r"pickled checkpoint, .*torch\.load\(…, weights_only=True\).*save_file$"):
             opened(str(tmp_path / name))
 
@@ -73,7 +71,7 @@ def test_the_inferred_configuration_comes_from_the_hub_or_its_cache(
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123abcd", encoding="ascii")
     assert open_model(str(file)).path == cached / "snapshots" / "0123abcd"
-    assert locate(file, None)[0] == cached / "snapshots" / "0123abcd"
+    assert open_model_config(file).folder == cached / "snapshots" / "0123abcd"
     assert open_model(str(file), SD15).path == cached / "snapshots" / "0123abcd", "and by name, where no network is"
 
 
@@ -100,7 +98,7 @@ def test_a_configuration_is_for_a_single_file_alone(sd: tuple[Path, Path], tmp_p
     with pytest.raises(UsageError, match=r"--model-config is x, and --model .* is not a \.safetensors file"):
         open_model(str(folder), "x")
     with pytest.raises(UsageError, match=r"--model-config is x, and --model .* is not a \.safetensors file"):
-        locate(folder, "x")
+        open_model_config(folder, "x")
     with pytest.raises(ModelError, match=r"has no model_index\.json"):
         open_model_file(file, str(tmp_path))
 
@@ -232,9 +230,8 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
     from diffusers import UNet2DConditionModel
 
     from bucketline.families.family import StoreFacts
-    from bucketline.train.load import load
     from tests.kit import TOKEN_WIDTH
-    from tests.unit.train.tiny_run import UNET
+    from tests.unit.train.tiny_run import UNET, load
 
     facts = StoreFacts(latent_channels=2, text={"tokens": TOKEN_WIDTH}, num_classes=None, shows_padding=True, latent_sizes=())
     kind: Any = UNet2DConditionModel
@@ -253,11 +250,13 @@ def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path
 
 def test_the_trainer_compares_a_vae_of_a_variant_alone_with_the_stores(own: Path, tmp_path: Path) -> None:
     from bucketline.store import Store
-    from bucketline.train.load import read_vae
+    from bucketline.train.model import open_model_config, read_vae
+    from tests.unit.train.tiny_run import write_unet
 
     as_variant(own, "fp16")
     assert pack(own, tmp_path).code == 0
-    _, other = read_vae(own / "vae", Store.open(tmp_path / "s").manifest.encoders)
+    write_unet(own)
+    _, other = read_vae(open_model_config(own), Store.open(tmp_path / "s").manifest.encoders)
     assert other is None
 
 

@@ -15,13 +15,12 @@ import torch
 
 from bucketline.errors import LockedError, UsageError
 from bucketline.ray import StoreSink, batch_of, sample
-from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter
-from bucketline.store.format.columns import RAGGED_PREFIX
+from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter, transfer
+from bucketline.store.format.block import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer import sender
-from bucketline.store.transfer.sender import PendingNotes, pending_shards
+from bucketline.store.transfer import PendingNotes, pending_shards
 from bucketline.store.verify.verify import verify
 from tests.kit import Held, everything
 from tests.leftovers import wait_until
@@ -206,7 +205,7 @@ def test_notes_of_ended_tasks_are_repeated_while_the_job_lasts(monkeypatch: pyte
     for name, shards in (("ray-a-1", b'["one"]'), ("ray-a-2", b'["two"]'), ("rank-0", b'["other"]')):
         place.write(f"pending/{name}", shards)
     time.sleep(0.05)
-    monkeypatch.setattr(sender, "REPEAT_S", 0.01)
+    monkeypatch.setattr(transfer, "REPEAT_S", 0.01)
     with PendingNotes(place, "ray-a-"):
         assert wait_until(lambda: pending_shards(place, 0.04, time.time()) == ({"one", "two"}, ["pending/rank-0"]))
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
+from bucketline.command_line import progress_bar, stderr_console
+from bucketline.errors import UsageError
+from bucketline.pages.page import Finding, Section, document, parts, refuse_page
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
+from tests.page_checks import RECORD, check_record
+from tests.pages import parsed
 
 
 class Colour(StrEnum):
@@ -98,3 +107,67 @@ def test_a_missing_field_is_named(field: str) -> None:
 def test_what_has_no_json_form_is_refused() -> None:
     with pytest.raises(TypeError, match="bytes has no JSON form"):
         encode({"a": b"x"})
+
+
+# Report pages: texts are escaped; and the record that a browser has tried their style and script as they are.
+
+
+def test_a_browser_has_tried_the_pages_as_they_are_now() -> None:
+    check_record()
+    assert "search and buckets" in json.loads(RECORD.read_text(encoding="ascii"))["checked"]["report"]
+
+
+def test_html_that_no_template_made_is_text(tmp_path: Path) -> None:
+    sections = [
+        Section(anchor="a", title="<i>a", note="<i>b", body="<i>c"),
+        Section(anchor="d", title="d", body=parts.table(("<i>e",), [("<i>f\n",)])),
+    ]
+    finding = Finding(level="error", title="<i>g", detail="<i>h", anchor="a")
+    page = document(
+        title="<i>", subtitle="<i>j", made_by="<i>k", findings=[finding], tiles=[("<i>l", "<i>m")], sections=sections
+    )
+    (tmp_path / "page.html").write_bytes(page)
+    found = parsed(tmp_path / "page.html")
+    assert "i" not in found.tags
+    assert {f"<i>{letter}" for letter in "abcefghjklm"} <= set(re.findall("<i>.", found.text))
+    assert r"<i>f\n" in found.text
+
+
+def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="'losses' is undefined"):
+        document("train/runs.html", title="", subtitle="", made_by="", summaries=[{}], overview=[], reasons=[])
+
+
+def test_a_page_replaces_one_of_ours_and_nothing_else(tmp_path: Path) -> None:
+    page, other, link = (tmp_path / name for name in ("page.html", "other.html", "link.html"))
+    page.write_bytes(document(title="", subtitle="", made_by=""))
+    other.write_text("<!doctype html><p>mine", encoding="ascii")
+    link.symlink_to(page)
+    refuse_page(page)
+    for taken in (other, link):
+        with pytest.raises(UsageError, match=f"{taken.name} exists; name a file that does not, or delete it"):
+            refuse_page(taken)
+
+
+# One decision for bars and lines: is stderr a terminal that shows bars?
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_force_color_makes_no_terminal_of_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not stderr_console().is_terminal
+    with progress_bar("verify", 2) as update:
+        update(advance=1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("compatible", "is_terminal"), [("", True), ("0", False)])
+def test_a_terminal_may_ask_for_lines(monkeypatch: pytest.MonkeyPatch, compatible: str, *, is_terminal: bool) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TTY_COMPATIBLE", compatible)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert stderr_console().is_terminal is is_terminal

@@ -17,7 +17,7 @@ from bucketline.ingest.config import PackConfig
 from bucketline.ingest.pack import pack_images
 from bucketline.store import Store, read_manifest
 from tests.commands import call
-from tests.kit import tree
+from tests.kit import rewrite_manifest, tree
 from tests.models import in_file, write_model
 from tests.unit.command_line.conftest import pack
 
@@ -128,7 +128,7 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
         (["--val-fraction", "0.2", "--grid", "16x16"], "--grid 16x24,24x16, this run has --grid 16x16"),
         (["--val-fraction", "0.2", "--crop", "random"], "--crop center, this run has --crop random"),
         (["--val-fraction", "0.2", "--max-crop", "0.5"], "--max-crop 0.75, this run has --max-crop 0.5"),
-        (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1"),
+        (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1.0"),
         (["--val-fraction", "0.2", "--min-size-px", "9"], "--min-size-px 8, this run has --min-size-px 9"),
         (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
         (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype fp16, this run has --dtype bf16"),
@@ -148,6 +148,13 @@ def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values
     assert tree(packed[1]) == before
 
 
+def test_the_same_rules_in_other_words_are_no_difference(packed: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed[1], tmp_path / "s")
+    file = in_file(tmp_path / "d.toml", packed[0], background="white", max_crop=0.750)
+    ran = pack(file, tmp_path / "s", model, "--val-fraction", "0.20", "--text-dtype", "fp16", "--json").done()
+    assert (ran.json["unchanged"], ran.json["packed"]) == (14, 0)
+
+
 def test_rules_of_a_data_set_file_that_differ_are_named_as_it_has_them(
     packed: tuple[Path, Path], model: Path, tmp_path: Path
 ) -> None:
@@ -158,7 +165,7 @@ def test_rules_of_a_data_set_file_that_differ_are_named_as_it_has_them(
         "  no max_upscale, this run has max_upscale = 2.0",
         '  background = "#ffffff", this run has background = "#000000"',
         "  max_captions = 8, this run has max_captions = 3",
-        "Leave these options out, so that the store's are taken, name its model, or pack into a new store",
+        "Leave these options out, so that the store's are taken, or pack into a new store",
     ]
 
 
@@ -174,24 +181,25 @@ def test_all_that_differs_is_named_with_the_options_that_restore_it(
     lines = ran.err.splitlines()
     assert lines[1:5] == [
         "  --crop center, this run has --crop random",
-        "  no --flip, this run has --flip",
         "  --dtype fp16, this run has --dtype fp32",
+        "  no --flip, this run has --flip",
         "  no --caption-template, this run has --caption-template ohwx",
     ]
     others = [line.partition(" = ")[0] for line in lines[5:7]]
     assert others == ["  encoders.text_encoder.config_hash", "  encoders.vae.config_hash"]
     (advice,) = lines[7:]
     assert "add --recaption" in advice
+    assert f"in place of {other}, or pack" in advice
+    (of_model,) = pack(*packed, other).err.splitlines()[3:]
+    assert of_model == f"Name the store's model in place of {other}, or pack into a new store"
 
 
 def test_a_program_that_gives_other_options_is_told_those_of_the_store(packed: tuple[Path, Path], model: Path) -> None:
     """A configuration that was not made of a command line has left nothing out."""
-    config = PackConfig(
-        source=str(packed[0]), place=packed[1], model=str(model), grid="16x24,24x16", text="plain", max_tokens=12
-    )
+    config = PackConfig(source=str(packed[0]), place=packed[1], model=str(model), grid="16x24,24x16", text="plain")
     with pytest.raises(FingerprintError) as refused:
         pack_images(replace(config, min_size_px=8), rank=0, world_size=1, local_rank=0)
-    assert refused.value.args[1] == "  --val-fraction 0.2, this run has --val-fraction 0.0"
+    assert refused.value.args[1] == "  --val-fraction 0.2, this run has --val-fraction 0"
 
 
 def test_a_second_pack_takes_the_rules_of_the_store(tmp_path: Path, source: Path, model: Path) -> None:
@@ -218,6 +226,16 @@ def test_a_second_pack_takes_the_rules_of_the_store(tmp_path: Path, source: Path
     other = pack(source, tmp_path / "s", model, "--crop", "center")
     assert other.code == 1
     assert "  --crop random, this run has --crop center" in other.err.splitlines()
+
+
+def test_a_store_of_rules_that_are_no_options_is_refused_with_what_differs(
+    packed: tuple[Path, Path], tmp_path: Path, model: Path
+) -> None:
+    shutil.copytree(packed[1], tmp_path / "s")
+    for name, value in (("grid", "another"), ("crop", "left"), ("min-size-px", [8])):
+        rewrite_manifest(tmp_path / "s", rules={"grid": "16x24,24x16", name.replace("-", "_"): value})
+        ran = call("ingest", "pack", packed[0], tmp_path / "s", "--model", model)
+        ran.fails("was made with other options", "no --val-fraction, this run has --val-fraction 0", f"--{name} ")
 
 
 def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, tmp_path: Path, model: Path) -> None:

@@ -51,10 +51,12 @@ def test_info_for_people_names_every_bucket(packed: tuple[Path, Path]) -> None:
 
 
 def test_info_shows_the_options_that_a_pack_of_the_same_store_takes(packed: tuple[Path, Path], model: Path) -> None:
-    options = call("store", "info", packed[1], "--json").json["pack_options"]
-    assert {"grid": "16x24,24x16", "crop": "center", "val_fraction": 0.2}.items() <= options.items()
-    assert {"latents", "encode_dtype", "max_tokens"} <= options.keys()
-    assert 'options: grid = "16x24,24x16", crop = "center", ' in call("store", "info", packed[1]).out
+    rules = call("store", "info", packed[1], "--json").json["rules"]
+    assert {"grid": "16x24,24x16", "crop": "center", "val_fraction": "0.2", "max_tokens": None}.items() <= rules.items()
+    assert {"latents", "encode_dtype", "shuffle_tags"} <= rules.keys()
+    (shown,) = [line for line in call("store", "info", packed[1]).out.splitlines() if line.startswith("rules: ")]
+    assert 'grid "16x24,24x16"' in shown
+    assert "max_tokens" not in shown
 
 
 def rows_of(place: Path) -> dict[str, Held]:

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.loader import Batch
-from bucketline.store.format.columns import CLASS_LABELS, POOLED, TOKENS
-from bucketline.train.load import read_model_config
+from bucketline.store.format.block import CLASS_LABELS, POOLED, TOKENS
+from bucketline.train.model import open_model_config
 from tests.family_models import FORMS, tiny_model
 
 CHANNELS = 4  # of every tiny model's latents
@@ -31,7 +31,8 @@ def write_form(root: Path, form: str) -> Path:
 
 def facts_for(folder: Path) -> StoreFacts:
     """Return what a store that suits a model of a folder offers it."""
-    _, config, kind = read_model_config(folder)
+    opened = open_model_config(folder)
+    config, kind = opened.config, opened.family
     model = kind(config, StoreFacts(latent_channels=CHANNELS, text={}))
     classes = config.get("num_embeds_ada_norm") if kind.name == CLASS_LABELS else None
     text = {CLASS_LABELS: 1} if classes else {TOKENS: model.token_width}

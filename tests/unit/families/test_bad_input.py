@@ -19,8 +19,8 @@ from bucketline.errors import UsageError
 from bucketline.families.family import Family
 from bucketline.families.registry import FAMILIES, family_named, takes_images
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import TextSettings
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 from bucketline.model_file import index_path
 from bucketline.store import Store
 from bucketline.train import main as trainer

@@ -20,24 +20,23 @@ from bucketline.families.chroma import Chroma
 from bucketline.families.family import Family, Padding, StoreFacts
 from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
 from bucketline.ingest.encoders.text_columns import Embedding, TextSettings
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Batch
-from bucketline.loader.latent_scale import LatentScale, RecordedScale
+from bucketline.loader.batch import LatentScale, RecordedScale
 from bucketline.train.config import Precision, TrainConfig
-from bucketline.train.ema import Average
 from bucketline.train.images import DrawingBatch, draw_latents
-from bucketline.train.load import load
 from bucketline.train.lora import ADAPTER, Layers, add_adapters, layers_by_word
 from bucketline.train.noise import NoiseSchedule, Prep, load_schedule, squared_error
+from bucketline.train.optim import Average
 from bucketline.train.step import Training
 from tests.commands import ROOT
 from tests.family_models import FORMS, open_pipeline, tiny_model
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, predicted, write_form
 from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
 from tests.unit.families.packed import TEXTS
-from tests.unit.train.tiny_run import config
+from tests.unit.train.tiny_run import config, load
 
 CPU = torch.device("cpu")
 LONG = "a red cat and a blue dog of the house " * 60  # longer than any pipeline's call takes by default
@@ -254,7 +253,7 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
         changed = {"clip_sample": False, "set_alpha_to_one": True, "timestep_spacing": "trailing", "steps_offset": 1}
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config, **changed)
     else:
-        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(training.scheduler)
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(training.prep.schedule.config)
     guidance = 3.0 if is_guided or family.is_told_guidance else family.no_guidance
     asked = {**made.asked, family.guidance_argument: guidance, "num_inference_steps": STEPS, "height": height, "width": width}
     more = {"negative_prompt": [negative] * count} if is_guided and takes_negative else {}
@@ -287,11 +286,9 @@ def training_of(made: Made) -> Training:
         average=Average(made.model, 0.9),
         prep=Prep(
             scale=LatentScale.of(made.family.scaling(made.vae.provenance), CPU),
-            schedule=schedule.noise,
-            objective=schedule.objective,
+            schedule=schedule,
         ),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
-        scheduler=schedule.config,
     )
 
 

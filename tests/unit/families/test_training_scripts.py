@@ -19,7 +19,7 @@ from bucketline.train.step import train_step
 from tests.family_models import FORMS
 from tests.unit.families.conftest import QUICK
 from tests.unit.families.packed import Packed
-from tests.unit.families.test_outputs import trainer_of
+from tests.unit.families.test_whole_pipelines import trainer_of
 from tests.unit.families.training_scripts import Script
 from tests.unit.train.packed_families import Packed as PackedFamily
 from tests.unit.train.packed_families import pack_family
@@ -103,7 +103,7 @@ def assert_same_steps(packed: Packed | PackedFamily, output: Path, options: dict
     options.pop("prior", None)
     with trainer_of(packed, output, clip_norm=0.5, learning_rate=1e-3, **options) as trainer:
         config, training = trainer.config, trainer.training
-        script = Script(folder=packed.model, family=training.family.name, asked=config)
+        script = Script(folder=packed.model, kind=training.family, asked=config)
         own = {name: one for name, one in training.model.named_parameters() if one.requires_grad}
         if config.lora_rank is not None:
             adapters = LoraConfig(r=2, lora_alpha=6.0, target_modules=list(training.family.lora_targets))

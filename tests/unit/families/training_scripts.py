@@ -1,7 +1,7 @@
 """A training step as diffusers' scripts (`examples/`) write it, with its schedulers, models and pipelines only.
 
-A family without a script is called as its pipeline calls it. Of the trainer there are the options and the numbers that are
-drawn for a row, by its key.
+Of the trainer there are the options, the numbers that are drawn for a row, by its key, and of most families how the model is
+called, which `test_families.py` compares with the pipeline's own call.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 from torch import Tensor
 from torch.nn.functional import mse_loss, pixel_shuffle, pixel_unshuffle
 
+from bucketline.families.family import Family
 from bucketline.loader import Batch
-from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.loader.plan.order import Purpose, normal, uniform
 from bucketline.train.config import Objective, TrainConfig
-from bucketline.train.values import TimestepSampling
 
 T = 1000
 LIBRARY: Any = diffusers  # which has no types
@@ -37,8 +37,12 @@ class Script:
     """A script for a model's folder, with its arguments."""
 
     folder: Path
-    family: str
+    kind: Family
     asked: TrainConfig
+
+    @property
+    def family(self) -> str:
+        return self.kind.name
 
     @cached_property
     def vae(self) -> Any:
@@ -107,7 +111,10 @@ class Script:
             if (gamma := self.asked.loss_weight.gamma) is not None:
                 snr = compute_snr(self.scheduler, indices)
                 weighting = torch.stack([snr, gamma * torch.ones_like(indices)], dim=1).min(dim=1)[0] / (snr + is_v)
-        prediction = CALLS[self.family](self.model, noisy, told, batch, self.asked.guidance)
+        if (call := CALLS.get(self.family)) is not None:
+            prediction = call(self.model, noisy, told, batch, self.asked.guidance)
+        else:
+            prediction = self.kind.predict(self.model, noisy, told, batch)
         errors = mse_loss(prediction.float(), target.float(), reduction="none").flatten(1).mean(1) * weighting
         if prior_weight is None:
             return errors.mean()
@@ -117,11 +124,11 @@ class Script:
     def _density(self, batch: Batch) -> Tensor:
         """Return the share of all timesteps up to that of each row, as `compute_density_for_timestep_sampling` draws it."""
         asked = self.asked.timesteps
-        if asked.name is TimestepSampling.LOGIT_NORMAL:
+        if asked.name == "logit-normal":
             drawn = normal(batch.keys, Purpose.TIMESTEP, (1,))[:, 0].double()
             return torch.sigmoid(asked.mean + asked.std * drawn)
         u = uniform(batch.keys, Purpose.TIMESTEP)
-        if asked.name is TimestepSampling.MODE:
+        if asked.name == "mode":
             return 1 - u - asked.scale * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
         return u
 
@@ -189,17 +196,6 @@ def _dit(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any
     return model(noisy, timestep=told, class_labels=batch.tokens.reshape(-1)).sample.chunk(2, dim=1)[0]
 
 
-def _pixart(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    height, width = (int(side) for side in batch.target_size[0])
-    added: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
-    if model.config.sample_size == 128:
-        resolution = torch.tensor([height, width]).repeat(len(noisy), 1).float()
-        added = {"resolution": resolution, "aspect_ratio": torch.tensor([float(height / width)]).repeat(len(noisy), 1)}
-    mask = batch.token_mask.float()
-    given = {"encoder_hidden_states": batch.tokens.float(), "encoder_attention_mask": mask, "timestep": told}
-    return model(noisy, **given, added_cond_kwargs=added).sample.chunk(2, dim=1)[0]
-
-
 def _sd3(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
     pooled = batch.text_fixed["pooled"].float()
     return model(noisy, batch.tokens.float(), pooled_projections=pooled, timestep=told).sample
@@ -218,36 +214,6 @@ def _flux(model: Any, noisy: Tensor, told: Tensor, batch: Batch, guidance: float
         img_ids=pipeline._prepare_latent_image_ids(count, height // 2, width // 2, "cpu", torch.float32),
     ).sample
     return pipeline._unpack_latents(output, height * 8, width * 8, 8)
-
-
-def _chroma(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    pipeline = LIBRARY.ChromaPipeline
-    count, channels, height, width = noisy.shape
-    packed, mask = pipeline._pack_latents(noisy, count, channels, height, width), batch.token_mask
-    output = model(
-        hidden_states=packed,
-        timestep=told / 1000,
-        encoder_hidden_states=batch.tokens.float(),
-        txt_ids=torch.zeros(batch.tokens.shape[1], 3),
-        img_ids=pipeline._prepare_latent_image_ids(count, height // 2, width // 2, "cpu", torch.float32),
-        attention_mask=torch.cat([mask, torch.ones(packed.shape[:2], dtype=torch.bool)], dim=1),
-    ).sample
-    return pipeline._unpack_latents(output, height * 8, width * 8, 8)
-
-
-def _flux2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, guidance: float) -> Any:
-    pipeline = LIBRARY.Flux2Pipeline
-    tiles = pipeline._patchify_latents(noisy)
-    ids, packed = pipeline._prepare_latent_ids(tiles), pipeline._pack_latents(tiles)
-    output = model(
-        hidden_states=packed,
-        timestep=told / 1000,
-        guidance=torch.full([1], guidance).expand(len(noisy)) if model.config.guidance_embeds else None,
-        encoder_hidden_states=batch.tokens.float(),
-        txt_ids=pipeline._prepare_text_ids(batch.tokens),
-        img_ids=ids,
-    ).sample
-    return pipeline._unpatchify_latents(pipeline._unpack_latents_with_ids(output[:, : packed.shape[1]], ids))
 
 
 def _qwenimage(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
@@ -282,115 +248,13 @@ def _qwenimage21(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float
     return torch.cat(found)
 
 
-def _krea2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    count, channels, height, width = noisy.shape
-    tiles = noisy.view(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    output = model(
-        hidden_states=tiles.reshape(count, height * width // 4, channels * 4),
-        encoder_hidden_states=batch.tokens.float().view(*batch.tokens.shape[:2], model.config.num_text_layers, -1),
-        timestep=told / 1000,
-        position_ids=LIBRARY.Krea2Pipeline.prepare_position_ids(batch.tokens.shape[1], height // 2, width // 2, "cpu"),
-        encoder_attention_mask=batch.token_mask,
-    ).sample
-    return output.view(count, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
-
-
-def _ideogram4(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    (count, _channels, height, width), length = noisy.shape, batch.tokens.shape[1]
-    image, lengths = _to_places(noisy), batch.token_mask.sum(dim=1).tolist()
-    prepare = LIBRARY.Ideogram4Pipeline._prepare_ids
-    ids, segments, indicator = prepare(torch.tensor(lengths), height // 2, width // 2, length, "cpu")
-    text = torch.zeros(count, length + image.shape[1], batch.tokens.shape[2])
-    for own, tokens, number in zip(text, batch.tokens.float(), lengths, strict=True):
-        own[length - number : length] = tokens[:number]
-    output = model(
-        hidden_states=torch.cat([torch.zeros(count, length, image.shape[2]), image], dim=1),
-        timestep=1.0 - told / 1000,
-        encoder_hidden_states=text,
-        position_ids=ids,
-        segment_ids=segments,
-        indicator=indicator,
-    ).sample
-    return -_from_places(output[:, length:], noisy.shape)
-
-
-def _z_image(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    tokens = [own[mask] for own, mask in zip(batch.tokens.float(), batch.token_mask, strict=True)]
-    output = model(list(noisy.unsqueeze(2).unbind(dim=0)), (1000 - told) / 1000, tokens, return_dict=False)[0]
-    return -torch.stack(output, dim=0).squeeze(2)
-
-
-def _lumina2(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    given = {"encoder_hidden_states": batch.tokens.float(), "encoder_attention_mask": batch.token_mask}
-    return -model(hidden_states=noisy, timestep=1 - told / 1000, **given).sample
-
-
-def _sana(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    given = {"encoder_hidden_states": batch.tokens.float(), "encoder_attention_mask": batch.token_mask}
-    return model(hidden_states=noisy, timestep=told * model.config.timestep_scale, **given).sample
-
-
-def _prx(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    given = {"encoder_hidden_states": batch.tokens.float(), "attention_mask": batch.token_mask}
-    return model(hidden_states=noisy, timestep=told / 1000, **given).sample
-
-
-def _auraflow(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    return model(noisy, encoder_hidden_states=batch.tokens.float(), timestep=told / 1000).sample
-
-
-def _anima(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    text = noisy.new_zeros(len(noisy), 512, batch.tokens.shape[2])
-    for row, own, mask in zip(text, batch.tokens, batch.token_mask, strict=True):
-        row[: mask.sum()] = own[mask]
-    borders = noisy.new_zeros(1, 1, 8 * noisy.shape[2], 8 * noisy.shape[3])
-    given = {"encoder_hidden_states": text, "padding_mask": borders}
-    return model(noisy.unsqueeze(2), timestep=told / 1000, **given).sample.squeeze(2)
-
-
-def _ernie_image(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    given = {"text_bth": batch.tokens.float(), "text_lens": batch.token_mask.sum(dim=1)}
-    tiles = LIBRARY.ErnieImagePipeline._patchify_latents(noisy)
-    output = model(hidden_states=tiles, timestep=told, **given, return_dict=False)[0]
-    return LIBRARY.ErnieImagePipeline._unpatchify_latents(output)
-
-
-def _hidream(model: Any, noisy: Tensor, told: Tensor, batch: Batch, _: float) -> Any:
-    t5, llama = model.config.caption_channels
-    tokens, layers = batch.tokens.float().tensor_split([t5], dim=2)
-    output = model(
-        hidden_states=noisy,
-        encoder_hidden_states_t5=tokens,
-        encoder_hidden_states_llama3=layers.reshape(*layers.shape[:2], -1, llama).permute(2, 0, 1, 3),
-        pooled_embeds=batch.text_fixed["pooled"].float(),
-        timesteps=told,
-        return_dict=False,
-    )[0]
-    return output * -1
-
-
 CALLS: dict[str, Callable[[Any, Tensor, Tensor, Batch, float], Any]] = {
     "sd": _sd,
     "sdxl": _sdxl,
     "class_labels": _dit,
-    "pixart_alpha": _pixart,
-    "pixart_sigma": _pixart,
     "sd3": _sd3,
     "flux": _flux,
-    "chroma": _chroma,
-    "flux2": _flux2,
-    "flux2_klein": _flux2,
     "qwenimage": _qwenimage,
     "qwenimage21": _qwenimage21,
-    "krea2": _krea2,
-    "ideogram4": _ideogram4,
-    "z_image": _z_image,
-    "lumina2": _lumina2,
-    "sana": _sana,
-    "prx": _prx,
-    "auraflow": _auraflow,
-    "anima": _anima,
-    "ernie_image": _ernie_image,
-    "hidream_image": _hidream,
 }
 """By the name of a family: its model's prediction of the noise, or of noise - latents, for latents [B, C, h, w]."""

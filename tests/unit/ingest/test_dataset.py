@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from bucketline.errors import StoreError
 from bucketline.loader.mixture import parse_stores
 from bucketline.store import Store
-from bucketline.store.format.mixture_file import MIXTURE, read_mixture
+from bucketline.store.format.manifest import MIXTURE, read_mixture
 from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
+from tests.kit import by_id
 from tests.models import SMALL, write_images
 
 ONCE_AND_THREE_TIMES = """
@@ -42,23 +41,16 @@ def pack(folder: Path, model: Path, *more: object) -> Ran:
     return call("ingest", "pack", folder / "data.toml", folder / "data", "--model", model, *SMALL, *more)
 
 
-def good(ran: Ran) -> dict[str, Any]:
-    assert ran.code == 0, ran.err
-    return ran.json
-
-
 def captions_of(path: Path) -> set[str]:
-    store = Store.open(path)
-    ids = [name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))]
-    return {caption for name in ids for caption in store.sample(name)[1].captions}
+    return {caption for held in by_id(Store.open(path)).values() for caption in held.record.captions}
 
 
 def test_a_pass_reads_each_source_as_often_as_the_file_says(folder: Path, model: Path) -> None:
-    report = good(pack(folder, model, "--json"))
+    report = pack(folder, model, "--json").done().json
     assert report["repeats"] == {"photos": 1, "dogs": 3}
     assert [report["sources"][name]["packed"] for name in ("photos", "dogs")] == [6, 4]
     assert captions_of(folder / "data" / "dogs.store") == {"a photo of sks dog"}
-    plan = good(call("loader", "plan", folder / "data", "--batch", 1, "--list", "--json"))
+    plan = call("loader", "plan", folder / "data", "--batch", 1, "--list", "--json").done().json
     assert [(store["path"], store["repeats"]) for store in plan["stores"]] == [
         (str(folder / "data" / "photos.store"), 1),
         (str(folder / "data" / "dogs.store"), 3),
@@ -69,13 +61,13 @@ def test_a_pass_reads_each_source_as_often_as_the_file_says(folder: Path, model:
 
 
 def test_packing_again_packs_nothing_and_new_repeats_need_no_encoding(folder: Path, model: Path) -> None:
-    good(pack(folder, model, "--json"))
+    pack(folder, model).done()
     before = (folder / "data" / MIXTURE).read_bytes()
-    again = good(pack(folder, model, "--json"))
+    again = pack(folder, model, "--json").done().json
     assert [(one["packed"], one["unchanged"]) for one in again["sources"].values()] == [(0, 6), (0, 4)]
     assert (folder / "data" / MIXTURE).read_bytes() == before
     (folder / "data.toml").write_text(ONCE_AND_THREE_TIMES.replace("= 3", "= 5"), encoding="utf-8")
-    changed = good(pack(folder, model, "--json"))
+    changed = pack(folder, model, "--json").done().json
     assert [one["packed"] for one in changed["sources"].values()] == [0, 0]
     assert [one.repeats for one in parse_stores([folder / "data"])] == [1, 5]
     assert [one.repeats for one in parse_stores([f"{folder / 'data'}:2"])] == [2, 10]
@@ -92,7 +84,7 @@ def test_the_rules_that_each_store_keeps_are_printed_before_it_is_packed(folder:
 
 
 def test_a_source_that_was_removed_from_the_file_is_no_longer_read_and_its_store_is_named(folder: Path, model: Path) -> None:
-    good(pack(folder, model, "--json"))
+    pack(folder, model).done()
     (folder / "data.toml").write_text('[[source]]\npath = "dogs"\n', encoding="utf-8")
     ran = pack(folder, model).done()
     assert f"photos.store belongs to no source of {folder / 'data.toml'}; it is kept, and not read" in ran.out
@@ -102,16 +94,16 @@ def test_a_source_that_was_removed_from_the_file_is_no_longer_read_and_its_store
 
 def test_all_images_of_a_source_can_be_held_out(folder: Path, model: Path) -> None:
     (folder / "data.toml").write_text(ONCE_AND_THREE_TIMES + 'split = "val"\n', encoding="utf-8")
-    good(pack(folder, model, "--json"))
+    pack(folder, model).done()
     splits = [{bucket.split for bucket in Store.open(one.path).buckets()} for one in parse_stores([folder / "data"])]
     assert splits == [{"train"}, {"val"}]
 
 
 def test_the_folder_is_shown_verified_and_reported_store_by_store(folder: Path, model: Path) -> None:
-    good(pack(folder, model, "--json"))
+    pack(folder, model).done()
     data = folder / "data"
     names = ["photos.store", "dogs.store"]
-    shown = good(call("store", "info", data, "--json"))["stores"]
+    shown = call("store", "info", data, "--json").done().json["stores"]
     assert {name: shown[name]["samples"] for name in names} == {"photos.store": 6, "dogs.store": 4}
     told = call("store", "info", data)
     assert [line for line in told.out.splitlines() if line[:-1] in names] == [f"{name}:" for name in names]
@@ -128,7 +120,7 @@ def test_the_folder_is_shown_verified_and_reported_store_by_store(folder: Path, 
 
 
 def test_a_scan_foretells_each_source(folder: Path) -> None:
-    report = good(call("ingest", "scan", folder / "data.toml", "--grid", "16x16", "--min-size-px", 8, "--json"))
+    report = call("ingest", "scan", folder / "data.toml", "--grid", "16x16", "--min-size-px", 8, "--json").done().json
     assert report["repeats"] == {"photos": 1, "dogs": 3}
     assert [one["found"] for one in report["sources"].values()] == [6, 4]
     assert [one["without_caption"] for one in report["sources"].values()][1] == 0
@@ -177,7 +169,7 @@ def test_a_damaged_list_of_stores_is_refused(tmp_path: Path) -> None:
 def test_two_ranks_pack_what_one_process_packs(folder: Path, model: Path) -> None:
     options = ("--model", model, *SMALL, "--json")
     forked_ranks(2, "ingest", "pack", folder / "data.toml", folder / "two", *options).done()
-    good(pack(folder, model, "--json"))
+    pack(folder, model).done()
     assert json.loads((folder / "two" / MIXTURE).read_bytes()) == json.loads((folder / "data" / MIXTURE).read_bytes())
     for name, count in (("photos.store", 6), ("dogs.store", 4)):
         compared = compare(folder / "two" / name, folder / "data" / name)

@@ -12,30 +12,36 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.ingest.pipeline import slice_packer
-from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
-from bucketline.store import Store
+from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING
+from bucketline.store import Store, transfer
 from bucketline.store.change import commit as commit_module
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.folder import ListedFile
 from bucketline.store.format.manifest import Manifest
-from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer import files
-from bucketline.store.transfer.sender import ShardSender
+from bucketline.store.transfer import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
 from tests.commands import Ran, call
-from tests.kit import everything
+from tests.kit import everything, ids_of
 from tests.models import SMALL, write_images
 from tests.object_storage import SECRET, S3Bucket
 
 
 @pytest.fixture
-def place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """The place of a store that is to be made; commands reach it by the environment."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """The place of a store that is to be made, in this process's memory."""
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    return object_storage.in_memory()
+
+
+@pytest.fixture
+def s3_place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """One on S3; commands reach it by the environment."""
     monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
@@ -65,32 +71,28 @@ def pulled(place: ObjectFolder, path: Path) -> Store:
     return store
 
 
-def ids_in(store: Store) -> list[str]:
-    return sorted(row.record.id for rows in everything(store).values() for row in rows)
-
-
 def sent(place: ObjectFolder) -> set[str]:
     return {file.name for file in place.names("shards") if file.name.endswith(".lmdb")}
 
 
-def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
+def test_a_pack_into_a_url_is_the_same_as_on_a_disk(s3_place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
     (source / "damaged.png").write_bytes(b"nothing")
-    done = pack(source, place, model)
+    done = pack(source, s3_place, model)
     assert (done.code, done.err) == (0, "")
     here = pack(source, tmp_path / "here.store", model)
     same = ("found", "packed", "unchanged", "rejected", "without_caption", "payload_bytes", "generation")
     assert {name: done.json[name] for name in same} == {name: here.json[name] for name in same}
-    assert everything(pulled(place, tmp_path / "pulled.store")) == everything(Store.open(tmp_path / "here.store"))
-    assert [json.loads(line)["id"] for line in place.read("rejects.jsonl").splitlines()] == ["damaged.png"]
+    assert everything(pulled(s3_place, tmp_path / "pulled.store")) == everything(Store.open(tmp_path / "here.store"))
+    assert [json.loads(line)["id"] for line in s3_place.read("rejects.jsonl").splitlines()] == ["damaged.png"]
     work = next((tmp_path / "cache-pack").iterdir())
     assert work.name.startswith("photos.store-")
     assert not list((work / "shards").iterdir())  # what was committed has left
-    printed = call("ingest", "pack", source, place.url, "--model", model, *SMALL).done()
-    assert f"{place.url}: generation 1, " in printed.out
+    printed = call("ingest", "pack", source, s3_place.url, "--model", model, *SMALL).done()
+    assert f"{s3_place.url}: generation 1, " in printed.out
     assert SECRET not in done.out + printed.out
 
 
-def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
+def test_what_is_new_is_packed_and_what_is_gone_is_pruned(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path
 ) -> None:
     pack(source, place, model)
@@ -111,7 +113,7 @@ def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
     assert (report["unchanged"], report["pruned"], report["pruned_ids"], report["generation"]) == (13, 1, [gone], 2)
     assert report["packed"] == report["found"] - 13 > 0
     assert first < sent(place)
-    assert len(ids_in(pulled(place, tmp_path / "pulled.store"))) == report["found"]
+    assert len(sorted(ids_of(pulled(place, tmp_path / "pulled.store")))) == report["found"]
 
 
 def test_a_store_that_has_lost_a_shard_is_refused(place: ObjectFolder, source: Path, model: Path) -> None:
@@ -123,9 +125,7 @@ def test_a_store_that_has_lost_a_shard_is_refused(place: ObjectFolder, source: P
         assert (done.code, f"{place.url} has lost files of 1 shard with 14 samples" in done.err) == (1, True)
 
 
-def test_other_captions_are_encoded_with_the_latents_of_the_bucket(
-    place: ObjectFolder, source: Path, model: Path, tmp_path: Path
-) -> None:
+def test_other_captions_are_encoded_with_stored_latents(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
     pack(source, place, model)
     shutil.rmtree(tmp_path / "cache-pack")
     captioned = images_in(source)[0]
@@ -136,58 +136,49 @@ def test_other_captions_are_encoded_with_the_latents_of_the_bucket(
     assert record.captions == ("a blue house",)
 
 
+def interrupted_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch, source: Path, place: ObjectFolder, model: Path, *more: object
+) -> set[str]:
+    """Pack until the shards were sent; return them."""
+    with monkeypatch.context() as patched:
+        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack(source, place, model, *more)
+    return sent(place)
+
+
 def test_an_interrupted_pack_is_continued(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched:  # it ends after its shards were sent, before the commit
-        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack(source, place, model)
-    uploaded = sent(place)
-    assert len(uploaded) == 1
-    assert place.size("manifest.json") is None
-    with monkeypatch.context() as patched:
-        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
-        again = pack(source, place, model)
-    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 14)
-    assert sent(place) == uploaded
-    assert newest_generation(place).samples == 14
-    add_images(source, 18, tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack(source, place, model)
-    assert newest_generation(place).samples == 14
-    done = pack(source, place, model).json
-    assert done["packed"] == 0
-    assert newest_generation(place).samples == done["found"] == 18
+    for count, before in ((14, 0), (18, 14)):  # into a new store, and into one that is there
+        add_images(source, count, tmp_path)
+        uploaded, newest = interrupted_before_the_commit(monkeypatch, source, place, model), find_newest(place)
+        assert (0 if newest is None else newest.samples) == before
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
+            again = pack(source, place, model).done().json
+        assert (again["packed"], again["unchanged"], sent(place)) == (0, count, uploaded)
+        assert newest_generation(place).samples == count
     assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
 @pytest.fixture
-def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """The place of a store in this process's memory; a shard is full after two images, batches are of two."""
-    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+def in_memory(place: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """The same; a shard is full after two images, batches are of two."""
     monkeypatch.setattr(slice_packer.ShardFill, "is_full", lambda fill, _: fill.num_rows >= 2)
-    return object_storage.in_memory()
+    return place
 
 
-def pack_in_pairs(source: Path, place: ObjectFolder, model: Path, *more: object) -> Ran:
-    return pack(source, place, model, "--batch-size", 2, *more)
+PAIRS = ("--batch-size", 2, "--work")
+
+
+def pack_in_pairs(source: Path, place: ObjectFolder, model: Path, work: Path) -> Ran:
+    return pack(source, place, model, *PAIRS, work)
 
 
 def whole_shards(work: Path) -> int:
     """Count the files of sealed shards that have content."""
     return sum(path.stat().st_blocks > 0 for path in (work / "shards").glob("*.lmdb"))
-
-
-def interrupt_before_the_commit(
-    monkeypatch: pytest.MonkeyPatch, source: Path, place: ObjectFolder, model: Path, work: Path
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack_in_pairs(source, place, model, "--work", work)
 
 
 def test_shards_leave_the_disk_while_others_are_made(
@@ -202,70 +193,59 @@ def test_shards_leave_the_disk_while_others_are_made(
         counts.append(whole_shards(work))
 
     monkeypatch.setattr(ShardSender, "wait_for_room", counting)
-    interrupt_before_the_commit(monkeypatch, source, in_memory, model, work)
+    uploaded = interrupted_before_the_commit(monkeypatch, source, in_memory, model, *PAIRS, work)
     assert len(counts) == 13
     assert max(counts) <= 1 + BATCHES_WAITING + 1  # one is sent; of batches that are one shard each, more may have been sealed
     assert whole_shards(work) == 0
-    uploaded = sent(in_memory)
     assert len(uploaded) == 14
     (note,) = [file.name for file in in_memory.names("pending")]
     assert {f"shards/{name}.lmdb" for name in json.loads(in_memory.read(note))} == uploaded
 
     with monkeypatch.context() as patched:  # nothing is sent or encoded again
-        patched.setattr(files.Uploader, "_parts", lambda *_: 1 / 0)
+        patched.setattr(transfer.Uploader, "_parts", lambda *_: 1 / 0)
         patched.setattr(slice_packer, "ShardWriter", lambda *_, **__: 1 / 0)
-        again = pack_in_pairs(source, in_memory, model, "--work", work)
+        again = pack_in_pairs(source, in_memory, model, work)
     assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 28)
     assert sent(in_memory) == uploaded
     assert not list(in_memory.names("pending"))
     assert not list((work / "shards").glob("*.sent"))
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_what_was_sent_and_then_removed_is_packed_again(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = tmp_path / "work"
-    interrupt_before_the_commit(monkeypatch, source, in_memory, model, work)
-    in_memory.remove([min(sent(in_memory))])
-    again = pack_in_pairs(source, in_memory, model, "--work", work)
-    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 2, 12)
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    in_memory.remove([min(interrupted_before_the_commit(monkeypatch, source, in_memory, model, *PAIRS, work))])
+    again = pack_in_pairs(source, in_memory, model, work).done().json
+    assert (again["packed"], again["unchanged"]) == (2, 12)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
-    add_images(source, 18, tmp_path)
-    listed = sent(in_memory)
+
+@pytest.mark.parametrize("before", [0, 14])
+def test_only_what_was_removed_before_the_commit_is_packed_again(
+    before: int, in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule of a bucket may remove what was sent; the run fails, and the next one makes only that again."""
+    work = tmp_path / "work"
+    if before:
+        pack_in_pairs(source, in_memory, model, work).done()
+        add_images(source, 18, tmp_path)
+    listed, count = sent(in_memory), len(images_in(source))
 
     def removing(*args: Any, **more: Any) -> tuple[Manifest, Manifest]:
         in_memory.remove([min(sent(in_memory) - listed)])
         return commit_module.commit_change(*args, **more)
 
-    with monkeypatch.context() as patched:  # while the run is at work
-        patched.setattr(working, "commit_change", removing)
-        done = pack_in_pairs(source, in_memory, model, "--work", work)
-    assert (done.code, "is no longer there" in done.err) == (1, True)
-    assert newest_generation(in_memory).samples == 14
-    assert pack_in_pairs(source, in_memory, model, "--work", work).json["packed"] == 2
-    assert ids_in(pulled(in_memory, tmp_path / "again.store")) == images_in(source)
-
-
-def test_of_a_new_store_only_what_was_removed_before_the_commit_is_packed_again(
-    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rule of a bucket may remove what was sent; the run fails, and the next one makes only that again."""
-    work = tmp_path / "work"
-
-    def removing(*args: Any, **more: Any) -> tuple[Manifest, Manifest]:
-        in_memory.remove([min(sent(in_memory))])
-        return commit_module.commit_change(*args, **more)
-
     with monkeypatch.context() as patched:
         patched.setattr(working, "commit_change", removing)
-        done = pack_in_pairs(source, in_memory, model, "--work", work)
-    assert (done.code, "is no longer there" in done.err) == (1, True)
-    again = pack_in_pairs(source, in_memory, model, "--work", work)
+        pack_in_pairs(source, in_memory, model, work).fails("is no longer there")
+    newest = find_newest(in_memory)
+    assert (0 if newest is None else newest.samples) == before
+    again = pack_in_pairs(source, in_memory, model, work)
     assert (again.code, again.err) == (0, "")
-    assert (again.json["packed"], again.json["unchanged"]) == (2, 12)
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert (again.json["packed"], again.json["unchanged"]) == (2, count - 2)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_an_object_that_a_list_does_not_show_yet_counts(
@@ -279,30 +259,30 @@ def test_an_object_that_a_list_does_not_show_yet_counts(
 
     with monkeypatch.context() as patched:
         patched.setattr(ObjectFolder, "names", stale)
-        interrupt_before_the_commit(patched, source, in_memory, model, tmp_path / "work")
-        done = pack_in_pairs(source, in_memory, model, "--work", tmp_path / "work")
+        interrupted_before_the_commit(patched, source, in_memory, model, *PAIRS, tmp_path / "work")
+        done = pack_in_pairs(source, in_memory, model, tmp_path / "work")
     assert (done.code, done.err) == (0, "")
     assert (done.json["packed"], done.json["unchanged"]) == (0, 14)
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
     in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, parts = tmp_path / "work", files.Uploader._parts
+    work, parts = tmp_path / "work", transfer.Uploader._parts
 
-    def failing(uploader: files.Uploader, file: files._File) -> object:
+    def failing(uploader: transfer.Uploader, file: transfer._File) -> object:
         if file.path.suffix == ".lmdb" and len(sent(in_memory)) == 3:
             raise StoreError("the network is gone")
         return parts(uploader, file)
 
     with monkeypatch.context() as patched:
-        patched.setattr(files.Uploader, "_parts", failing)
-        done = pack_in_pairs(source, in_memory, model, "--work", work)
+        patched.setattr(transfer.Uploader, "_parts", failing)
+        done = pack_in_pairs(source, in_memory, model, work)
     assert (done.code, "the network is gone" in done.err) == (1, True)
     assert whole_shards(work) > 0
-    assert pack_in_pairs(source, in_memory, model, "--work", work).code == 0
-    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+    assert pack_in_pairs(source, in_memory, model, work).code == 0
+    assert sorted(ids_of(pulled(in_memory, tmp_path / "pulled.store"))) == images_in(source)
 
 
 def test_a_pack_that_another_one_overtakes_is_added_to_it(
@@ -327,13 +307,13 @@ def test_a_pack_that_another_one_overtakes_is_added_to_it(
         assert (done.code, rival[-1].code) == (0, 0)
         assert (rival[-1].json["generation"], done.json["generation"]) == (generation + 1, generation + 2)
         names = {*images_in(source), *images_in(tmp_path / "other")}
-        assert ids_in(pulled(place, tmp_path / f"{generation}.store")) == sorted(names)
+        assert sorted(ids_of(pulled(place, tmp_path / f"{generation}.store"))) == sorted(names)
         for folder, name in ((source, f"new {generation}"), (tmp_path / "other", f"newer {generation}")):
             shutil.copytree(tmp_path / "other" / "sub", folder / name)
     assert not verify_folder(place, lambda _: None, 1).corrupt
 
 
-def test_a_drop_of_another_writer_is_kept(
+def test_anothers_drop_is_kept(
     place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(source, place, model)
@@ -349,7 +329,7 @@ def test_a_drop_of_another_writer_is_kept(
     monkeypatch.setattr(commit_module, "commit", late)
     done = pack(source, place, model)
     assert done.json["generation"] == 3
-    found = ids_in(pulled(place, tmp_path / "pulled.store"))
+    found = sorted(ids_of(pulled(place, tmp_path / "pulled.store")))
     assert dropped not in found
     assert len(found) == 15
 

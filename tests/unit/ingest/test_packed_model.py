@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bucketline.ingest.packing.packed_model import PACKED_MODEL, PackedModel, packed_model
+from bucketline.ingest import pack as pack_module
+from bucketline.ingest.packing.run import PACKED_MODEL, PackedModel, packed_model
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import BIN, Ran, call, forked_ranks
+from tests.fault.apart import How, apart
 from tests.fault.same_store import compare
 from tests.kit import tree
 from tests.models import SMALL, png, write_images, write_model
@@ -53,13 +55,11 @@ def test_a_second_pack_needs_no_model_and_says_which_one_it_takes(again: Path) -
     assert "1 packed + 4 unchanged" in ran.out
     told = pack(again / "photos", again / "t", "--model", again / "sd").done()
     assert "model: " not in told.out
-    compare(again / "s", again / "t")
+    assert compare(again / "s", again / "t").faults == []
     assert pack(again / "photos", again / "s", "--json").json["unchanged"] == 5
 
 
-def test_it_is_noted_as_an_absolute_path_from_wherever_it_was_named(
-    again: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_noted_as_an_absolute_path_wherever_named(again: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(again)
     pack(again / "photos", "other.store", "--model", "sd").done()
     assert packed_model(again / "other.store") == PackedModel(model=str(again / "sd"), model_config=None)
@@ -76,14 +76,12 @@ def test_a_dry_run_takes_it_too_and_writes_nothing(again: Path) -> None:
     assert tree(again) == before
 
 
-def test_an_interrupted_first_pack_is_continued_without_it(again: Path) -> None:
-    code = "import sys; from bucketline.ingest import pack; from bucketline.ingest.cli import main; import os\n"
-    code += "pack.finish = lambda run: os._exit(9)\nmain(sys.argv[1:])"
-    args = ["pack", again / "photos", again / "new.store", "--model", again / "sd", *SMALL]
-    assert subprocess.run([sys.executable, "-c", code, *map(str, args)], check=False, capture_output=True).returncode == 9
+def test_an_interrupted_first_pack_is_continued_without_it(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(pack_module, "finish", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        assert apart(lambda: pack(again / "photos", again / "new.store", "--model", again / "sd").code).how is How.DIED
     pack(again / "photos", again / "new.store").done()
-    pack(again / "photos", again / "whole", "--model", again / "sd").done()
-    compare(again / "new.store", again / "whole")
+    assert compare(again / "new.store", again / "s").faults == []
 
 
 def test_a_model_that_is_gone_is_refused_and_told_again_it_is_noted(again: Path) -> None:
@@ -106,7 +104,7 @@ def test_another_model_in_its_place_is_refused(again: Path, tmp_path: Path) -> N
     shutil.rmtree(again / "sd")
     write_model(again / "sd", seed=1)
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
-    pack(again / "photos", again / "s").fails("  encoders.", ".weights_hash = ", "name its model")
+    pack(again / "photos", again / "s").fails("  encoders.", ".weights_hash = ", "Name the store's model in place of")
     shutil.rmtree(again / "sd" / "vae")
     (line,) = pack(again / "photos", again / "s").fails().err.splitlines()
     assert "lacks the part vae/" in line

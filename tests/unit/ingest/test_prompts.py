@@ -13,17 +13,22 @@ from bucketline.store import Store
 from bucketline.store.prompt_file import PromptSet, decode_prompts
 from tests.commands import Ran, call
 from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
-from tests.models import SMALL, write_images, write_model
+from tests.models import pack, write_images, write_model
 from tests.object_storage import S3Bucket
 
 
-@pytest.fixture(scope="module", params=["F16", "I8"])
-def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Store:
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Store]:
     folder = tmp_path_factory.mktemp("prompts")
     write_images(folder / "photos", 6)
-    text = ("--text-dtype", request.param, "--max-tokens", 10)
-    call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, *text, "--val-fraction", 0).done()
-    return Store.open(folder / "s")
+    for dtype in ("F16", "I8"):
+        pack(folder / "photos", folder / dtype, model, "--text-dtype", dtype, "--max-tokens", 10, "--val-fraction", 0).done()
+    return {dtype: Store.open(folder / dtype) for dtype in ("F16", "I8")}
+
+
+@pytest.fixture
+def packed(stores: dict[str, Store]) -> Store:
+    return stores["F16"]
 
 
 def prompts(tmp_path: Path, store: Path | str, model: Path, text: str, *more: object, name: str = "p.txt") -> Ran:
@@ -35,7 +40,9 @@ def read(store: Store, path: Path) -> PromptSet:
     return decode_prompts(store.manifest, path.read_bytes(), str(path))
 
 
-def test_a_prompt_has_the_embedding_of_the_same_caption(packed: Store, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["F16", "I8"])
+def test_a_prompt_has_its_captions_embedding(dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path) -> None:
+    packed = stores[dtype]
     record = next(record for _, record in map(packed.sample, ("a/002.png", "b/003.png")) if record.captions)
     stored = packed.read_caption(0, record.caption_rows[0])
     ran = prompts(tmp_path, packed.path, model, f"\ufeff{record.captions[0]}\r\n\n  the cat  \nthe cat\n").done()
@@ -99,9 +106,7 @@ def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> No
         ("p.jsonl", '{"prompt": "\\ud800"}', "line 1: .*surrogates not allowed"),
     ],
 )
-def test_a_line_that_cannot_be_drawn_is_named(
-    packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str
-) -> None:
+def test_a_line_that_cannot_be_is_named(packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str) -> None:
     before = tree(packed.path)
     ran = prompts(tmp_path, packed.path, model, text, name=name)
     assert ran.code == 1
@@ -127,9 +132,7 @@ def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_
     assert (missing.code, "none.txt does not exist; give a text file" in missing.err) == (1, True)
 
 
-def test_the_store_may_be_in_a_bucket(
-    packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_in_a_bucket(packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     url = s3.url("photos.store")

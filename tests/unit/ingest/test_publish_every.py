@@ -10,41 +10,43 @@ from typing import Any
 
 import pytest
 
-from bucketline.ingest.packing import meanwhile
+from bucketline.ingest.packing.finish import Meanwhile
+from bucketline.ingest.pipeline.slice_packer import RowWriter
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.sync.push_pull import pull
 from bucketline.store.sync.working import WorkingStore
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import LocalTarget, StoreTarget
-from tests.commands import Ran, call, forked_ranks
+from tests.commands import forked_ranks
 from tests.fault.same_store import compare
 from tests.kit import everything
-from tests.models import SMALL
+from tests.models import SMALL, pack
 from tests.object_storage import in_memory
 
 ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look between images
 
 
-def pack(source: Path, place: object, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, place, "--model", model, *SMALL, "--json", *more)
-
-
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each shard that a period ends be ready before the next image, so that there are many generations."""
-    told_at = meanwhile._OwnShards.told_at
+    end_shard, tell = RowWriter.end_shard, Meanwhile._tell
 
-    def waiting(own: meanwhile._OwnShards, period: int) -> tuple[int, list[str]] | None:
-        told = told_at(own, period)
-        while own._is_open:
+    def sealing(writer: RowWriter) -> None:
+        end_shard(writer)
+        end_shard(writer)  # taken once the first is carried out
+        while writer._thread.is_alive() and not writer._waiting.empty():
             os.sched_yield()
-            told = told_at(own, period)
-        return told
 
-    monkeypatch.setattr(meanwhile._OwnShards, "told_at", waiting)
+    def telling(own: Meanwhile) -> None:
+        while len(own._packer.ready) < len(own._packer.sealed):
+            os.sched_yield()
+        tell(own)
+
+    monkeypatch.setattr(RowWriter, "end_shard", sealing)
+    monkeypatch.setattr(Meanwhile, "_tell", telling)
 
 
 def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: Callable[[StoreTarget, Manifest], None]) -> None:
@@ -60,7 +62,7 @@ def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: C
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_readers_see_each_generation_while_packing_goes_on(
+def test_readers_see_each_generation_meanwhile(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "damaged.png").write_bytes(b"nothing")
@@ -88,17 +90,16 @@ def test_readers_see_each_generation_while_packing_goes_on(
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_path: Path, model: Path) -> None:
-    pack(source, tmp_path / "s", model)
+def test_what_is_replaced_dropped_and_pruned_is_as_without_it(packed: Path, tmp_path: Path, model: Path) -> None:
     shutil.copytree(tmp_path / "s", tmp_path / "plain")
-    images = sorted(source.rglob("*.png"))
+    images = sorted(packed.rglob("*.png"))
     images[0].unlink()
     images[1].write_bytes(b"nothing")
     for n, image in enumerate(images[2:6]):
         image.write_bytes(images[7 + n].read_bytes())
     more = ("--prune=1", "--batch-size", "2")
-    plain = pack(source, tmp_path / "plain", model, *more).json
-    done = pack(source, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
+    plain = pack(packed, tmp_path / "plain", model, *more).json
+    done = pack(packed, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
     for name in ("packed", "unchanged", "rejected", "dropped_ids", "pruned_ids"):
         assert done[name] == plain[name]
     assert (done["packed"], done["dropped"], done["pruned"]) == (4, 1, 1)
@@ -107,9 +108,7 @@ def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_
 
 
 @pytest.mark.usefixtures("in_turn")
-def test_a_store_in_object_storage_gets_generations_too(
-    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_at_a_url_gets_generations(source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, seen, dropped = in_memory(), list[int](), list[str]()
 
     def look(_: StoreTarget, manifest: Manifest) -> None:

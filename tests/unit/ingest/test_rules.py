@@ -1,4 +1,4 @@
-"""Running again, and from other kinds of source: what is unchanged stays, what is gone may go."""
+"""Running again, and from other kinds of source: what is unchanged stays, what is out of reach is kept, what is gone may go."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import webdataset
 from PIL import Image
 
 from bucketline.errors import UsageError
+from bucketline.ingest.images import decode as decode_module
+from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.pipeline import image_reader
 from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
+from bucketline.ingest.sources import source as local_files
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.kit import by_id, tree
-from tests.models import SMALL, colour_image, encoded, png, write_images
-
-
-def pack(source: object, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
+from tests.models import SMALL, colour_image, encoded, pack, png, write_files, write_images
+from tests.unit.ingest.sources.kit import write_members
 
 
 def counts(report: dict[str, Any]) -> tuple[int, int, int]:
@@ -88,12 +89,8 @@ def _text(image: Path) -> str:
 @pytest.mark.parametrize("kind", ["table", "tar", "dataset"])
 def test_a_store_among_the_files_of_any_local_source_is_refused(kind: str, tmp_path: Path, model: Path) -> None:
     inside = tmp_path / "in"
-    inside.mkdir()
-    (inside / "a.png").write_bytes(png(20, 30))
-    (inside / "t.csv").write_text("file_name\na.png\n", encoding="ascii")
-    with webdataset.TarWriter(str(inside / "t.tar"), encoder=False) as writer:
-        writer.write({"__key__": "a", "png": png(20, 30)})
-    (inside / "dataset_dict.json").write_text('{"splits": []}', encoding="ascii")
+    write_files(inside, {"a.png": png(20, 30), "t.csv": "file_name\na.png\n", "dataset_dict.json": '{"splits": []}'})
+    write_members(inside / "t.tar", [("a.png", png(20, 30))])
     source = {"table": inside / "t.csv", "tar": inside / "t.tar", "dataset": inside}[kind]
     store = tmp_path if kind == "tar" else inside / "s"
     before = tree(tmp_path)
@@ -115,28 +112,27 @@ def test_a_content_check_packs_what_differs_and_nothing_that_was_touched(source:
     assert counts(pack(source, tmp_path / "s", model).json) == (1, 14, 0)  # the touched one, by its time
 
 
-def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
-    (source / "a" / "000.png").unlink()
-    (source / "b" / "001.png").write_bytes(b"broken now")
-    (source / "new.png").write_bytes(png(20, 30, 77))
-    report = pack(source, tmp_path / "s", model).json
+def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(packed: Path, tmp_path: Path, model: Path) -> None:
+    (packed / "a" / "000.png").unlink()
+    (packed / "b" / "001.png").write_bytes(b"broken now")
+    (packed / "new.png").write_bytes(png(20, 30, 77))
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["pruned"], report["not_in_source_ids"]) == (0, ["a/000.png"])
-    report = pack(source, tmp_path / "s", model, "--prune").json
+    report = pack(packed, tmp_path / "s", model, "--prune").json
     assert (report["pruned"], report["pruned_ids"], report["not_in_source"]) == (1, ["a/000.png"], 0)
     assert counts(report) == (0, 13, 1)
     left = rows_of(tmp_path / "s")
     assert sorted(left) == sorted(
-        path.relative_to(source).as_posix() for path in source.rglob("*.png") if path.name != "001.png"
+        path.relative_to(packed).as_posix() for path in packed.rglob("*.png") if path.name != "001.png"
     )
     assert call("store", "verify", tmp_path / "s").code == 0
     before = tree(tmp_path / "s")
-    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 0
+    assert pack(packed, tmp_path / "s", model, "--prune").json["pruned"] == 0
     assert tree(tmp_path / "s") == before
 
 
 @pytest.mark.parametrize(("limit", "code"), [("2", 1), ("3", 0), ("0.1", 1), ("0.2", 0), ("0", 1)])
-def test_too_many_rejects_end_with_one_after_all_else_was_packed(
+def test_too_many_rejects_fail_after_all_else_is_packed(
     limit: str, code: int, source: Path, tmp_path: Path, model: Path
 ) -> None:
     assert pack(source / "a", tmp_path / "s", model).code == 0
@@ -229,3 +225,160 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
     path.write_bytes(path.read_bytes()[:4000])
     pack(pattern, tmp_path / "s", model).fails("b.tar, near byte")
     assert not (tmp_path / "s").exists()
+
+
+def told(source: Path, store: Path, model: Path, *more: object) -> Ran:
+    """Pack, and say what people are told."""
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
+
+
+def put_out_of_reach(path: Path) -> None:
+    """Leave the name and take the file: what is below an unmounted disk is listed where its links are, and cannot be opened."""
+    path.unlink()
+    path.symlink_to(path.parent / "gone" / path.name)
+
+
+@pytest.mark.parametrize("limit", [("--max-rejects", "0"), ("--max-rejects", "0", "--prune"), ("--prune",), ()])
+def test_images_that_cannot_be_read_lose_no_sample(limit: tuple[str, ...], packed: Path, tmp_path: Path, model: Path) -> None:
+    for path in sorted(packed.rglob("*.png")):
+        put_out_of_reach(path)
+    ran = pack(packed, tmp_path / "s", model, *limit)
+    assert ran.code == 1
+    assert len(rows_of(tmp_path / "s")) == 14
+    report = ran.json
+    assert report["found"] == report["rejected"] == report["kept_unreadable"] == 14
+    assert report["rejected_by_reason"] == {"unreadable file": 14}
+    assert (report["dropped"], report["pruned"], report["not_in_source"]) == (0, 0, 0)
+    assert len(report["kept_unreadable_ids"]) == 10
+    said = told(packed, tmp_path / "s", model, *limit)
+    assert "cannot be read now, but kept in the store: 14 samples\n    a/000.png\n" in said.out
+
+
+def test_what_is_unreadable_stays_what_is_damaged_goes_and_both_are_named(packed: Path, tmp_path: Path, model: Path) -> None:
+    put_out_of_reach(packed / "a" / "000.png")
+    (packed / "b" / "001.png").write_bytes(b"broken")
+    report = pack(packed, tmp_path / "s", model).json
+    assert report["found"] == report["packed"] + report["unchanged"] + report["rejected"] == 14
+    assert (report["dropped"], report["dropped_ids"]) == (1, ["b/001.png"])
+    assert (report["kept_unreadable"], report["kept_unreadable_ids"]) == (1, ["a/000.png"])
+    assert len(rows_of(tmp_path / "s")) == 13
+    said = told(packed, tmp_path / "t", model).out
+    assert "kept in the store" not in said  # a store that never had it keeps nothing of it
+
+
+def test_beyond_the_limit_of_rejects_nothing_is_dropped(packed: Path, tmp_path: Path, model: Path) -> None:
+    for number in (0, 2, 4):
+        (packed / "a" / f"00{number}.png").write_bytes(b"broken")
+    ran = pack(packed, tmp_path / "s", model, "--max-rejects", "2")
+    assert (ran.code, ran.json["dropped"], ran.json["kept_beyond_limit"]) == (1, 0, 3)
+    assert "--max-rejects allows 2; the other images are packed, and no sample was dropped" in ran.err
+    assert len(rows_of(tmp_path / "s")) == 14
+    ran = told(packed, tmp_path / "s", model, "--max-rejects", "3").done()
+    assert "dropped, because rejected now: 3 samples\n    a/000.png\n" in ran.out
+    assert len(rows_of(tmp_path / "s")) == 11
+
+
+def test_captions_that_cannot_be_read_keep_the_sample(packed: Path, tmp_path: Path, model: Path) -> None:
+    put_out_of_reach(packed / "b" / "001.txt")
+    (packed / "b" / "003.txt").write_bytes(b"\xff\xff")
+    report = pack(packed, tmp_path / "s", model).json
+    assert report["rejected_by_reason"] == {"unreadable caption": 2}
+    assert (report["kept_unreadable_ids"], report["dropped_ids"]) == (["b/001.png"], ["b/003.png"])
+
+
+def test_an_empty_mount_point_loses_no_sample(packed: Path, tmp_path: Path, model: Path) -> None:
+    for path in (packed / "b").iterdir():
+        path.unlink()
+    report = pack(packed, tmp_path / "s", model, "--prune").json  # the disk at b/ is unmounted
+    assert (report["pruned"], report["not_in_source"]) == (0, 7)
+    said = told(packed, tmp_path / "s", model, "--prune")
+    assert f"not pruned: {packed / 'b'} is empty, like the mount point of an unmounted disk; remove the folder if" in said.out
+    assert len(rows_of(tmp_path / "s")) == 14
+    for path in (packed / "a").iterdir():
+        path.unlink()
+    ran = pack(packed, tmp_path / "s", model, "--prune")
+    assert (ran.code, len(rows_of(tmp_path / "s"))) == (1, 14)
+    assert "has no images" in ran.err
+    (packed / "b").rmdir()
+    (packed / "a" / "new.png").write_bytes(png(20, 30))
+    assert pack(packed, tmp_path / "s", model, "--prune").json["pruned"] == 0  # no folder is in doubt, but that is all of it
+    assert pack(packed, tmp_path / "s", model, "--prune=1.0").json["pruned"] == 14
+
+
+def test_a_file_that_shrinks_while_read_is_unreadable_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(bytes(100))
+    monkeypatch.setattr(local_files, "refuse_too_large", lambda *_: os.truncate(tmp_path / "a.png", 50))
+    with pytest.raises(RejectedError, match="unreadable file: it has 50 of 100 bytes") as caught:
+        local_files.read_file(tmp_path / "a.png")
+    assert caught.value.is_passing
+
+
+def test_an_image_for_which_there_is_no_memory_at_the_moment_keeps_its_sample(
+    packed: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (packed / "a" / "000.png").write_bytes((packed / "a" / "002.png").read_bytes())
+
+    def short(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(decode_module, "_decode", short)
+    report = pack(packed, tmp_path / "s", model).json
+    assert (report["rejected_by_reason"], report["dropped"], report["kept_unreadable"]) == ({"too large": 1}, 0, 1)
+    assert len(rows_of(tmp_path / "s")) == 14
+
+
+DETAIL = "10x500 px, in its bucket of 16x24 the crop would lose 97 % of the area, more than --max-crop {}"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """One image of a bucket's shape, one that loses 40 % to its bucket, one that loses 97 %."""
+    return write_files(tmp_path / "photos", {"fits.png": png(20, 30), "wide.png": png(20, 50), "strip.png": png(10, 500)})
+
+
+@pytest.mark.parametrize(
+    ("more", "limit", "taken"),
+    [
+        ((), "75 %", ["fits.png", "wide.png"]),
+        (("--max-crop", "0.39"), "39 %", ["fits.png"]),
+        (("--max-crop", "0.4"), "40 %", ["fits.png", "wide.png"]),
+    ],
+)
+def test_what_loses_too_much_is_listed_with_its_numbers(
+    more: tuple[str, ...], limit: str, taken: list[str], photos: Path, tmp_path: Path, model: Path
+) -> None:
+    scanned = call("ingest", "scan", photos, *SMALL, *more, "--json").json
+    packed = pack(photos, tmp_path / "s", model, *more).done().json
+    assert scanned["rejected_by_reason"] == packed["rejected_by_reason"] == {"too much cropped away": 3 - len(taken)}
+    rejects = [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_bytes().splitlines()]
+    assert rejects == scanned["rejects"]
+    assert rejects[0] == {"id": "strip.png", "reason": "too much cropped away", "detail": DETAIL.format(limit)}
+    assert sorted(rows_of(tmp_path / "s")) == taken
+
+
+@pytest.mark.parametrize("limit", ["1", "0.5"])
+def test_a_store_keeps_the_limit_it_was_made_with(limit: str, photos: Path, tmp_path: Path, model: Path) -> None:
+    first = pack(photos, tmp_path / "s", model, "--max-crop", limit).json
+    (photos / "strip2.png").write_bytes(png(11, 500))
+    (photos / "strip.png").touch()
+    (photos / "wide2.png").write_bytes(png(20, 90))  # loses 67 %, which the default allows
+    again = pack(photos, tmp_path / "s", model).done().json
+    is_any = limit == "1"
+    assert (first["packed"], first["rejected"]) == ((3, 0) if is_any else (2, 1))
+    assert (again["dropped"], again["rejected"]) == ((0, 0) if is_any else (0, 3))
+    assert Store.open(tmp_path / "s").manifest.rules["max_crop"] == float(limit)
+    assert pack(photos, tmp_path / "s", model, "--max-crop", limit).json["packed"] == 0
+
+
+def test_a_changed_image_that_loses_too_much_drops_its_row(photos: Path, tmp_path: Path, model: Path) -> None:
+    pack(photos, tmp_path / "s", model).done()
+    (photos / "wide.png").write_bytes(png(10, 400))
+    assert pack(photos, tmp_path / "s", model).json["dropped_ids"] == ["wide.png"]
+
+
+def test_stores_with_and_without_a_limit_are_read_together(photos: Path, tmp_path: Path, model: Path) -> None:
+    for name, limit in (("a", "1"), ("b", "0.75")):
+        pack(photos, tmp_path / name, model, "--max-crop", limit).done()
+    stores = [WeightedStore(store=Store.open(tmp_path / name)) for name in "ab"]
+    with Loader(stores, LoaderConfig(batch_size=1)) as loader:
+        assert [batch.epoch for batch, _ in zip(loader.forever(), range(6), strict=False)] == [0] * 5 + [1]

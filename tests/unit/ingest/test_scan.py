@@ -1,8 +1,10 @@
-"""A look before packing: what it foretells is what packing then does, and it writes nothing and loads no encoder."""
+"""A look before packing, by scan or dry run: it foretells what packing does, writes nothing, loads no encoder."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import struct
 import sys
 from fractions import Fraction
@@ -12,13 +14,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.encoders import text_model, vae
+from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import RejectedError, decode_image, placed_by_header
+from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn
 from tests.family_models import tiny_dc
-from tests.models import SMALL, colour_image, encoded, png, write_model
+from tests.kit import tree
+from tests.models import SMALL, colour_image, encoded, png, write_files, write_model
 from tests.profiles import icon
 
 
@@ -26,22 +30,31 @@ def scan(source: object, *more: object) -> Ran:
     return call("ingest", "scan", source, *SMALL, *more, "--json")
 
 
+def test_a_scan_takes_no_option_that_it_would_ignore(source: Path) -> None:
+    for option in ("--dtype=bf16", "--text-dtype=int8", "--max-tokens=5", "--flip"):
+        scan(source, option).fails(f"there is no option {option.partition('=')[0]}", code=2)
+
+
 def add_broken_ones(source: Path) -> None:
     frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
-    (source / "empty.png").write_bytes(b"")
-    (source / "text.jpg").write_bytes(b"no image")
-    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    (source / "tiny.png").write_bytes(png(7, 30))
-    (source / "float.tiff").write_bytes(encoded(Image.fromarray(colour_image(30, 30)).convert("F"), "TIFF"))
-    (source / "bad caption.png").write_bytes(png(20, 30))
-    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
-    (source / "dangling.png").symlink_to(source / "nowhere")
-    (source / "lost.txt").write_text("a caption without an image", encoding="ascii")
-    (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(10)), encoding="ascii")
-    (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
     turned = Image.Exif()
     turned[0x0112] = 6
-    (source / "turned.jpg").write_bytes(encoded(Image.fromarray(colour_image(24, 40)), "JPEG", exif=turned))
+    files: dict[str, str | bytes] = {
+        "empty.png": b"",
+        "text.jpg": b"no image",
+        "moving.gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "tiny.png": png(7, 30),
+        "float.tiff": encoded(Image.fromarray(colour_image(30, 30)).convert("F"), "TIFF"),
+        "bad caption.png": png(20, 30),
+        "bad caption.txt": b"\xff\xfe",
+        "lost.txt": "a caption without an image",
+        "a/000.txt": "\n".join(f"cat {n}" for n in range(10)),
+        "b/001.txt": "red " * 40,
+        "turned.jpg": encoded(Image.fromarray(colour_image(24, 40)), "JPEG", exif=turned),
+    }
+    write_files(source, files)
+    (source / "folder.png").mkdir()
+    (source / "dangling.png").symlink_to(source / "nowhere")
 
 
 @pytest.mark.parametrize("kind", ["headers", "full"])
@@ -61,9 +74,17 @@ def test_what_a_scan_foretells_is_what_packing_does(kind: str, source: Path, tmp
     assert report["rejected"] == (8 if kind == "full" else 7)
     store = Store.open(tmp_path / "s")
     assert {b["name"]: b["samples"] for b in report["buckets"]} == {b.name: b.num_rows for b in store.buckets()}
-    rejects = {reject["id"]: reject["reason"] for reject in report["rejects"]}
-    assert rejects["tiny.png"] == "too small"
-    assert rejects["bad caption.png"] == "unreadable caption"
+    rejects = [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines()]
+    assert rejects == report["rejects"]
+    assert {reject["id"]: reject["reason"] for reject in rejects if reject["id"] != "cut.png"} == {
+        "bad caption.png": "unreadable caption",
+        "dangling.png": "unreadable file",
+        "empty.png": "empty file",
+        "float.tiff": "unsupported pixel format",
+        "moving.gif": "animated or several images",
+        "text.jpg": "not an image",
+        "tiny.png": "too small",
+    }
 
 
 def test_damage_behind_a_header_is_seen_by_a_full_scan_alone(source: Path) -> None:
@@ -101,16 +122,8 @@ def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> 
     add_broken_ones(source)
     out = call("ingest", "scan", source, *SMALL, "--model", model).out
     for words in (
-        *(
-            "22 images, ",
-            "7 would be rejected",
-            "rejected: 1 too small",
-            "tiny.png: too small (7x30 px",
-            "smallest ",
-            "train/16x24",
-        ),
-        *("images without a caption", "caption without an image: lost.txt"),
-        "from the file headers only; --full",
+        *("22 images, ", "7 would be rejected", "rejected: 1 too small", "tiny.png: too small (7x30 px", "smallest "),
+        *("train/16x24", "images without a caption", "caption without an image: lost.txt", "the file headers only; --full"),
     ):
         assert words in out
 
@@ -160,31 +173,21 @@ def test_images_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_p
         assert rejects.pop("a.jxl")[0] == "damaged image"
         assert rejects == {
             "a.heic": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
-            "a.heif": ("not an image", f"a HEIF image; {damaged.format('pillow_heif')}"),
+            "a.heif": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
             "moving.apng": ("animated or several images", "2 images in one PNG file"),
         }
 
 
 FRAMING = Framing(grid=parse_grid("16x24,24x16", step_px=8, align_px=8), max_upscale=Fraction(3, 2), min_size_px=8)
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "png": ("PNG", {}),
-    "jpeg": ("JPEG", {}),
-    "webp": ("WEBP", {}),
-    "tiff": ("TIFF", {}),
-    "gif": ("GIF", {}),
-    "bmp": ("BMP", {}),
-}
 
 
 @pytest.mark.parametrize("turned", range(1, 9))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP"])
 def test_a_header_places_an_image_as_decoding_it_does(kind: str, turned: int) -> None:
-    name, options = KINDS[kind]
     exif = Image.Exif()
     exif[0x0112] = turned
-    data = encoded(
-        Image.fromarray(colour_image(48, 80)), name, **options, **({"exif": exif} if name not in ("GIF", "BMP") else {})
-    )
+    options = {} if kind in ("GIF", "BMP") else {"exif": exif}
+    data = encoded(Image.fromarray(colour_image(48, 80)), kind, **options)
     assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decode_image(data, FRAMING, "a").placement
 
 
@@ -222,3 +225,103 @@ def test_a_scan_refuses_latents_that_the_models_vae_has_not(source: Path, tmp_pa
     tiny_dc().save_pretrained(folder / "vae")
     assert scan(source, "--model", folder).code == 0
     scan(source, "--model", folder, "--latents", "moments").fails("AutoencoderDC has no distribution", code=2)
+
+
+def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
+
+
+def foretold(source: Path, store: Path, model: Path, *more: object) -> dict[str, Any]:
+    """Return the report of a dry run, which loads no encoder and leaves everything as it was."""
+    before = tree(source.parent)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vae, "load_vae", lambda *_: pytest.fail("a VAE was loaded"))
+        patched.setattr(text_model, "load_text_part", lambda *_: pytest.fail("a tokenizer was loaded"))
+        ran = pack(source, store, model, *more, "--dry-run", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.out.count("\n") == 1
+    assert tree(source.parent) == before
+    found: dict[str, Any] = json.loads(ran.out)
+    return found
+
+
+def test_a_dry_run_makes_no_store(source: Path, tmp_path: Path, model: Path) -> None:
+    report = foretold(source, tmp_path / "s", model)
+    assert (report["found"], report["new"], report["unchanged"], report["rejected"]) == (14, 14, 0, 0)
+    assert not (tmp_path / "s").exists()
+    packed = pack(source, tmp_path / "s", model, "--json").json
+    assert packed["packed"] == 14
+    assert report["buckets"] == {bucket.name: bucket.num_rows for bucket in Store.open(tmp_path / "s").buckets()}
+
+
+def test_every_kind_of_change_is_counted_as_the_pack_then_does_it(packed: Path, tmp_path: Path, model: Path) -> None:
+    images = sorted(packed.rglob("*.png"))
+    images[0].unlink()
+    images[1].write_bytes(b"no image")
+    images[2].write_bytes(png(20, 30, 70))  # changed
+    os.utime(images[3], ns=(1, 1))  # touched
+    images[4].with_suffix(".txt").write_text("another\n", encoding="ascii")
+    (packed / "new.png").write_bytes(png(30, 20, 71))
+    (packed / "bad.png").write_bytes(b"")
+    report = foretold(packed, tmp_path / "s", model, "--prune")
+    names = ("found", "new", "changed", "moved", "recaptioned", "unchanged", "rejected", "dropped", "pruned")
+    assert [report[name] for name in names] == [15, 1, 1, 0, 2, 9, 2, 1, 1]
+    assert report["buckets"] == {"train/16x24": 1, "train/24x16": 1}
+    done = pack(packed, tmp_path / "s", model, "--prune", "--json").json
+    same = ("found", "unchanged", "rejected", "rejected_by_reason", "dropped_ids", "pruned_ids")
+    assert {name: done[name] for name in same} == {name: report[name] for name in same}
+    assert done["packed"] == report["new"] + report["changed"] + report["recaptioned"]
+    assert done["latents_kept"] == report["recaptioned"]
+    assert foretold(packed, tmp_path / "s", model)["unchanged"] == 13
+
+
+def test_other_captions_and_a_pruning_beyond_the_limit_are_foretold(packed: Path, tmp_path: Path, model: Path) -> None:
+    report = foretold(packed, tmp_path / "s", model, "--caption-template", "ohwx", "--recaption")
+    assert (report["recaptioned"], report["buckets"]) == (14, {})
+    for path in sorted(packed.rglob("*.png"))[1:]:
+        path.rename(tmp_path / f"{path.parent.name}-{path.name}")
+    report = foretold(packed, tmp_path / "s", model, "--prune")
+    assert (report["pruned"], report["not_pruned_beyond_limit"], report["not_in_source"]) == (0, 13, 13)
+    ran = pack(packed, tmp_path / "s", model, "--prune", "--dry-run")
+    assert "not pruned: 13 of 14 samples would be dropped, --prune allows" in ran.out
+    assert "from the file headers only" in ran.out
+
+
+def test_each_source_of_a_data_set_file_is_foretold(tmp_path: Path, model: Path) -> None:
+    write_files(tmp_path / "in", {"a.png": png(20, 30), "metadata.jsonl": '{"file_name": "a.png", "text": "a"}\n'})
+    data = write_files(tmp_path, {"data.toml": '[[source]]\npath = "in"\n'}) / "data.toml"
+    assert call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL).code == 0
+    before = tree(tmp_path)
+    ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run").done()
+    assert f"in x 1: {tmp_path / 'in'}\ndry run, nothing is written: 1 image found = 0 new" in ran.out
+    ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run", "--json")
+    assert json.loads(ran.out)["sources"]["in"]["unchanged"] == 1
+    assert tree(tmp_path) == before
+
+
+def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
+    one_packed: tuple[Path, Path], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_reader, "split_of", lambda *_: "val")  # as for a saved dataset whose image is now in validation
+    report = foretold(*one_packed, model)
+    assert (report["moved"], report["new"], report["buckets"]) == (1, 0, {"val/16x24": 1})
+
+
+@pytest.mark.parametrize(
+    "option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--caption-template=x"]
+)
+def test_options_that_the_pack_would_refuse_are_refused(option: str, one_packed: tuple[Path, Path], model: Path) -> None:
+    before = tree(one_packed[1])
+    ran = pack(*one_packed, model, option, "--dry-run", "--json")
+    assert (ran.code, ran.out) == (1, "")
+    assert "was made with other options than this run has" in ran.err
+    assert option.partition("=")[0] in ran.err
+    assert tree(one_packed[1]) == before
+
+
+@pytest.fixture(scope="module")
+def one_packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("packed")
+    write_files(folder / "in", {"a.png": png(20, 30)})
+    assert pack(folder / "in", folder / "s", model).code == 0
+    return folder / "in", folder / "s"

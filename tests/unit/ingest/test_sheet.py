@@ -1,20 +1,39 @@
-"""The contact sheet of a scan: which images it shows, in which order, what is drawn into them, and what names cannot do."""
+"""Images of a source in pages: the sheet of a scan with its worst crops, and thumbnails in `store report`."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import Placement, bucket_placement
-from bucketline.ingest.sheet import crops as sheet_module
-from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, MAX_REJECTS, Cropped, reject_section, with_box, worst
+from bucketline.ingest import peek as sheet_module
+from bucketline.ingest.images.crop import Placement, bucket_placement, parse_grid
+from bucketline.ingest.peek import (
+    MAX_IN_ALL,
+    MAX_PER_BUCKET,
+    MAX_REJECTS,
+    THUMBNAIL_PX,
+    Cropped,
+    reject_section,
+    source_images,
+    with_box,
+    worst,
+)
 from bucketline.ingest.summary import Reject
+from bucketline.store import Store
 from tests.commands import Ran, call
-from tests.models import SMALL, colour_image, encoded, png
+from tests.family_models import tiny_dc
+from tests.kit import flip_row, make_store, samples_of, tree
+from tests.models import SMALL, colour_image, encoded, pack, png, write_files, write_images, write_model
 from tests.pages import parsed
 
 SQUARE = parse_grid("square:64", step_px=64, align_px=8)
@@ -62,10 +81,7 @@ HOSTILE = (
 
 def test_hostile_names_are_text_wherever_they_are_shown(tmp_path: Path) -> None:
     for folder, names in (("plain", [f"{n}.png" for n in range(len(HOSTILE))]), ("hostile", HOSTILE)):
-        (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).write_bytes(png(20, 60))
-            (tmp_path / folder / f"small {name}").write_bytes(png(4, 4))
+        write_files(tmp_path / folder, {name: png(20, 60) for name in names} | {f"small {name}": png(4, 4) for name in names})
         scan(tmp_path / folder, tmp_path / f"{folder}.html").done()
     plain, hostile = (parsed(tmp_path / f"{folder}.html") for folder in ("plain", "hostile"))
     assert hostile.tags == plain.tags
@@ -83,18 +99,14 @@ def test_rejects_are_listed_up_to_a_number() -> None:
 
 def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sheet_module, "MAX_PER_BUCKET", 3)
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for n in range(5):
-        (photos / f"wide {n}.png").write_bytes(png(20, 30 + 4 * n))
-    (photos / "tall <b>.png").write_bytes(png(45, 20))
-    (photos / "strip.png").write_bytes(png(100, 30_000))
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    (photos / "turned.jpg").write_bytes(encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=turned))
-    (photos / "cut.png").write_bytes(png(20, 60)[:200])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=exif)
+    others = {"tall <b>.png": png(45, 20), "strip.png": png(100, 30_000), "turned.jpg": turned, "cut.png": png(20, 60)[:200]}
+    photos = write_files(tmp_path / "photos", {**{f"wide {n}.png": png(20, 30 + 4 * n) for n in range(5)}, **others})
     ran = scan(photos, tmp_path / "sheet.html").done()
     assert "sheet.html: contact sheet" in ran.out
+    assert not list(tmp_path.glob("*.tmp"))
     page = parsed(tmp_path / "sheet.html")
     assert page.titles == [
         *(f"Crops of {photos}", str(photos), "train/24x16", "train/16x24", "Too much cropped away", "Rejected")
@@ -113,9 +125,7 @@ def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, mo
 
 def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     for name, size in (("photos", (20, 50)), ("dogs", (50, 20))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.png").write_bytes(png(*size))
-        (tmp_path / name / "strip.png").write_bytes(png(10, 500))
+        write_files(tmp_path / name, {"a.png": png(*size), "strip.png": png(10, 500)})
     (tmp_path / "dogs" / "a.txt").write_text("a dog", encoding="ascii")
     data = tmp_path / "data.toml"
     data.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "dogs"\nrepeats = 3\n', encoding="ascii")
@@ -133,24 +143,8 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     assert "is inside the source" in inside.err
 
 
-def test_the_sheet_of_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:
-    import webdataset
-
-    with webdataset.TarWriter(str(tmp_path / "t.tar"), encoder=False) as writer:
-        for path in sorted(source.rglob("*.png")):
-            writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes()})
-    figures = []
-    for name, text in (("folder", source), ("tar", tmp_path / "t.tar")):
-        assert scan(text, tmp_path / f"{name}.html").code == 0
-        images = parsed(tmp_path / f"{name}.html", str(text)).images()
-        figures.append(sorted(image.tobytes() for image in images))
-    assert len(figures[0]) == 14
-    assert figures[0] == figures[1]
-
-
 def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.png").write_bytes(png(40, 120))
+    write_files(tmp_path / "photos", {"a.png": png(40, 120)})
     pages = []
     for crop in ("center", "random"):
         assert scan(tmp_path / "photos", tmp_path / f"{crop}.html", "--crop", crop).code == 0
@@ -171,9 +165,7 @@ def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words: str, source: Path, tmp_path: Path) -> None:
-    (tmp_path / "some.store").mkdir()
-    (tmp_path / "some.store" / "manifest.json").write_bytes(b"{}")
-    (tmp_path / "there.html").write_bytes(b"kept")
+    write_files(tmp_path, {"some.store/manifest.json": "{}", "there.html": "kept"})
     (tmp_path / "dangling.html").symlink_to(tmp_path / "target")
     before = sorted(tmp_path.rglob("*"))
     ran = scan(source, tmp_path / path)
@@ -181,3 +173,213 @@ def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words:
     assert words in ran.err
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there.html").read_bytes() == b"kept"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "photos"
+    write_images(folder, 6)
+    clear = encoded(Image.new("RGBA", (30, 30), (255, 0, 0, 0)), "PNG")
+    own = {"broken.png": png(30, 30)[:40], "empty.png": b"", "tiny.png": png(4, 4), "clear.png": clear}
+    return write_files(folder, {**own, "white.jpg": encoded(Image.new("RGB", (400, 200), "white"), "JPEG")})
+
+
+def pixels_of(found: Any) -> NDArray[np.uint8]:
+    shown, problem = found
+    assert problem == ""
+    with Image.open(io.BytesIO(base64.b64decode(shown))) as image:
+        assert image.format == "JPEG"
+        return np.asarray(image.convert("RGB"))
+
+
+def test_images_are_shown_with_their_crop_and_rejects_with_their_reason(photos: Path) -> None:
+    boxes: dict[str, Any] = {"white.jpg": (0, 0, 200, 200), "tiny.png": None, "clear.png": None}
+    boxes |= {"broken.png": None, "empty.png": None, "gone.png": None}
+    found: dict[str, Any] = source_images({"source": str(photos), "boxes": boxes})
+    assert list(found) == list(boxes)
+    white = pixels_of(found["white.jpg"]).astype(int)
+    assert max(white.shape) == THUMBNAIL_PX
+    assert white[40, 30].min() > 240  # kept
+    assert white[40, 140].max() < 200  # lost: grey
+    assert pixels_of(found["tiny.png"]).shape == (4, 4, 3)
+    assert pixels_of(found["clear.png"]).min() > 240  # a transparent pixel has no colour
+    assert found["gone.png"] == ("", "no longer in the source")
+    assert found["broken.png"] == found["empty.png"] == ("", "cannot be decoded")
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_a_report_shows_rejects_from_the_source_and_decoded_latents(photos: Path, model: Path, tmp_path: Path) -> None:
+    call("ingest", "pack", photos, tmp_path / "s", "--model", model, *SMALL).done()
+    page = tmp_path / "r.html"
+    call("store", "report", tmp_path / "s", "-o", page, "--source", photos, "--model", model, "--json").done()
+    rejects = [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()]
+    found = parsed(page)
+    section = page.read_text(encoding="utf-8").split('id="rejects"')[1].split("</section>")[0]
+    assert {one["id"] for one in rejects} >= {"broken.png", "empty.png", "tiny.png"}
+    assert section.count("<figure>") == len(rejects)
+    assert section.count("data:image/jpeg") == sum(one["id"] in ("tiny.png", "white.jpg") for one in rejects)
+    assert "empty.png" in section
+    assert "decoded by the VAE of" in found.text
+    assert "data:image/png" not in page.read_text(encoding="utf-8")
+
+
+# `ingest peek`: the image is what the model's VAE makes of the stored latent, and of no other VAE's.
+
+
+TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Store]:
+    """Stores by dtype that the tiny model packed, with an image whose file says that it is to be turned."""
+    folder = tmp_path_factory.mktemp("peek")
+    write_images(folder / "photos", 6)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (folder / "photos" / TURNED).write_bytes(encoded(Image.fromarray(colour_image(34, 22)), "JPEG", exif=exif))
+    for dtype in ("F16", "BF16"):
+        pack(folder / "photos", folder / dtype, model, "--dtype", dtype).done()
+    return {dtype: Store.open(folder / dtype) for dtype in ("F16", "BF16")}
+
+
+@pytest.fixture
+def packed(stores: dict[str, Store]) -> Store:
+    return stores["F16"]
+
+
+def peek(store: Store, sample_id: str, model: Path, png: Path, *more: object) -> Ran:
+    return call("ingest", "peek", store.path, sample_id, "--model", model, "-o", png, *more)
+
+
+def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
+    """Decode a stored latent by diffusers itself."""
+    from diffusers import AutoencoderKL
+
+    record = store.sample(sample_id)[1]
+    bucket = store.bucket(record.bucket)
+    row = bucket.sample_ids(np.arange(bucket.num_rows)).index(sample_id)
+    stored = bucket.read(np.array([row]), "latent")
+    latent = torch.from_numpy(stored)
+    latent = latent.view(torch.bfloat16) if stored.dtype == np.uint16 else latent
+    vae: Any = AutoencoderKL
+    with torch.no_grad():
+        image = vae.from_pretrained(model / "vae").decode(latent.float()).sample[0]
+    pixels: NDArray[np.uint8] = np.rint((image.clamp(-1, 1) + 1).mul(127.5).numpy()).astype(np.uint8).transpose(1, 2, 0)
+    return pixels
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_the_image_is_what_the_vae_makes_of_a_latent(dtype: str, stores: dict[str, Store], model: Path, tmp_path: Path) -> None:
+    packed = stores[dtype]
+    for sample_id in ("a/000.png", "b/001.png", TURNED):
+        ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json").done()
+        record = packed.sample(sample_id)[1]
+        bucket = packed.bucket(record.bucket)
+        with Image.open(tmp_path / "out.png") as image:
+            assert (image.format, image.mode) == ("PNG", "RGB")
+            found = np.asarray(image)
+        assert found.shape == (bucket.height_px, bucket.width_px, 3)
+        assert np.array_equal(found, decoded(packed, sample_id, model))
+        assert ran.json == {
+            "png": str(tmp_path / "out.png"),
+            "id": sample_id,
+            "bucket": bucket.name,
+            "height_px": bucket.height_px,
+            "width_px": bucket.width_px,
+            "captions": json.loads(json.dumps(record.captions)),
+        }
+        (tmp_path / "out.png").unlink()
+
+
+def test_an_image_that_lies_on_its_side_in_its_file_comes_out_upright(packed: Store, model: Path, tmp_path: Path) -> None:
+    assert packed.sample(TURNED)[1].original_size == (22, 34)
+    ran = peek(packed, TURNED, model, tmp_path / "out.png")
+    assert ran.out == f"{tmp_path / 'out.png'}: turned\\n\\udcff.jpg of train/16x24, 16x24 px, height first\n"
+    with Image.open(tmp_path / "out.png") as image:
+        assert (image.height, image.width) == (16, 24)
+
+
+def test_another_vae_than_the_stores_is_refused_with_field_and_both_values(packed: Store, model: Path, tmp_path: Path) -> None:
+    stored: Any = packed.manifest.encoders["vae"]
+    other = write_model(tmp_path / "other", seed=1)
+    ran = peek(packed, "a/000.png", other, tmp_path / "out.png")
+    assert (ran.code, ran.out) == (1, "")
+    assert f"encoders.vae.weights_hash = {stored['weights_hash']}, {other} has " in ran.err
+    assert "name the model that the store was packed with" in ran.err
+    shutil.copytree(model, tmp_path / "edited")
+    config = tmp_path / "edited" / "vae" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), "scaling_factor": 0.5}), encoding="utf-8")
+    ran = peek(packed, "a/000.png", tmp_path / "edited", tmp_path / "out.png")
+    assert ran.code == 1
+    assert f"encoders.vae.config_hash = {stored['config_hash']}, {tmp_path / 'edited'} has " in ran.err
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_a_store_that_does_not_say_which_vae_made_it_is_refused(model: Path, tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", samples_of({"train/64x64": 1}))
+    peek(store, "train/64x64/0.png", model, tmp_path / "out.png").fails("the store was made with encoders.vae.class = None")
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed.path, tmp_path / "s")
+    sample_id = flip_row(tmp_path / "s", packed.buckets()[0].name, 0)
+    ran = peek(Store.open(tmp_path / "s"), sample_id, model, tmp_path / "out.png")
+    assert ran.code == 1
+    assert f"sample {sample_id!r}: the row's bytes do not match their checksum" in ran.err
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.png").write_bytes(b"mine")
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out.png"
+    whole = packed.path
+    cases: list[tuple[object, str, object, object, int, str]] = [
+        (whole, "a/000.png", model, tmp_path / "there.png", 2, "there.png exists; name a file"),
+        (whole, "a/000.png", model, whole / "x.png", 2, "is inside the store"),
+        (whole, "a/000.png", model, tmp_path / "no" / "x.png", 2, "no is not a folder; make it first"),
+        (whole, "a/000.png", model, tmp_path / "x.jpg", 2, "x.jpg does not end in .png"),
+        (whole, "../x", model, out, 1, "has no sample '../x'; ids are paths in the source"),
+        (whole, "l" * 10_000, model, out, 1, "has no sample 'lll"),
+        (whole, "a/000.png", tmp_path / "nowhere", out, 1, "nowhere is not a folder"),
+        (whole, "a/000.png", tmp_path / "empty", out, 1, "lacks the part vae/"),
+        (tmp_path / "nowhere", "a/000.png", model, out, 1, "nowhere is not a store"),
+    ]
+    call("ingest", "peek", whole, "a/000.png", "--model", model, "-o", out, "--device", "abacus").fails(
+        "is not a device", code=2
+    )
+    before = tree(tmp_path), tree(packed.path)
+    for store, sample_id, own, place, code, words in cases:
+        ran = call("ingest", "peek", store, sample_id, "--model", own, "-o", place)
+        assert (ran.code, ran.out) == (code, ""), words
+        assert words in ran.err
+        assert len(ran.err) < 1000
+        assert (tree(tmp_path), tree(packed.path)) == before
+
+
+def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, tmp_path: Path) -> None:
+    """An image of the mode is one of the mean: the two stores give the same image."""
+    write_images(tmp_path / "photos", 3)
+    images = []
+    for name, more in {"mode": (), "moments": ("--latents", "moments", "--flip")}.items():
+        pack(tmp_path / "photos", tmp_path / name, model, *more).done()
+        peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png").done()
+        images.append((tmp_path / f"{name}.png").read_bytes())
+    assert images[0] == images[1]
+
+
+def test_the_latents_of_an_autoencoder_without_a_distribution_are_shown(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    shutil.rmtree(model / "vae")
+    tiny_dc().save_pretrained(model / "vae")
+    write_images(tmp_path / "photos", 1)
+    pack(tmp_path / "photos", tmp_path / "s", model, "--dtype", "F32").done()
+    store = Store.open(tmp_path / "s")
+    peek(store, "a/000.png", model, tmp_path / "out.png").done()
+    (bucket,) = store.buckets()
+    with torch.no_grad():
+        image = tiny_dc().from_pretrained(model / "vae").decode(torch.from_numpy(bucket.read(np.array([0]), "latent"))).sample
+    expected = np.rint((image[0].clamp(-1, 1) + 1).mul(127.5).numpy()).astype(np.uint8).transpose(1, 2, 0)
+    with Image.open(tmp_path / "out.png") as found:
+        assert np.array_equal(np.asarray(found), expected)

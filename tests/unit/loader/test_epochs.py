@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
+import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from bucketline.errors import DeliveryError, StateError, UsageError
-from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.buffer_pool import BufferPool
-from bucketline.loader.prefetch.threads import ThreadStream
+from bucketline.loader import Loader, LoaderConfig, Remainder, loader, make_plan
+from bucketline.loader.collate.buffers import BufferPool
+from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.prefetch.stream import ThreadStream
+from bucketline.store import Store
 from tests.epoch_oracle import Oracle, epochs_of, micros, rows_of
-from tests.kit import make_store, samples_of
+from tests.kit import add_samples, make_store, samples_of, store_writer
 from tests.serving import serving_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bucketline.store import Store
 
 BATCH = 4
 WAYS = ("process", "service", "network")
@@ -238,29 +239,6 @@ def test_memory_that_runs_short_within_an_epoch_is_continued_at_the_same_batch(
         assert taken + micros(loader) == oracle(tiny, batch_size=1).epoch(0)
 
 
-def test_threads_end_if_their_start_is_interrupted(tiny: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(threading.Semaphore):
-        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:  # noqa: FBT001, FBT002 - its signature
-            super().acquire(blocking, timeout)
-            raise KeyboardInterrupt
-
-    begun: list[ThreadStream] = []
-    start = ThreadStream.start
-
-    def noted(stream: ThreadStream) -> None:
-        begun.append(stream)
-        start(stream)
-
-    monkeypatch.setattr(ThreadStream, "start", noted)
-    with Loader(tiny, LoaderConfig(batch_size=BATCH)) as loader:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading, "Semaphore", Interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                next(iter(loader))
-        assert [stream.is_alive() for stream in begun] == [False]
-        assert micros(loader) == oracle(tiny).epoch(0)
-
-
 def test_a_copy_takes_up_the_window_of_any_state_as_its_original_does(tiny: Store) -> None:
     whole, windowed = LoaderConfig(batch_size=BATCH), LoaderConfig(batch_size=BATCH, window=16)
     with Loader(tiny, whole) as one, Loader(tiny, windowed) as other:
@@ -318,7 +296,124 @@ def test_a_device_that_is_not_there_is_refused_when_the_loader_is_made(
         Loader(tiny, LoaderConfig(batch_size=BATCH), device=device)
 
 
-@pytest.mark.parametrize("service", [True, 1, b"socket"])
-def test_a_service_that_is_no_path_is_refused_by_name(tiny: Store, service: Any) -> None:
-    with pytest.raises(UsageError, match=r"service is .* of type .*, expected a `loader serve`: "):
-        Loader(tiny, LoaderConfig(batch_size=BATCH), service=service)
+# How large a batch is: fixed, or by a budget, the same for a bucket each time; senseless settings are refused by name.
+
+
+PIXELS = {"train/64x64": 4096, "train/96x64": 6144, "train/64x128": 8192}
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"),
+    [
+        ({"batch_pixels": 16_384}, (4, 2, 2)),
+        ({"batch_pixels": 24_576, "batch_multiple": 2}, (6, 4, 2)),
+        ({"batch_pixels": 1, "batch_multiple": 3}, (3, 3, 3)),
+        ({"batch_tokens": 256}, (4, 2, 2)),
+        ({"batch_tokens": 1000, "batch_multiple": 4}, (12, 8, 4)),
+        ({"batch_size": 5}, (5, 5, 5)),
+    ],
+)
+def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_multiple_at_least(
+    store: Store, budget: dict[str, int], rows: tuple[int, int, int]
+) -> None:
+    config = LoaderConfig(**budget, accumulation=3, epochs=6)  # type: ignore[arg-type]
+    expected = dict(zip(PIXELS, rows, strict=True))
+    plan = make_plan(store, config, world_size=2)
+    assert {bucket.name: bucket.global_batch for bucket in plan.buckets} == {name: 6 * n for name, n in expected.items()}
+    with Loader(store, config, rank=1, world_size=2) as loader:
+        found = {(batch.bucket, len(batch.latents), len(batch.weight)) for batch in loader.forever()}
+    assert found == {(name, n, n) for name, n in expected.items() if any(name == bucket for bucket, *_ in found)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "no batch size given: pass batch_size, batch_pixels or batch_tokens"),
+        ({"batch_size": 2, "batch_pixels": 5}, "set by batch_size 2 and batch_pixels 5, expected exactly one"),
+        ({"batch_tokens": 2, "batch_pixels": 5}, "set by batch_pixels 5 and batch_tokens 2, expected exactly one"),
+        ({"batch_pixels": 0}, "batch_pixels is 0, expected 1 or more"),
+        ({"batch_tokens": -1}, "batch_tokens is -1, expected 1 or more"),
+        ({"batch_pixels": 5, "batch_multiple": 0}, "batch_multiple is 0, expected 1 or more"),
+        ({"batch_size": 5, "batch_multiple": 4}, "batch_multiple is 4 with a batch_size of 5"),
+        ({"batch_size": 5, "window": 15}, "window is 15, expected 16 or more, or 0"),
+        ({"batch_size": 1, "lanes": 2}, "lanes is 2 with window None"),
+        ({"batch_size": 1, "lanes": 2, "window": 0}, "lanes is 2 with window 0"),
+        ({"batch_size": 1, "rewind": True, "epochs": 3}, "rewind is set and epochs is 3"),
+        *(
+            ({"batch_size": 1, name: 0}, f"{name} is 0, exp")
+            for name in ("batch_size", "accumulation", "prefetch_bytes", "epochs")
+        ),
+        *(({"batch_size": 1, "seed": value}, f"seed is {value}, expected") for value in (-1, 1 << 63)),
+        *(({"batch_size": 1, "caption_dropout": value}, f"caption_dropout is {value}, expected") for value in (-0.1, 1.1)),
+    ],
+)
+def test_a_senseless_setting_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LoaderConfig(**changes)
+
+
+def test_plain_words_are_the_choices_of_their_names_and_others_are_refused() -> None:
+    for remainder in Remainder:
+        assert LoaderConfig(batch_size=1, remainder=str(remainder)).remainder is remainder  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="remainder is 'keep', expected carry or drop or partial"):
+        LoaderConfig(batch_size=1, remainder="keep")  # type: ignore[arg-type]
+
+
+# A loader that has been started reads ahead before its first batch is requested, and makes each plan once.
+
+
+CONFIG = LoaderConfig(batch_size=2, accumulation=2, seed=3)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The plans that have been made."""
+    made: list[object] = []
+
+    def noting(*given: object) -> object:
+        made.append(given)
+        return plan_of(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "plan_of", noting)
+    return made
+
+
+def first(one: Loader, count: int = 5) -> list[torch.Tensor]:
+    return [batch.ids for batch, _ in zip(one.forever(), range(count), strict=False)]
+
+
+def test_batches_wait_before_the_first_is_asked_for_and_are_the_same(store: Store) -> None:
+    with Loader(store, CONFIG) as plain, Loader(store, CONFIG) as ahead:
+        expected = first(plain)
+        stream = ahead.start()
+        deadline = time.monotonic() + 30
+        while ahead.stats().ready == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert ahead.stats().ready > 0
+        assert ahead.start() is stream
+        assert all(torch.equal(*pair) for pair in zip(first(ahead), expected, strict=True))
+
+
+def test_a_loader_that_was_started_elsewhere_reads_where_its_state_is_by_then(store: Store) -> None:
+    with Loader(store, CONFIG) as plain, Loader(store, CONFIG) as ahead:
+        first(plain, 4)
+        ahead.start()
+        ahead.load_state_dict(plain.state_dict())
+        assert all(torch.equal(*pair) for pair in zip(first(ahead), first(plain), strict=True))
+
+
+def test_an_open_a_like_one_and_a_newer_generation_make_a_plan_once_each(tmp_path: Path, plans: list[object]) -> None:
+    store = make_store(tmp_path / "s.store", samples_of({"train/64x64": 6}, "a/"))
+    with Loader(store.path, CONFIG, follow=True) as one:
+        assert len(plans) == 1
+        with Loader(store.path, CONFIG, like=one) as other:
+            assert other.plan is one.plan
+            assert all(torch.equal(*pair) for pair in zip(first(other), first(one), strict=True))
+        assert len(plans) == 1
+        with store_writer(tmp_path / "s.store") as writer:
+            add_samples(writer, samples_of({"train/64x64": 4}, "b/"))
+        with Loader(store.path, CONFIG, like=one) as other:
+            assert other.state_dict()["stores"] == one.state_dict()["stores"], "not the generation that is there by now"
+        next(iter(one))
+        assert len(plans) == 2

@@ -12,7 +12,7 @@ import pytest
 from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import push
 from tests.kit import add_samples, make_sample, make_store, samples_of, store_writer

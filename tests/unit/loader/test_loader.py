@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import shutil
 import threading
 from collections import Counter
@@ -18,27 +17,16 @@ import torch
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.buffer_pool import FilledBuffer
+from bucketline.loader.collate.buffers import FilledBuffer
 from bucketline.loader.collate.window import CopyPlan
 from bucketline.store import Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from tests.kit import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
 
 
 def fillers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
-
-
-def test_every_batch_of_a_step_is_of_one_bucket_one_shape_and_one_device(store: Store) -> None:
-    with Loader(store, LoaderConfig(batch_size=3, accumulation=2, epochs=2)) as loader:
-        steps: dict[int, set[tuple[str, torch.Size]]] = {}
-        for batch in loader.forever():
-            steps.setdefault(batch.step, set()).add((batch.bucket, batch.latents.shape))
-            assert batch.device == torch.device("cpu")
-            assert {len(tensor) for tensor in batch.tensors()} == {3}
-    assert all(len(found) == 1 for found in steps.values())
-    assert len({bucket for found in steps.values() for bucket, _ in found}) > 1
 
 
 def test_names_are_the_sample_ids_of_a_batchs_rows(store: Store, tmp_path: Path) -> None:
@@ -55,23 +43,50 @@ def test_names_are_the_sample_ids_of_a_batchs_rows(store: Store, tmp_path: Path)
         alone.names(next(batch for batch, own in zip(batches, names, strict=True) if found & set(own)))
 
 
-def test_leaving_a_loop_ends_its_thread(store: Store) -> None:
-    loader = Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1))
-    for batch in loader.forever():
-        assert batch.step == 0
-        break
-    loader.close()
+def test_a_loop_that_is_left_and_a_loader_that_is_dropped_end_their_thread(store: Store) -> None:
+    config = LoaderConfig(batch_size=1, prefetch_bytes=1)
+    with Loader(store, config) as loader:
+        for _ in loader.forever():
+            break
     assert fillers() == []
-
-
-def test_a_loader_that_is_dropped_ends_its_thread(store: Store) -> None:
-    loader = Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1))
+    loader = Loader(store, config)
     batch = next(loader.forever())
     assert len(fillers()) <= 1
     del loader
     gc.collect()
     assert fillers() == []
     assert torch.equal(batch.latents, batch.latents.clone())
+
+
+REFUSED: dict[str, tuple[LoaderConfig, dict[str, int], type[Exception], str]] = {
+    "another split": (
+        LoaderConfig(batch_size=1, split="test"),
+        {},
+        PlanError,
+        r"no rows in .*'test' \(.*: train, val",
+    ),
+    "an epoch without a batch": (
+        LoaderConfig(batch_size=50, epochs=1, remainder=Remainder.DROP),
+        {},
+        PlanError,
+        "the plan has no step",
+    ),
+    "no batch ever": (
+        LoaderConfig(batch_size=50, remainder=Remainder.DROP),
+        {},
+        PlanError,
+        "the plan has no step: .*; use a smaller batch, fewer ranks, or a remainder",
+    ),
+    "a rank too high": (LoaderConfig(batch_size=1), {"rank": 2, "world_size": 2}, UsageError, "rank is 2 of 2 ranks"),
+    "a rank below 0": (LoaderConfig(batch_size=1), {"rank": -1, "world_size": 2}, UsageError, "rank is -1 of 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_batches_is_refused_when_the_loader_is_made(store: Store, name: str) -> None:
+    config, ranks, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        Loader(store, config, **ranks)  # type: ignore[arg-type]
 
 
 def test_torchs_threads_are_as_many_as_before(store: Store) -> None:
@@ -165,33 +180,6 @@ def test_packing_while_someone_reads_changes_nothing_under_them(tmp_path: Path) 
     assert found == expected
     with Loader(tmp_path, config) as loader:
         assert len(list(loader.forever())) == 19
-
-
-def test_a_store_whose_rows_are_all_of_another_split_has_no_plan(tmp_path: Path) -> None:
-    make_store(tmp_path, samples_of({"val/64x64": 10}))
-    with pytest.raises(PlanError, match=r"no rows in the split 'train' \(splits with rows: val\)"):
-        Loader(tmp_path, LoaderConfig(batch_size=1))
-
-
-def test_a_plan_without_a_step_is_refused_when_the_loader_is_made(store: Store) -> None:
-    with pytest.raises(PlanError, match="the plan has no step"):
-        Loader(store, LoaderConfig(batch_size=50, epochs=1, remainder=Remainder.DROP))
-    with pytest.raises(PlanError, match=r"the plan has no step: .*; use a smaller batch, fewer ranks, or a remainder"):
-        Loader(store, LoaderConfig(batch_size=50, remainder=Remainder.DROP))
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2)])
-def test_a_rank_that_is_none_is_refused(store: Store, rank: int, world_size: int) -> None:
-    with pytest.raises(UsageError, match=f"rank is {rank} of {world_size} ranks"):
-        Loader(store, LoaderConfig(batch_size=1), rank=rank, world_size=world_size)
-
-
-def test_the_state_is_small_and_json(store: Store) -> None:
-    with Loader(store, LoaderConfig(batch_size=1, caption_dropout=0.1)) as loader:
-        next(loader.forever())
-        state = loader.state_dict()
-    assert json.loads(json.dumps(state)) == state
-    assert len(json.dumps(state)) < 1024
 
 
 def test_a_batch_with_tensors_of_two_devices_or_lengths_is_never_made(store: Store) -> None:

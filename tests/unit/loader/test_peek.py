@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.recorded_run import PLANS, append_plan
+from bucketline.loader.seen import PLANS, append_plan
 from tests.commands import Ran, call
 from tests.kit import make_store, samples_of
 from tests.pages import parsed

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from bucketline.errors import DeliveryError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.errors import DeliveryError, UsageError
+from bucketline.loader import Batch, BatchDataset, Loader, LoaderConfig
+from bucketline.loader.collate.window import Window
+from bucketline.loader.plan.plan import Plan
 from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
 from bucketline.store import Store
+from bucketline.store.shard import reader
+from bucketline.torch_dtypes import as_stored
 from tests.commands import spawn
+from tests.conditioned import Form, conditioned_store
+from tests.kit import make_store, samples_of
 from tests.leftovers import wait_until
 from tests.serving import serving
 
@@ -143,3 +155,157 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
     theirs.close()
     served.stop()
     assert wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+# A process that is forked while a thread fills batches: whatever that thread was doing, the child's own iteration ends.
+
+
+CONFIG = LoaderConfig(batch_size=2, epochs=1, prefetch_bytes=1)
+CHILD_S = 120  # before a child that hangs is ended by SIGALRM
+
+MOMENTS: dict[str, tuple[object, str]] = {
+    "while it plans the copies": (Window, "copy_plans"),
+    "while it maps a shard": (reader.SealedShard, "opened"),
+    "while it plans": (Plan, "draw"),
+    "while it opens an index": (reader, "check_shard_id"),
+}
+
+
+@pytest.fixture
+def two_shards(tmp_path: Path) -> Store:
+    return make_store(tmp_path / "s", *(samples_of({"train/64x64": 12}, prefix) for prefix in ("a/", "b/")))
+
+
+class Held:
+    """Stops the first thread that calls a function, just before the call (of `open`: just after), until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.is_inside, self._pid = threading.Event(), os.getpid()
+        self.may_go: threading.Event = threading.Event()
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def held(*args: object, **options: object) -> object:
+            given = call(*args, **options) if name == "open" else None
+            if os.getpid() == self._pid and not self.is_inside.is_set():
+                self.is_inside.set()
+                self.may_go.wait(60)
+            return call(*args, **options) if given is None else given
+
+        monkeypatch.setattr(owner, name, held)
+
+
+def in_child(work: Callable[[], bool]) -> int:
+    """Run some work in a process that is forked off; 0 where it gave True, minus a signal's number where that ended it."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_S)
+        try:
+            os._exit(0 if work() else 3)
+        except BaseException:  # noqa: BLE001 - the child must not continue as a test
+            traceback.print_exc()
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_child_that_is_forked_at_any_moment_iterates(two_shards: Store, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    with Loader(two_shards, CONFIG) as own:
+        expected = [batch.ids.tolist() for batch in own]
+    store = Store.open(two_shards.path)
+    held = Held(monkeypatch, *MOMENTS[moment])
+    with Loader(store, CONFIG) as loader:
+        found: list[list[list[int]]] = []
+
+        def iterate() -> None:
+            if moment == "while it opens an index":
+                assert store.shards[0].name_of("train/64x64", 0) is not None
+            found.extend(batch.ids.tolist() for batch in loader.forever())
+
+        def iterates() -> bool:
+            assert store.shards[0].name_of("train/64x64", 0) is not None
+            delivered = len(found)  # to the parent before the fork, where it was let go first: the child continues from there
+            remaining = [batch.ids.tolist() for batch in loader.forever()]
+            started = len(expected) - len(remaining)  # 0 after the last batch as well: the next iteration starts over
+            behind = (started - delivered) % len(expected)  # 1: handed out and not yet appended
+            return remaining == expected[started:] and behind in {0, 1}
+
+        parent = threading.Thread(target=iterate)
+        parent.start()
+        try:
+            assert held.is_inside.wait(60)
+            assert in_child(iterates) == 0
+        finally:
+            held.may_go.set()
+            parent.join()
+        assert found == expected
+
+
+# Batches for those who are not in a loop of their own over torch tensors: numpy, torch's `DataLoader`.
+
+
+def read(store: Store, config: LoaderConfig) -> list[Batch]:
+    with Loader(store, config) as loader:
+        return list(loader.forever())
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F32", "BF16"])
+def test_numpy_arrays_are_the_tensors_own_memory_while_one_of_them_is_held(tmp_path: Path, dtype: str) -> None:
+    store, _ = conditioned_store(tmp_path / "s", Form(dtype=dtype))
+    config = LoaderConfig(batch_size=3, epochs=1, flip=0.5, prefetch_bytes=1)
+    expected = [batch.latents.clone() for batch in read(store, config)]
+    held = []
+    with Loader(store, config) as loader:
+        for batch in loader:
+            found = batch.numpy()
+            for name, tensor in batch.by_name().items():
+                assert found[name].ctypes.data == tensor.data_ptr()
+                assert found[name].shape == tensor.shape
+                assert (found[name].dtype == "uint16") == (tensor.dtype is torch.bfloat16)
+            held.append(found["latents"])
+            del batch, found
+    assert all(one.tobytes() == as_stored(other).tobytes() for one, other in zip(held, expected, strict=True))
+    with pytest.raises(UsageError, match="a batch on meta"):
+        read(store, config)[0].to("meta").numpy()
+
+
+def test_torchs_dataloader_gives_the_loaders_own_batches(store: Store) -> None:
+    config = LoaderConfig(batch_size=2, epochs=2, caption_dropout=0.5)
+    expected = read(store, config)
+    with Loader(store, config) as loader:
+        batches = DataLoader(BatchDataset(loader), batch_size=None)
+        found = cast("list[Batch]", [batch for _ in range(2) for batch in batches])
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, Batch)
+        assert all(torch.equal(tensor, other.by_name()[name]) for name, tensor in one.by_name().items())
+
+
+def test_the_datasets_state_is_the_loaders_and_counts_what_the_dataloader_gave(store: Store) -> None:
+    config = LoaderConfig(batch_size=1, epochs=1)
+    expected = [batch.ids.tolist() for batch in read(store, config)]
+    with Loader(store, config) as loader:
+        dataset = BatchDataset(loader)
+        assert len(dataset) == len(loader) == len(expected)
+        found = [batch.ids.tolist() for _, batch in zip(range(7), DataLoader(dataset, batch_size=None), strict=False)]
+        state = dataset.state_dict()
+        assert state == loader.state_dict()
+        assert state["step"] == 7
+    with Loader(store, config) as loader:
+        dataset = BatchDataset(loader)
+        dataset.load_state_dict(state)
+        found += [batch.ids.tolist() for batch in DataLoader(dataset, batch_size=None)]
+    assert found == expected
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_worker_processes_are_refused_with_what_to_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1
+    )  # how long it waits for a worker that failed: 5 s
+    with Loader(store, LoaderConfig(batch_size=1, epochs=1)) as loader:
+        batches = DataLoader(BatchDataset(loader), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        with pytest.raises(UsageError, match=r"a DataLoader with 2 workers cannot read .* num_workers=0"):
+            next(iter(batches))
+        del batches
+        gc.collect()  # its iterator ends here, and not in another test

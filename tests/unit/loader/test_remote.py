@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 ROWS = {"train/64x64": 60, "train/96x64": 21}
 LINE_BYTES = 1 << 12  # in these tests, so that a small store has many
 WITH_LINES = (
-    "store.format.hashing",
+    "store.format.block",
     *(f"store.remote.cache.{name}" for name in ("cached_shard", "batch_lines", "remote_source", "folder")),
-    "loader.plan.cache_needs",
+    "loader.plan.plan",
 )
-for _name in (*WITH_LINES, "store.remote.cache.fetch_threads"):  # or what a test imports first would keep its short lines
+for _name in (*WITH_LINES, "store.remote.cache.fetch"):  # or what a test imports first would keep its short lines
     importlib.import_module(f"bucketline.{_name}")
 
 

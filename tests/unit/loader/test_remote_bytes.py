@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.bench.fixtures.synthetic_store import SECOND, StoreShape
+from bucketline.bench.fixtures.stores import SECOND, StoreShape
 from tests.small_lines import LINE_BYTES, Found, Run, run_machines
 
 SHAPE = StoreShape(num_shards=5, rows_per_shard=3211, latent_shape=(4, 16, 32), tokens=(10, 20), token_width=48)  # 2,002 lines

@@ -12,7 +12,7 @@ from torch import Tensor
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.loader.collate.buffer_pool import FilledBuffer
+from bucketline.loader.collate.buffers import FilledBuffer
 from bucketline.loader.collate.window import CopyPlan, PendingBatch
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder

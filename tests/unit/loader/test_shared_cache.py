@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bucketline.loader import Batch, Loader, LoaderConfig
-from bucketline.loader.plan.cache_needs import CacheNeeds
+from bucketline.loader.plan.plan import CacheNeeds
 from bucketline.store import Store
 from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.room import Room

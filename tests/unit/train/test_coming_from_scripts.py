@@ -20,14 +20,13 @@ from bucketline.families.lumina2 import Lumina2
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.registry import family_of_pipeline
 from bucketline.families.sana import Sana
-from bucketline.loader.latent_scale import LatentScale
-from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.loader.batch import LatentScale
+from bucketline.loader.plan.order import Purpose, normal
 from bucketline.options import options_of
-from bucketline.train.config import Objective, ObjectiveOptions, TrainConfig
+from bucketline.train.config import LossWeight, ObjectiveOptions, Timesteps, TrainConfig
 from bucketline.train.lora import adapted_layers
 from bucketline.train.noise import FlowSchedule, Prep, draw_timesteps, load_schedule, squared_error
 from bucketline.train.step import loss_of
-from bucketline.train.values import LossWeight, Timesteps
 from tests.commands import ROOT
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.tiny_run import config, facts, make_batch, make_training
@@ -85,7 +84,7 @@ def test_sd3s_loss_is_theirs_of_preconditioned_outputs(scheme: str, setting: str
     options = ObjectiveOptions(loss_weight=LossWeight.parse(setting, "--loss-weight"))
     batch = make_batch(8)
     scale = LatentScale(scale=1.0, shift=0.0)
-    noised = Prep(scale=scale, schedule=schedule, objective=Objective.FLOW, options=options).for_training(batch)
+    noised = Prep(scale=scale, schedule=schedule, options=options).for_training(batch)
     prediction = torch.randn(noised.noisy.shape, generator=torch.Generator().manual_seed(0))
     errors = squared_error(prediction, noised.target)
     ours = errors if noised.weight is None else errors * noised.weight
@@ -158,7 +157,7 @@ def noise_here(tmp_path: Path, family: Any, config: Any) -> float:
     path.parent.mkdir()
     path.write_text(json.dumps(config), encoding="utf-8")
     made = family({}, facts())
-    schedule = load_schedule(tmp_path, CPU, patch_size=2, published=family.scheduler, levels=made.noise_levels({})).noise
+    schedule = load_schedule(tmp_path, CPU, patch_size=2, published=family.scheduler, levels=made.noise_levels({}))
     assert isinstance(schedule, FlowSchedule)
     return float(schedule.at(MIDDLE, 128, 128).noise)
 

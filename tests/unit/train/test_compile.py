@@ -24,15 +24,13 @@ from bucketline.train import data
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import compile_blocks, example_batches, flops_of, peak_flops, warm_up
 from bucketline.train.config import Compile, Objective
-from bucketline.train.ema import Average
 from bucketline.train.images import DrawingBatch, draw_latents
-from bucketline.train.load import load
 from bucketline.train.log import graphs_compiled
-from bucketline.train.noise import Prep, load_schedule, sample_noise
+from bucketline.train.noise import Prep, sample_noise
+from bucketline.train.optim import Average
 from bucketline.train.parallel import TrainRanks, repeated_blocks
 from bucketline.train.run import train
-from bucketline.train.step import Training, loss_of, train_step
-from bucketline.train.validation import validate
+from bucketline.train.step import Training, loss_of, train_step, validate
 from tests.family_models import tiny_vae
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
 from tests.unit.train.forked import fork_ranks
@@ -41,6 +39,7 @@ from tests.unit.train.tiny_run import (
     ALONE,
     add_to_store,
     config,
+    load,
     make_batch,
     make_training,
     make_training_store,
@@ -297,7 +296,7 @@ def compiled_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[
 
     monkeypatch.setattr(compile_module, "warm_up", note)
     monkeypatch.setattr(compile_module, "compile_blocks", lambda *_, **__: None)
-    monkeypatch.setattr(Prep, "_arithmetic", property(lambda prep: prep._eager))
+    monkeypatch.setattr(Prep, "_in_training", property(lambda prep: prep._noised))
     return found
 
 
@@ -359,9 +358,7 @@ class CountsCalls:
 @pytest.mark.slow
 def test_validations_and_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, dynamo: object) -> None:
     counting = CountsCalls()
-    made = [make_training(tmp_path) for _ in range(2)]
-    scheduler = load_schedule(tmp_path, CPU).config
-    training, plain = (dataclasses.replace(one, scheduler=scheduler) for one in made)
+    training, plain = (make_training(tmp_path) for _ in range(2))
     with torch.no_grad():
         for one in (training, plain):
             next(one.model.parameters()).add_(0.1)  # now the average differs

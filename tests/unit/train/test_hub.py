@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, constants
 
 from bucketline.errors import UsageError
 from bucketline.families.registry import FAMILIES
-from bucketline.train.hub import HubUploads, card_fields
+from bucketline.train.export import HubUpload, card_fields
 from bucketline.train.run import train
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, config
@@ -75,22 +75,23 @@ def test_a_run_without_a_token_is_told_how_to_have_one(
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    HubUploads("me/photos", lambda _: None).finish(lambda: False)
+    HubUpload("me/photos", lambda _: None).finish(lambda: False)
     assert "there is no token, so uploads fail until `hf auth login` or HF_TOKEN gives one" in caplog.text
 
 
 def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     hub.answers_commits.clear()
     (tmp_path / "README.md").write_text("# a card", encoding="utf-8")
-    uploads = HubUploads("me/slow", lambda _: None)
-    uploads.push(tmp_path, "1 step")
+    upload = HubUpload("me/slow", lambda _: None)
+    upload.push(tmp_path, "1 step")
     stopping = threading.Event()
     asked_for = threading.Timer(0.3, stopping.set)
     asked_for.start()
-    uploads.finish(stopping.is_set)
+    upload.finish(stopping.is_set)
     assert "is not uploaded" in caplog.text
     hub.answers_commits.set()
-    wait([upload for _, upload in uploads._uploads], 30)
+    assert upload._pushed is not None
+    wait([upload._pushed[1]], 30)
     assert hub.commits["me/slow"] == ["1 step"]
 
 

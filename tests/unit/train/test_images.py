@@ -37,14 +37,13 @@ from bucketline.train.images import (
     prompt_batches,
     write_images,
 )
-from bucketline.train.load import facts_of
-from bucketline.train.loss_curve import draw_loss_curve
-from bucketline.train.noise import load_schedule, sample_noise
+from bucketline.train.model import facts_of
+from bucketline.train.noise import sample_noise
+from bucketline.train.report import draw_loss_curve
 from bucketline.train.run import train
 from tests.commands import call
 from tests.family_models import tiny_vae
 from tests.kit import flip_bit, make_sample
-from tests.unit.train.test_no_room import no_room
 from tests.unit.train.tiny_run import (
     ALONE,
     PROMPTS,
@@ -169,10 +168,14 @@ def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(fold
         load_prompts(given, store, Dit({"in_channels": 2}, facts(text={"class_labels": 1})))
 
 
-def test_a_run_without_room_for_its_prompts_is_done_without_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "draw_latents", no_room)
-    summary = train(prompted(folder, images_every=1, max_steps=2), ALONE)
-    assert [path.name for path in summary.images] == ["loss.png"]
+def test_a_model_without_a_vae_or_that_has_gone_costs_the_images_and_not_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = config(folder)
+    for gone in (folder / "model" / "vae", folder / "model"):
+        shutil.rmtree(gone)
+        assert images.drawing_vae(asked, Store.open(asked.store[0])) is None
+    assert caplog.text.count("no images: ") == 2
 
 
 OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("pixart_sigma", "sd3")]
@@ -305,7 +308,7 @@ def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
     """One step of DDIM is affine in the prediction, so its results are mixed as the predictions are."""
     training = make_training(tmp_path)
     one_step = dataclasses.replace(training.config, image_steps=1)
-    training = dataclasses.replace(training, config=one_step, scheduler=load_schedule(tmp_path, torch.device("cpu")).config)
+    training = dataclasses.replace(training, config=one_step)
     batch, other = make_batch(2), make_batch(2, first=5)
     dropped = dataclasses.replace(batch, tokens=other.tokens)
     plain = DrawingBatch(batch=batch, negative=None, noise=sample_noise(batch), guidance=3.0, entries=())

@@ -20,11 +20,10 @@ from bucketline.families.family import StoreFacts
 from bucketline.families.packing import image_ids, pack, unpack
 from bucketline.model_file import INDEX
 from bucketline.train.config import Objective
-from bucketline.train.load import load
 from bucketline.train.noise import FlowSchedule, load_schedule
 from bucketline.typed_json import Json
 from tests.family_models import tiny_model
-from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import SCHEDULER, facts, load, make_batch, write_unet
 
 CPU = torch.device("cpu")
 FLOW: dict[str, Json] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
@@ -141,9 +140,9 @@ def test_a_flows_scheduler_makes_a_flow_with_its_shift(tmp_path: Path) -> None:
     folder = write_unet(tmp_path, scheduler=FLOW)
     schedule = load_schedule(folder, CPU)
     assert schedule.objective is Objective.FLOW
-    assert schedule.noise == FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
+    assert schedule == FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
     write_unet(tmp_path, scheduler={**FLOW, "use_dynamic_shifting": True, "max_shift": 1.2})
-    by_size = load_schedule(folder, CPU, patch_size=2).noise
+    by_size = load_schedule(folder, CPU, patch_size=2)
     assert isinstance(by_size, FlowSchedule)
     assert by_size.factor(32, 32) == pytest.approx(math.exp(0.5))
     assert by_size.factor(128, 128) == pytest.approx(math.exp(1.2))
@@ -154,9 +153,9 @@ def test_what_the_run_asks_for_goes_before_what_the_scheduler_says(tmp_path: Pat
     asked = load_schedule(folder, CPU, objective=Objective.V_PREDICTION)
     assert (asked.objective, asked.config["prediction_type"]) == (Objective.V_PREDICTION, "v_prediction")
     asked = load_schedule(folder, CPU, objective=Objective.FLOW, shift=2.0)
-    assert asked.noise == FlowSchedule(num_timesteps=1000, shift=2.0, patch_size=1)
+    assert asked == FlowSchedule(num_timesteps=1000, shift=2.0, patch_size=1)
     write_unet(tmp_path, scheduler={**FLOW, "use_dynamic_shifting": True})
-    assert load_schedule(folder, CPU, shift=2.0).noise == asked.noise
+    assert load_schedule(folder, CPU, shift=2.0) == asked
     with pytest.raises(UsageError, match=r"--objective is epsilon, and .* is a FlowMatchEulerDiscreteScheduler"):
         load_schedule(folder, CPU, objective=Objective.EPSILON)
 
@@ -251,4 +250,4 @@ def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Pat
     with caplog.at_level(logging.WARNING):
         schedule = load_schedule(write_unet(tmp_path, scheduler=None), CPU)
     assert "has no scheduler/: using the schedule published with the model's kind" in caplog.text
-    assert schedule.noise.num_timesteps == 1000
+    assert schedule.num_timesteps == 1000

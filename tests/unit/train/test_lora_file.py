@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -19,12 +20,12 @@ from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.families.dit import Dit
 from bucketline.families.registry import family_of_pipeline
+from bucketline.model_file import LORA_FILE, PEFT_FILE
 from bucketline.train.log import read_metrics
 from bucketline.train.lora import Layers, layers_by_word
 from bucketline.train.lora_file import start_from
 from bucketline.train.run import train
 from bucketline.train.weight_layout import KOHYA_FILE, layout_of
-from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, facts, losses
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.families.family import Family
+
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out_0")
 # Names that ComfyUI looks up (`model_lora_keys_unet` of its lora.py) and kohya's scripts write, written out here.
@@ -261,48 +263,6 @@ def test_names_of_original_checkpoints_are_read_as_diffusers_reads_them(family: 
         torch.testing.assert_close(found[layer], wanted[layer])
 
 
-SDXL_BLOCKS = {  # of kohya's names: the width, and the transformer blocks in it
-    **{f"input_blocks_{n}_1": (640, 2) for n in (4, 5)},
-    **{f"input_blocks_{n}_1": (1280, 10) for n in (7, 8)},
-    "middle_block_1": (1280, 10),
-    **{f"output_blocks_{n}_1": (1280, 10) for n in (0, 1, 2)},
-    **{f"output_blocks_{n}_1": (640, 2) for n in (3, 4, 5)},
-}
-
-
-def kohyas_sdxl(rank: int) -> dict[str, torch.Tensor]:
-    """Return what kohya's scripts write for SDXL's UNet: 722 modules."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for block, (width, depth) in SDXL_BLOCKS.items():
-        sizes |= {f"{block}_proj_in": (width, width), f"{block}_proj_out": (width, width)}
-        for n in range(depth):
-            inside = f"{block}_transformer_blocks_{n}"
-            for attention, given in (("attn1", width), ("attn2", 2048)):
-                sizes |= {f"{inside}_{attention}_{one}": (width, width) for one in ("to_q", "to_out_0")}
-                sizes |= {f"{inside}_{attention}_{one}": (given, width) for one in ("to_k", "to_v")}
-            sizes |= {f"{inside}_ff_net_0_proj": (width, 8 * width), f"{inside}_ff_net_2": (4 * width, width)}
-    tensors = {}
-    for name, (inputs, outputs) in sizes.items():
-        tensors[f"lora_unet_{name}.lora_down.weight"] = torch.zeros(rank, inputs)
-        tensors[f"lora_unet_{name}.lora_up.weight"] = torch.zeros(outputs, rank)
-        tensors[f"lora_unet_{name}.alpha"] = torch.tensor(float(rank))
-    return tensors
-
-
-@pytest.mark.slow
-def test_every_layer_of_kohyas_file_for_sdxl_itself_is_found_with_its_shape(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_file(kohyas_sdxl(1), tmp_path / "sdxl.safetensors")
-    with torch.device("meta"):
-        model = UNet2DConditionModel.from_config(MODELS["sdxl"].config)
-        layers = layers_by_word(model, Layers.ALL)
-        inject_adapter_in_model(LoraConfig(r=1, target_modules=layers), model)
-    with caplog.at_level("INFO"):
-        start_from(tmp_path / "sdxl.safetensors", model, "StableDiffusionXLPipeline")
-    assert f"722 of {len(layers)} adapters begin as in" in caplog.text
-
-
 def test_names_of_diffusers_before_peft_are_read(tmp_path: Path) -> None:
     source = adapted("sd")
     tensors = {}
@@ -495,3 +455,49 @@ def test_one_matrix_for_queries_keys_and_values_computes_what_the_three_adapters
             for one in three:
                 one.merge()
             torch.testing.assert_close(whole, torch.cat([one.base_layer.weight for one in three]), rtol=1e-4, atol=1e-5)
+
+
+# Layers that get an adapter by a word.
+
+
+ATTENTION_LAYERS = {"to_q", "to_k", "to_v", "to_out.0"}
+ADDED = {"add_q_proj", "add_k_proj", "add_v_proj"}
+FEED_FORWARD = {"net.0.proj", "net.2"}
+AROUND = {"proj_in", "proj_out", "conv1", "conv2", "conv_shortcut", "time_emb_proj", "conv"}
+EXPECTED = {  # the ends of names, as in diffusers' models
+    "sd": (ATTENTION_LAYERS, FEED_FORWARD, AROUND),
+    "sdxl": (ATTENTION_LAYERS, FEED_FORWARD, AROUND),
+    "pixart_sigma": (ATTENTION_LAYERS, FEED_FORWARD, set()),
+    "dit": (ATTENTION_LAYERS, FEED_FORWARD, {"linear", "linear_1", "linear_2"}),
+    "sd3": (ATTENTION_LAYERS | ADDED, FEED_FORWARD, {"linear"}),
+    "flux": (ATTENTION_LAYERS | ADDED | {"to_add_out"}, FEED_FORWARD | {"proj_mlp", "proj_out"}, {"linear"}),
+}
+
+
+def ends(names: Iterable[str]) -> set[str]:
+    known = ("to_out.0", *FEED_FORWARD)
+    return {next((end for end in known if name.endswith(end)), name.rpartition(".")[2]) for name in names}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_a_word_means_the_layers_of_the_blocks_and_those_of_the_words_before_it(family: str) -> None:
+    with torch.device("meta"):
+        model = tiny_model(family)
+    attention, mlp, others = EXPECTED[family]
+    by_word = {word: layers_by_word(model, word) for word in Layers}
+    assert ends(by_word[Layers.ATTENTION]) == attention
+    assert ends(by_word[Layers.ATTENTION_MLP]) == attention | mlp
+    assert ends(by_word[Layers.ALL]) == attention | mlp | others
+    outside = {"conv_in", "conv_out", "proj_out", "x_embedder", "context_embedder", "pos_embed.proj", "norm_out.linear"}
+    assert not outside & set(by_word[Layers.ALL])
+    assert not [name for name in by_word[Layers.ALL] if name.startswith(("time_", "add_embedding", "caption_", "adaln_"))]
+
+
+def test_the_published_models_have_as_many_adapters_as_other_trainers_say() -> None:
+    """SDXL has 70 transformer blocks, of 8 attention projections and 2 feed-forward layers; Flux has 19 and 38 blocks."""
+    with torch.device("meta"):
+        sdxl = UNet2DConditionModel.from_config(MODELS["sdxl"].config)
+        flux: Any = FluxTransformer2DModel
+        found = [[len(layers_by_word(model, word)) for word in Layers] for model in (sdxl, flux())]
+    assert found[0][:2] == [70 * 8, 70 * 10]
+    assert found[1] == [19 * 8 + 38 * 3, 19 * 12 + 38 * 5, 494]

@@ -16,6 +16,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from bucketline.errors import UsageError
+from bucketline.model_file import LORA_FILE, PEFT_FILE
 from bucketline.quantised_linear import QuantisedLinear, quantise_weight
 from bucketline.train import compile as compile_module
 from bucketline.train.compile import compile_blocks
@@ -26,7 +27,6 @@ from bucketline.train.model import recompute
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.run import Run, train
 from bucketline.train.step import loss_of, train_step
-from bucketline.weight_files import LORA_FILE, PEFT_FILE
 from tests.family_models import tiny_model
 from tests.unit.train.packed_families import FAMILIES, pack_family
 from tests.unit.train.tiny_run import ALONE, UNET, built, config, losses, write_unet

@@ -17,12 +17,11 @@ from bucketline.option_value import as_option
 from bucketline.train import checkpoint, memory
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import forward_backward
-from bucketline.train.config import Base
+from bucketline.train.config import Base, Ema, EmaPlace
 from bucketline.train.data import open_loader, open_stores
 from bucketline.train.memory import built_to_fit, decided, largest_batch, savings_of, stepped_optimizer, try_step
 from bucketline.train.model import build_training
 from bucketline.train.run import resolve, train
-from bucketline.train.values import Ema, EmaPlace
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
 

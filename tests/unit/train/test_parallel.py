@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.stable_diffusion import StableDiffusion
-from bucketline.files.run_marker import CHECKPOINTS
+from bucketline.files.paths import CHECKPOINTS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_together, host_group
 from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
 from bucketline.train.config import Precision
-from bucketline.train.ema import Average
-from bucketline.train.load import load
 from bucketline.train.lora import add_adapters
 from bucketline.train.model import place_model, replicated
+from bucketline.train.optim import Average
 from bucketline.train.parallel import (
     TrainRanks,
     fill_from_rank_zero,
@@ -45,7 +44,7 @@ from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, w
 from tests.unit.families.forms import predicted as predicted_of
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.outputs.test_checkpoint import state
-from tests.unit.train.tiny_run import config, facts, make_batch, make_training, write_unet
+from tests.unit.train.tiny_run import config, facts, load, make_batch, make_training, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -324,19 +323,6 @@ def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
     else:
         with pytest.raises(UsageError, match="--sharding is fsdp:3, over 3 processes, expected a divisor of all 8"):
             shard_ranks_of(asked, ranks)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sharding": "hsdp"}, "--sharding is 'hsdp', expected ddp, fsdp, "),
-        ({"sharding": "fsdp:1"}, "--sharding is 'fsdp:1', expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
-        ({"keep_gathered": True}, "keep_gathered is True, and --sharding is ddp"),
-    ],
-)
-def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config(tmp_path, **changes)
 
 
 def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig, TextForm
-from bucketline.loader.dequantise import dequantised
-from bucketline.loader.latent_scale import LatentScale
+from bucketline.loader.batch import LatentScale, dequantised
 from bucketline.store import Store
 from bucketline.train import data as data_module
 from bucketline.train import noise as noise_module
-from bucketline.train.config import Objective
-from bucketline.train.load import facts_of
+from bucketline.train.model import facts_of
 from bucketline.train.noise import NoiseSchedule, Prep
 from bucketline.train.run import train
 from tests.kit import quantised
@@ -47,7 +45,7 @@ def first_batch(folder: Path, form: TextForm) -> Batch:
 
 def make_prep(*, compiled: bool = False) -> Prep:
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    return Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.EPSILON, compiled=compiled)
+    return Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, compiled=compiled)
 
 
 def assert_prepared(prep: Prep, folder: Path) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.train.loss_curve import points_of
-from bucketline.train.report import MAX_FRAMES, frames_of, page_of, read_runs, run_differences
+from bucketline.train.report import MAX_FRAMES, frames_of, page_of, points_of, read_runs, run_differences
 from bucketline.train.run import train
 from tests.commands import BIN, spawn
 from tests.pages import parsed

@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import shutil
-from typing import TYPE_CHECKING, Any, NamedTuple
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from unittest import mock
 
 import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import load_file
 
 from bucketline.errors import BucketlineError, LockedError, ModelError, StateError, TrainError, UsageError
-from bucketline.loader.commands.batch_options import BatchSize
-from bucketline.store.change.garbage_collect import collect
+from bucketline.loader import WeightedStore
+from bucketline.loader.commands.plan import BatchSize
+from bucketline.store import Store
+from bucketline.store.change.compact import collect
 from bucketline.store.format.block import Column
 from bucketline.store.format.schema import TextEntry, column_entries
-from bucketline.store.format.text_block import TextSpec
+from bucketline.store.format.text import TextSpec
 from bucketline.store.write.publish import lock_store
-from bucketline.train.config import Objective, WeightDtype
-from bucketline.train.log import lock_folder
-from bucketline.train.run import train
+from bucketline.torch_setup import set_up_torch
+from bucketline.train import images
+from bucketline.train.checkpoint import RunState, Start
+from bucketline.train.config import Ema, LrSchedule, Objective, Precision, WeightDtype
+from bucketline.train.images import draw_images
+from bucketline.train.log import lock_folder, read_metrics
+from bucketline.train.model import recomputed
+from bucketline.train.parallel import tensors_of, whole
+from bucketline.train.run import resolve, set_up_device, start_processes, train
+from bucketline.train.step import Training
 from tests.kit import TEXT, flip_bit, rewrite_manifest, tree
-from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, add_to_store, config, make_training_store, samples
+from tests.unit.train.forked import fork_ranks
+from tests.unit.train.test_parallel import sharded
+from tests.unit.train.tiny_run import (
+    ALONE,
+    TEXT_ENCODER,
+    VAE,
+    add_to_store,
+    built,
+    config,
+    facts,
+    load,
+    losses,
+    make_training,
+    make_training_store,
+    samples,
+    train_in_two_parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from bucketline.train.config import TrainConfig
+    from bucketline.train.parallel import TrainRanks
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +227,294 @@ def test_a_folder_that_has_only_logs_is_taken_and_freed_at_the_end_and_no_other_
         assert tree(asked.output_dir) == before
         release()
         assert train(again, ALONE).steps_done == again.max_steps
+
+
+# What a run decides before its first step: the precision, the dtype of the weights, what it tells of that.
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def start(precision: str | None) -> Start:
+    if precision is None:
+        return Start(checkpoint=None, state=None)
+    fields: dict[str, Any] = dict.fromkeys(RunState.__dataclass_fields__)
+    return Start(checkpoint=None, state=RunState(**{**fields, "config": {"precision": precision}}))
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "before", "meant"),
+    [
+        (CPU, True, None, Precision.FP32),
+        (CUDA, True, None, Precision.BF16),
+        (CUDA, False, None, Precision.FP32),
+        (CUDA, True, "fp32", Precision.FP32),
+        (CPU, True, "bf16", Precision.BF16),
+    ],
+)
+def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    has_bf16: object,
+    before: str | None,
+    meant: Precision,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: has_bf16 or including_emulation)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert resolve(config(tmp_path), start(before), cast("Any", None), device).precision is meant
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "is_tf32"),
+    [(CPU, Precision.FP32, False), (CPU, Precision.BF16, False), (CUDA, Precision.FP32, True), (CUDA, Precision.BF16, False)],
+)
+def test_a_gpu_searches_for_its_fastest_convolutions_and_uses_tf32_for_fp32_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: torch.device,
+    precision: Precision,
+    is_tf32: object,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    with caplog.at_level(logging.WARNING):
+        set_up_device(config(tmp_path, precision=precision), device)
+    assert torch.backends.cudnn.benchmark is (device == CUDA)
+    assert (asked, "TF32" in caplog.text) == (["high"] if is_tf32 else [], is_tf32)
+
+
+def test_a_resume_keeps_the_precision_of_its_run_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=4, precision=Precision.BF16)
+    train(whole, ALONE)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
+    train(parts, ALONE)
+    capsys.readouterr()
+    train(dataclasses.replace(parts, max_steps=4, resume=True, precision=Precision.AUTO), ALONE)
+    assert "warning" not in capsys.readouterr().err
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"precision": Precision.BF16, "lora_rank": 2}, torch.bfloat16),
+        ({"precision": Precision.BF16}, torch.float32),
+        ({"precision": Precision.FP32, "lora_rank": 2}, torch.float32),
+    ],
+)
+def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], wanted: torch.dtype
+) -> None:
+    """No rank holds a base in 32 bits, not even for a moment; what is read has the bits of a cast."""
+    _, random = load(folder / "model", facts(), 0)
+    random.save_pretrained(folder / "model" / "unet")  # type: ignore[operator]
+    asked: list[object] = []
+    plain = UNet2DConditionModel.from_pretrained
+
+    def noting(*given: Any, torch_dtype: torch.dtype, **named: Any) -> Any:
+        asked.append(torch_dtype)
+        return plain(*given, torch_dtype=torch_dtype, **named)
+
+    monkeypatch.setattr(UNet2DConditionModel, "from_pretrained", noting)
+    run = built(config(folder, **changes))
+    assert asked == [wanted]
+    assert torch.equal(run.training.model.state_dict()["conv_in.bias"], random.state_dict()["conv_in.bias"].to(wanted))
+    assert {parameter.dtype for parameter in run.training.model.parameters() if parameter.requires_grad} == {torch.float32}
+
+
+def test_a_run_computes_no_attention_by_cudnn(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    start_processes(config(tmp_path))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+def test_a_run_tells_once_what_it_chooses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config(folder, max_steps=1, lora_rank=2, learning_rate=None)
+    train(asked, ALONE)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "left open: --precision fp32, --optimizer adamw, --learning-rate 0.0001" in said
+    train(dataclasses.replace(asked, max_steps=2, resume=True), ALONE)
+    assert "left open" not in capsys.readouterr().err
+
+
+# Choices of a run: each resumed to the bit, and what it leaves.
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "no average, a cosine, a flow's weights": {
+        "ema": "off",
+        "lr_schedule": "cosine:0.1@5",
+        "objective": Objective.FLOW,
+        "loss_weight": "cosmap",
+        "timesteps": "logit-normal",
+    },
+    "an average on the cpu, wsd, min-SNR and timesteps by mode": {
+        "ema": "0.9999:cpu:2",
+        "lr_schedule": "wsd:3:0.1@5",
+        "loss_weight": "min-snr:5",
+        "timesteps": "mode",
+        "timestep_range": "0:0.9",
+    },
+    "an average every few steps, cosines": {"ema": "0.9999:2", "lr_schedule": "cosine-restarts:2@6"},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, choice: str) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, **CHOICES[choice])
+    parts = train_in_two_parts(whole, 3)
+    last = "checkpoints/step-00000006"
+    for file in (whole.output_dir / last).glob("*/*.safetensors"):
+        other = load_file(parts / last / file.parent.name / file.name)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
+
+
+def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -> None:
+    first = config(folder, max_steps=4, log_every=1, warmup_steps=1, lr_schedule="linear")
+    train(first, ALONE)
+    longer = dataclasses.replace(first, max_steps=6, resume=True)
+    with pytest.raises(UsageError, match=r"rate is 0 from step 4 on: .* linear@6, or a floor above 0"):
+        train(longer, ALONE)
+    train(dataclasses.replace(longer, lr_schedule=LrSchedule.parse("linear:0.5", "it")), ALONE)
+    rates = [float(str(line["lr"])) for line in read_metrics(folder / "run") if "lr" in line]
+    assert rates == pytest.approx([1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 5e-4, 5e-4])
+
+
+def folders_of(checkpoint: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+
+
+def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_one(folder: Path) -> None:
+    plain = config(folder, max_steps=2, ema=Ema())
+    summary = train(plain, ALONE)
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet"]
+    assert "unet_ema" not in (summary.checkpoint / "README.md").read_text(encoding="utf-8")
+    summary = train(dataclasses.replace(plain, max_steps=3, resume=True, ema=Ema(decay=0.9999)), ALONE)
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet", "unet_ema"]
+    summary = train(dataclasses.replace(plain, max_steps=4, resume=True), ALONE)
+    assert folders_of(summary.checkpoint) == ["optimizer", "scheduler", "unet"]
+
+
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
+def test_torchs_allocators_are_set_up_unless_the_user_has(own: dict[str, str]) -> None:
+    for version, more in (("2.11.0", ""), ("2.13.0+cu130", ",pinned_max_round_threshold_mb:1")):
+        environment = dict(own)
+        set_up_torch(environment, version)
+        assert environment == (own or {"PYTORCH_ALLOC_CONF": f"expandable_segments:True{more}"})
+
+
+def test_the_installed_torch_knows_what_it_is_told() -> None:
+    """Its parser takes any setting without a GPU, and refuses what it does not know with one; so look for the names."""
+    environment: dict[str, str] = {}
+    set_up_torch(environment, torch.__version__)
+    library = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
+    for setting in environment["PYTORCH_ALLOC_CONF"].split(","):
+        assert setting.partition(":")[0].encode() in library
+
+
+def test_recomputing_saves_no_generators_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be read from the device for each block and step."""
+    run = built(config(folder, recompute=1.0))
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in run.training.model.modules()]
+    assert {function for function in functions if function} == {recomputed}
+
+    def refused() -> torch.Tensor:
+        raise AssertionError("a state was read")
+
+    monkeypatch.setattr(torch, "get_rng_state", refused)
+    block, inputs = torch.nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    result = recomputed(block, inputs)
+    result.sum().backward()
+    assert torch.equal(result, block(inputs))
+
+
+# A device without room for images: said after the first step, and a run whose model is not sharded is done without them.
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
+
+
+@pytest.mark.parametrize("what", ["_decode", pytest.param("draw_latents", marks=pytest.mark.slow)])
+def test_a_run_without_room_for_images_is_done_without_them(
+    what: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = config(folder, output_dir=folder / "plain", num_images=2, max_steps=4)
+    train(plain, ALONE)
+    monkeypatch.setattr(images, what, no_room)
+    asked = config(folder, num_images=2, max_steps=4)
+    summary = train(asked, ALONE)
+    assert [path.name for path in summary.images] == ["loss.png"]
+    assert json.loads((asked.output_dir / "status.json").read_bytes())["state"] == "done"
+    assert capsys.readouterr().err.count("no images: not enough device memory") == 2, "after the first step and at the end"
+    assert losses(asked.output_dir) == losses(plain.output_dir)
+
+
+def test_after_the_first_step_of_a_run_images_are_tried_in_two_steps_of_the_sampler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    real = images.draw_latents
+
+    def noting(training: Training, *args: object) -> object:
+        tried.append(training.config.image_steps)
+        return real(training, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(images, "draw_latents", noting)
+    asked = config(folder, num_images=1, image_steps=3, max_steps=3)
+    summary = train(asked, ALONE)
+    assert tried == [2, 3]
+    assert [path.name for path in summary.images] == ["loss.png", "images.png"]
+    assert [path.name for path in (asked.output_dir / "images").iterdir()] == ["step-00000003"]
+
+
+def test_images_that_do_not_fit_whole_are_decoded_in_tiles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = AutoencoderKL.decode
+
+    def only_tiles(vae: AutoencoderKL, *args: object, **options: object) -> object:
+        if not vae.use_tiling:
+            no_room()
+        return real(vae, *args, **options)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", only_tiles)
+    summary = train(config(folder, num_images=2, max_steps=1), ALONE)
+    assert [path.name for path in summary.images] == ["loss.png", "images.png"]
+
+
+def test_a_sharded_model_is_drawn_with_by_all_ranks_and_one_that_lacks_memory_ends_the_others(folder: Path) -> None:
+    asked = config(folder, num_images=2, image_guidance=1.0)
+
+    def training_of(ranks: TrainRanks) -> Training:
+        training = make_training(folder, loaded=sharded(folder / "model", ranks), is_bf16=True)
+        for parameter in training.model.parameters():
+            parameter.data.mul_(1.5)
+        return dataclasses.replace(training, config=asked)
+
+    def body(ranks: TrainRanks) -> None:
+        signal.alarm(100)
+        training = training_of(ranks)
+        before = {name: whole(tensor).clone() for name, tensor in tensors_of(training.model).items()}
+        shares = [WeightedStore(store=Store.open(path)) for path in asked.store]
+
+        def drawn() -> bool:
+            sheet = folder / "images.png"
+            return draw_images(training, shares, (), sheet, steps_done=2, keeps=ranks.is_main)
+
+        assert drawn() is ranks.is_main
+        assert all(torch.equal(whole(tensor), before[name]) for name, tensor in tensors_of(training.model).items())
+        if ranks.is_main:
+            with pytest.raises(RuntimeError, match="gloo"):
+                drawn()
+            return
+        with (
+            mock.patch.object(images, "draw_latents", no_room),
+            pytest.raises(TrainError, match="with --num-images 0") as told,
+        ):
+            drawn()
+        assert "there is no checkpoint yet" in str(told.value)
+
+    fork_ranks(folder, body)

@@ -20,18 +20,22 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
-from bucketline.loader.commands.batch_options import BatchSize
+from bucketline.loader.commands.plan import BatchSize
+from bucketline.loader.plan.plan import make_plan
+from bucketline.loader.seen import read_run
 from bucketline.store import Store
-from bucketline.store.format.mixture_file import MixedStore, write_mixture
+from bucketline.store.change.commit import drop
+from bucketline.store.format.manifest import MixedStore, write_mixture
 from bucketline.train import checkpoint, images, log, memory
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
 from bucketline.train import weight_layout as weights
 from bucketline.train.checkpoint import read_state
-from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.config import Compile, LrSchedule, Precision, TrainConfig
 from bucketline.train.log import read_metrics
 from bucketline.train.main import main
 from bucketline.train.run import TrainSummary, rare_collection, train
+from bucketline.train.step import train_step
 from tests.kit import flip_bit, tree
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
 from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config, losses, make_training_store, samples
@@ -39,6 +43,7 @@ from tests.unit.train.tiny_run import ALONE, add_to_store, as_arguments, config,
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
+
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 STEPS = 8
@@ -309,6 +314,7 @@ def test_a_checkpoint_is_made_thirty_minutes_after_the_one_before(
     ("changes", "message"),
     [
         ({"learning_rate": 1e30, "log_every": 5, "max_steps": 20}, r"step \d .*bucket train/\d+x128.* nan"),
+        ({"learning_rate": 1e30, "log_every": 50, "max_steps": 20}, r"step \d .*bucket train/\d+x128.* nan"),
         ({"learning_rate": 1e39, "clip_norm": None, "max_steps": 3}, r"after step \d the weights' norm is"),
     ],
 )
@@ -320,6 +326,10 @@ def test_a_run_whose_numbers_are_not_finite_is_told_to_resume_if_it_can(
         train(asked, ALONE)
     assert "--resume" not in str(ended.value)
     assert (status(asked.output_dir)["state"], checkpoints(asked)) == ("failed", [])
+    has_steps = any("loss" in line for line in read_metrics(asked.output_dir))
+    assert ("start over in another --output-dir" in str(ended.value)) is has_steps is (asked.log_every < 50)
+    with pytest.raises(UsageError, match="already has a run") if has_steps else contextlib.nullcontext():
+        train(replace(asked, learning_rate=1e-3, max_steps=1), ALONE)
     first = config(folder, output_dir=folder / "first", max_steps=2)
     train(first, ALONE)
     with pytest.raises(TrainError, match=f"{message}.*: continue with --resume, with a lower --learning-rate"):
@@ -445,3 +455,102 @@ def test_garbage_collection_is_on_after_the_loop_if_it_was_before(is_on: bool) -
         assert gc.isenabled() is is_on
     finally:
         gc.enable()
+
+
+# The trainer follows stores that grow: losses are those of any run with the same schedule.
+
+
+MORE = {3: {"train/128x128": 6, "val/128x128": 1}, 8: {"train/128x192": 5, "train/192x128": 2}}  # by the step it is added at
+
+
+def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish a generation at each step of `MORE`."""
+
+    def step(*args: object) -> object:
+        done = args[2]
+        assert isinstance(done, int)
+        if done in MORE:
+            add_to_store(store, samples(MORE[done], f"{done}/"))
+        return train_step(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step)
+
+
+def schedule(asked: TrainConfig) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the steps at which the run's plan changed, and the generations that it has from there on."""
+    return [(one.step, one.state.generations) for one in read_run(asked.output_dir).lines]
+
+
+@pytest.mark.slow
+def test_a_followed_run_that_is_stopped_and_resumed_has_the_losses_of_one_that_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = shutil.copytree(folder, folder.with_name("copied"))
+    found = []
+    for place, stops in ((folder, [16]), (copied, [7, 13, 16])):
+        asked = replace(config(place, max_steps=16, log_every=1, validate_every=5, save_every="100"), follow=True)
+        with monkeypatch.context() as patch:
+            grows_while_it_is_trained_on(place / "tiny.store", patch)
+            for n, steps in enumerate(stops):
+                train(replace(asked, max_steps=steps, resume=n > 0), ALONE)
+        found.append((schedule(asked), [line for line in losses(asked.output_dir) if line[1] != "null"]))
+    assert found[0] == found[1]
+    (start, first), (second_at, second), (third_at, third) = found[0][0]
+    assert (start, first, second, third) == (0, (1,), (2,), (3,))
+    assert 3 < second_at < third_at < 16
+    assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
+
+
+def test_a_window_of_steps_goes_on_without_a_bucket_that_was_dropped_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*args: object) -> object:
+        if args[2] == 2:
+            drop(folder / "tiny.store", (), match="train/192x128/*")
+        return train_step(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step)
+    asked = config(folder, max_steps=5, log_every=100, follow=True)
+    train(asked, ALONE)
+    assert schedule(asked) == [(0, (1,)), (4, (2,))]
+    train(replace(asked, max_steps=6, resume=True), ALONE)
+    (window,) = (line for line in read_metrics(asked.output_dir) if "loss" in line)
+    assert window["buckets"] == {"train/128x128": 5, "train/192x128": 1}
+    assert window["samples"] == 6 * 4
+
+
+# The length of a run in epochs: as many steps as the plan has in them, recorded for a resume.
+
+
+def in_epochs(folder: Path, epochs: float, **changes: Any) -> TrainConfig:
+    return config(folder, max_steps=None, epochs=epochs, accumulation=1, lr_schedule="cosine", **changes)
+
+
+def steps_of(asked: TrainConfig, epochs: int) -> int:
+    return make_plan(Store.open(asked.store[0]), asked.for_loader(epochs=None)).steps_before(epochs)
+
+
+def test_a_run_in_epochs_is_that_of_its_steps_and_a_resume_needs_no_length_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = in_epochs(folder, 1, output_dir=folder / "epoch")
+    steps = steps_of(asked, 1)
+    assert train(asked, ALONE).steps_done == steps == 9  # 6 batches of 13 rows, 3 of 7
+    assert f"{steps} steps: --epochs is 1\n" in capsys.readouterr().err
+    recorded = json.loads((asked.output_dir / "config.json").read_text(encoding="utf-8"))["config"]
+    assert (recorded["max_steps"], recorded["epochs"], recorded["lr_schedule"]) == (steps, None, f"cosine@{steps}")
+    plain = replace(asked, epochs=None, max_steps=steps, output_dir=folder / "steps")
+    train(plain, ALONE)
+    assert losses(plain.output_dir) == losses(asked.output_dir)
+    longer = replace(asked, epochs=1.5, resume=True, lr_schedule=LrSchedule.parse("cosine@99", "it"))
+    assert train(longer, ALONE).steps_done == steps + round((steps_of(asked, 2) - steps) / 2)
+    with pytest.raises(UsageError, match=r"--epochs is 1, 9 steps, and .*step-000000\d\d is already at step 15; give more"):
+        train(replace(longer, epochs=1), ALONE)
+
+
+def test_epochs_of_several_plans_are_refused(folder: Path) -> None:
+    asked = in_epochs(folder, 0.2)
+    train(asked, ALONE)
+    add_to_store(folder / "tiny.store", samples({"train/128x128": 2}, "more/"))
+    with pytest.raises(UsageError, match="--epochs is 2, and the run has had several plans; give --max-steps"):
+        train(replace(asked, epochs=2, resume=True, new_plan=True), ALONE)

@@ -195,6 +195,13 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **as_fields(on_device))
 
 
+def load(folder: Path, store: StoreFacts, seed: int, **more: Any) -> tuple[Family, nn.Module]:
+    """Load the model of a folder."""
+    from bucketline.train import model as loading
+
+    return loading.load(loading.open_model_config(folder), store, seed, **more)
+
+
 def make_training(
     folder: Path,
     *,
@@ -206,34 +213,33 @@ def make_training(
     **changes: Any,
 ) -> Training:
     """Return a training of the tiny UNet, or of a family and its model that were `loaded`, without a store."""
-    from bucketline.loader.latent_scale import LatentScale
-    from bucketline.train.ema import Average
-    from bucketline.train.load import load
+    from bucketline.loader.batch import LatentScale
     from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
+    from bucketline.train.optim import Average
     from bucketline.train.step import Training
 
     family, model = loaded or load(write_unet(folder), facts(), seed=0)
-    schedule: Any = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), next(model.parameters()).device)
+    device, own = next(model.parameters()).device, {"objective": objective, "config": SCHEDULER}
+    schedule: Any = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), device, **own)
     if objective is Objective.FLOW:
         schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=family.patch_size)
     return Training(
-        config=config(folder, **{"accumulation": 1, "warmup_steps": 0, "clip_norm": 0.1, **changes}),
+        config=config(folder, **{"model": folder, "accumulation": 1, "warmup_steps": 0, "clip_norm": 0.1, **changes}),
         family=family,
         model=model,
         optimizer=optimizer_of(model) if optimizer_of else torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
         average=Average(model, decay),
-        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=objective),
+        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=is_bf16),
     )
 
 
 def built(asked: TrainConfig) -> Run:
-    """Return a run that is ready for its first step, without a folder."""
+    """Return a run that is ready for its first step."""
     from bucketline.train.run import Run
 
-    run = Run(asked, ALONE)
-    run.build()
-    return run
+    asked.output_dir.mkdir(parents=True, exist_ok=True)
+    return Run(asked, ALONE)
 
 
 def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:

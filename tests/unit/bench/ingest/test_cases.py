@@ -14,8 +14,8 @@ from bucketline.bench import harness
 from bucketline.bench.cases.importing import Import
 from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
 from bucketline.bench.cases.scale import ScaleListing
-from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
-from bucketline.bench.fixtures.random_model import ModelShape, kept_model
+from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs
+from bucketline.bench.fixtures.trained_model import kept_random_model as kept_model
 from bucketline.bench.harness import run_case
 from bucketline.errors import BucketlineError
 from tests.unit.bench.measured import measured, read_results

@@ -22,9 +22,8 @@ from bucketline.bench.cases.peers import (
 )
 from bucketline.bench.harness import Result, run_case
 from bucketline.bench.peers import environments
-from bucketline.bench.peers.capabilities import CAPABILITIES, QUESTIONS, Can
 from bucketline.bench.peers.environments import Environment, Failure, environment
-from bucketline.bench.peers.registry import ENTRIES
+from bucketline.bench.peers.registry import CAPABILITIES, ENTRIES, QUESTIONS, Can
 from bucketline.bench.peers.worker import Timed
 from bucketline.errors import UsageError
 from tests.unit.bench.measured import read_results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -14,17 +15,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.registry import family_named
+from bucketline.families.registry import FAMILIES, family_named, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.class_labels import ClassLabels
-from bucketline.ingest.encoders.text.registry import load_caption_encoder, text_family_of
-from bucketline.ingest.encoders.text_columns import TextSettings
+from bucketline.ingest.encoders.text_columns import CaptionEncoder, TextSettings
+from bucketline.ingest.encoders.text_encoders import ClassLabels, load_caption_encoder, text_family_of
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from tests.commands import call
 from tests.family_models import PIPELINES, T5_WIDTH, write_dit, write_pipeline
-from tests.models import png
+from tests.models import png, write_files, write_images
 
 CPU = torch.device("cpu")
 TEXTS = ("a red cat", "The GREEN house of dogs ", "a blue dog of the house " * 40)
@@ -46,6 +46,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{n}.png").write_bytes(png(16, 24, seed=n))
         (folder / f"{n}.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+def encoder_of(folder: Path, **settings: Any) -> CaptionEncoder:
+    return load_caption_encoder(open_model(str(folder)), CPU, TextSettings(**settings))
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Any:
@@ -80,7 +84,7 @@ def by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, NDArray[Any]
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("family", ["sdxl", "flux", "pixart_sigma"])  # all tokens and a pooled vector, or a caption's own
-def test_a_familys_columns_are_those_that_its_pipeline_makes(
+def test_columns_are_those_of_the_pipeline(
     family: str, dtype: str, folders: dict[str, Path], images: Path, tmp_path: Path
 ) -> None:
     ran = pack(images, tmp_path / "s", folders[family], "--dtype", dtype, "--batch-size", 1 if dtype == "F32" else 3).done()
@@ -105,7 +109,7 @@ def test_a_familys_columns_are_those_that_its_pipeline_makes(
 
 def test_an_sdxl_that_does_not_zero_the_empty_prompt_stores_it_encoded(images: Path, tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "model", "sdxl", force_zeros_for_empty_prompt=False)
-    encoder = load_caption_encoder(open_model(str(folder)), CPU, TextSettings(stored_dtype="F32"))
+    encoder = encoder_of(folder, stored_dtype="F32")
     assert encoder.provenance["empty_caption"] == "encoded"
     found = encoder.encode([""])[0]
     assert bool(found.tokens.any())
@@ -115,7 +119,7 @@ def test_an_sdxl_that_does_not_zero_the_empty_prompt_stores_it_encoded(images: P
 
 
 def test_an_sdxl_stores_zeros_for_the_empty_caption_and_says_so(folders: dict[str, Path]) -> None:
-    encoder = load_caption_encoder(open_model(str(folders["sdxl"])), CPU, TextSettings())
+    encoder = encoder_of(folders["sdxl"])
     empty, other = encoder.encode(["", "a cat"])
     assert encoder.provenance["empty_caption"] == "zeros"
     assert not empty.tokens.any()
@@ -133,16 +137,14 @@ def test_an_sdxl_stores_zeros_for_the_empty_caption_and_says_so(folders: dict[st
         ("pixart_sigma", {"cat " * 299: False, "cat " * 300: True}),
     ],
 )
-def test_a_caption_is_cut_where_no_part_of_the_encoder_sees_it_whole(
-    family: str, texts: dict[str, bool], folders: dict[str, Path]
-) -> None:
-    encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings())
+def test_a_caption_is_cut_where_no_part_sees_it_whole(family: str, texts: dict[str, bool], folders: dict[str, Path]) -> None:
+    encoder = encoder_of(folders[family])
     assert [found.is_truncated for found in encoder.encode(list(texts))] == list(texts.values())
 
 
 def test_each_part_that_cuts_a_caption_is_named_with_what_it_cuts(folders: dict[str, Path]) -> None:
     def cuts(family: str, text: str) -> dict[str, tuple[int, int, str]]:
-        encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings())
+        encoder = encoder_of(folders[family])
         return {cut.encoder: (cut.tokens, cut.limit, cut.cut) for cut in encoder.encode([text])[0].cuts}
 
     assert cuts("sd", "cat " * 75) == {}
@@ -155,7 +157,7 @@ def test_each_part_that_cuts_a_caption_is_named_with_what_it_cuts(folders: dict[
 
 def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str, Path]) -> None:
     def with_tokens(family: str) -> tuple[int, ...]:
-        encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings(max_tokens=20))
+        encoder = encoder_of(folders[family], max_tokens=20)
         assert encoder.max_tokens == encoder.provenance["max_tokens"]
         return tuple(encoder.encode(["cat " * 100])[0].tokens.shape)
 
@@ -166,7 +168,7 @@ def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str
         with pytest.raises(UsageError, match=f"--max-tokens 20: the tokenizer determines the length of {family} captions"):
             with_tokens(family)
     with pytest.raises(UsageError, match="--max-tokens is 5000, expected 512 or fewer"):
-        load_caption_encoder(open_model(str(folders["flux"])), CPU, TextSettings(max_tokens=5000))
+        encoder_of(folders["flux"], max_tokens=5000)
 
 
 def test_each_part_of_a_family_is_in_the_fingerprint(folders: dict[str, Path], images: Path, tmp_path: Path) -> None:
@@ -196,19 +198,14 @@ def test_each_part_of_a_family_is_in_the_fingerprint(folders: dict[str, Path], i
 
 
 def test_a_t5_that_came_later_is_another_encoder(folders: dict[str, Path]) -> None:
-    without, whole = (
-        load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings()).provenance["parts"]
-        for family in ("sd3 without T5", "sd3")
-    )
+    without, whole = (encoder_of(folders[family]).provenance["parts"] for family in ("sd3 without T5", "sd3"))
     assert isinstance(without, dict)
     assert isinstance(whole, dict)
     assert without["text_encoder_3"] is None
     assert whole["text_encoder_3"] is not None
 
 
-def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
-    folders: dict[str, Path], model: Path, tmp_path: Path
-) -> None:
+def test_the_family_follows_from_the_index_or_from_the_parts(folders: dict[str, Path], model: Path, tmp_path: Path) -> None:
     wanted = {family: family_named(family.removesuffix(" without T5")) for family in folders}
     assert {family: text_family_of(open_model(str(folder))) for family, folder in folders.items()} == wanted
     wanted["pixart_sigma"] = wanted["pixart_alpha"]  # nothing tells the two apart
@@ -226,31 +223,19 @@ def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
     assert text_family_of(open_model(str(tmp_path / "dit"))) is family_named("class_labels")
 
 
-def test_a_stable_diffusion_of_another_encoder_than_a_clip_stores_a_captions_own_tokens_alone(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_stable_diffusion_without_a_clip_stores_a_captions_own_tokens_alone(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="ascii")
-    encoder = load_caption_encoder(open_model(str(tmp_path / "model")), CPU, TextSettings())
+    encoder = encoder_of(tmp_path / "model")
     assert (encoder.provenance["family"], encoder.padding) == ("transformers", "valid")
     assert [len(found.tokens) for found in encoder.encode(["a red cat", ""])] == [5, 2]
-
-
-def test_several_text_encoders_of_a_pipeline_that_is_not_known_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sdxl")
-    index = folder / "model_index.json"
-    index.write_text(
-        index.read_text(encoding="utf-8").replace("StableDiffusionXLPipeline", "HunyuanDiTPipeline"), encoding="utf-8"
-    )
-    with pytest.raises(ModelError, match=r"its pipeline is HunyuanDiTPipeline.*has several text encoders"):
-        text_family_of(open_model(str(folder)))
 
 
 def test_an_sd3_without_t5_and_without_its_width_is_refused(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "model", "sd3 without T5")
     (folder / "transformer" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no transformer/config\.json with a joint_attention_dim"):
-        load_caption_encoder(open_model(str(folder)), CPU, TextSettings())
+        encoder_of(folder)
 
 
 def test_a_t5_in_half_precision_keeps_the_weights_that_would_overflow_in_f32(folders: dict[str, Path]) -> None:
@@ -259,7 +244,7 @@ def test_a_t5_in_half_precision_keeps_the_weights_that_would_overflow_in_f32(fol
     for name, weights in part.encoder.named_parameters():
         kinds["wo" in name.split(".")].add(weights.dtype)
     assert kinds == {True: {torch.float32}, False: {torch.float16}}
-    encoder = load_caption_encoder(open_model(str(folders["pixart_alpha"])), CPU, TextSettings(encode_dtype="F16"))
+    encoder = encoder_of(folders["pixart_alpha"], encode_dtype="F16")
     assert encoder.encode(["a red cat"])[0].is_finite
 
 
@@ -301,12 +286,8 @@ def test_a_class_is_named_by_any_of_its_names_or_by_its_number_and_by_nothing_el
 
 
 def test_labels_are_stored_as_a_token_and_an_unknown_one_is_a_reject_of_its_image(dit: Path, tmp_path: Path) -> None:
-    source = tmp_path / "images"
-    source.mkdir()
-    for n, label in enumerate(("tabby", "1", None, "dog", "machine")):
-        (source / f"{n}.png").write_bytes(png(16, 24, seed=n))
-        if label is not None:
-            (source / f"{n}.txt").write_text(label, encoding="utf-8")
+    source = write_files(tmp_path / "images", {f"{n}.png": png(16, 24, seed=n) for n in range(5)})
+    write_files(source, {"0.txt": "tabby", "1.txt": "1", "3.txt": "dog", "4.txt": "machine"})
     asked = ("--model", dit, "--grid", "16x16", "--min-size-px", 8, "--json")
     ran = call("ingest", "pack", source, tmp_path / "s", *asked).done()
     assert (ran.json["packed"], ran.json["without_caption"]) == (4, 1)
@@ -345,3 +326,112 @@ def test_what_makes_no_sense_of_a_model_of_classes_is_refused(dit: Path, tmp_pat
         labels(folder)
     with pytest.raises(UsageError, match="takes a class, not text"):
         load_caption_encoder(open_model(str(dit)), torch.device("cpu"), TextSettings(max_tokens=3))
+
+
+# A model whose pipeline is not known is refused by name, by each command that would encode its captions.
+
+
+NOVEL = {
+    "_class_name": "NovelImagePipeline",
+    "text_encoder": ["transformers", "BertModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+ASKED = ("--grid", "16x16", "--min-size-px", 8)
+UNKNOWN_PIPELINES = sorted(name for family in FAMILIES if family.parts for name in family.pipelines)
+
+
+def named(model: Path, folder: Path, **index: object) -> Path:
+    """Copy a model, and name its pipeline."""
+    shutil.copytree(model, folder)
+    (folder / "model_index.json").write_text(json.dumps({**NOVEL, **index}), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def novel(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a pipeline that nobody knows."""
+    return named(model, tmp_path_factory.mktemp("novel") / "model")
+
+
+def test_pack_scan_and_dry_run_refuse_it_and_plain_packs_it(novel: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    asked = (*ASKED, "--model", novel)
+    for command in (
+        ("pack", tmp_path / "images", tmp_path / "s", *asked),
+        ("pack", tmp_path / "images", tmp_path / "s", *asked, "--dry-run"),
+        ("scan", tmp_path / "images", *asked),
+    ):
+        ran = call("ingest", *command)
+        assert ran.code == 1, ran.out
+        for word in ("NovelImagePipeline", "StableDiffusionXLPipeline", "FluxPipeline", "--text plain"):
+            assert word in ran.err
+        assert not (tmp_path / "s" / "manifest.json").exists()
+        meant = call("ingest", *command, "--text", "plain").done()
+        assert "if that is what the model takes" not in meant.out
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+
+
+def test_a_store_remembers_that_plain_was_meant_and_its_prompts_are_plain(novel: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    asked = ("ingest", "pack", tmp_path / "images", tmp_path / "s", *ASKED, "--model", novel)
+    assert call(*asked, "--text", "plain").code == 0
+    assert 'text "plain"' in call("store", "info", tmp_path / "s").out
+    (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8")
+    call("ingest", "prompts", tmp_path / "prompts.txt", tmp_path / "s", "--model", novel).done()
+    write_images(tmp_path / "images", 3)
+    assert "--text plain" in call(*asked).done().out  # there is an image to encode now
+    assert len(Store.open(tmp_path / "s").manifest.shards) == 2
+
+
+def test_a_model_that_names_no_pipeline_says_what_its_captions_became(model: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    ran = call("ingest", "pack", tmp_path / "images", tmp_path / "s", *ASKED, "--model", model).done()
+    assert "captions are the last hidden state of a BertModel" in ran.out
+
+
+LLAMA, QWEN = ["LlamaForCausalLM"], ["Qwen2_5_VLForConditionalGeneration"]
+OF_LLAMA = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "LlamaModel"]}
+TWO = {"text_encoder_2": ["transformers", "BertModel"]}
+REFUSED: list[tuple[dict[str, Any] | None, dict[str, dict[str, Any]], str]] = [  # an index, parts' configurations, and words
+    ({"_class_name": "StableDifusionXLPipeline"}, {}, "the nearest is StableDiffusionXLPipeline"),
+    ({"_class_name": "HunyuanDiTPipeline", **TWO}, {}, "its pipeline is HunyuanDiTPipeline.*has several text encoders"),
+    (OF_LLAMA, {"text_encoder": {"architectures": ["LlamaModel"]}}, "its text encoder a LlamaModel"),
+    (None, {"transformer": {"_class_name": "StableAudioDiTModel"}}, "its transformer is a StableAudioDiTModel"),
+    (None, {"unet": {"_class_name": "Kandinsky3UNet"}}, "its unet is a Kandinsky3UNet"),
+    (None, {"text_encoder": {"architectures": QWEN}}, "a Qwen2_5_VLForConditionalGeneration"),
+    (None, {"text_encoder_2": {"architectures": LLAMA}}, "several text encoders"),
+    (None, {"text_encoder_4": {"architectures": LLAMA}}, "several text encoders"),
+]
+
+
+@pytest.mark.parametrize(("index", "parts", "words"), REFUSED)
+def test_a_pipeline_or_part_that_is_not_known_is_refused_by_name(
+    index: dict[str, Any] | None, parts: dict[str, dict[str, Any]], words: str, model: Path, tmp_path: Path
+) -> None:
+    folder = named(model, tmp_path / "model", **index or {})
+    if index is None:
+        (folder / "model_index.json").unlink()
+    write_files(folder, {f"{part}/config.json": json.dumps(config) for part, config in parts.items()})
+    with pytest.raises(ModelError, match=words):
+        text_family_of(open_model(str(folder)))
+
+
+def test_plain_is_refused_of_several_text_encoders(model: Path, tmp_path: Path) -> None:
+    folder = named(model, tmp_path / "model", **TWO)
+    with pytest.raises(ModelError, match="has several text encoders"):
+        text_family_of(open_model(str(folder)), is_plain=True)
+    assert text_family_of(open_model(str(model)), is_plain=True) is None
+
+
+@pytest.mark.parametrize("name", UNKNOWN_PIPELINES)
+def test_a_known_pipeline_encodes_prompts_by_the_same_code_as_its_familys(name: str) -> None:
+    import diffusers
+
+    def code(pipeline: str) -> list[str]:
+        methods = ("encode_prompt", "_get_clip_prompt_embeds", "_get_t5_prompt_embeds")
+        found = (getattr(getattr(diffusers, pipeline), method, None) for method in methods)
+        return ["" if method is None else inspect.getsource(method).rpartition('"""')[2] for method in found]
+
+    family = family_of_pipeline(name)
+    assert family is not None
+    assert code(name) == code(family.pipelines[0])

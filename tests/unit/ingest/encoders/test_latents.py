@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,16 @@ from PIL import Image
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.packing import PATCH
 from bucketline.families.vaes import PACKED_VAES, vae_decode, vae_encode
-from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.text_model import load_text_part
-from bucketline.ingest.encoders.vae import VaeEncoder, seed_of
-from bucketline.ingest.images.model_sizes import latent_sizes
+from bucketline.ingest.encoders.vae import LatentColumns, OomRetry, VaeEncoder, seed_of
+from bucketline.ingest.images.crop import latent_sizes
 from bucketline.quantised_linear import QuantisedLinear
 from bucketline.store import Store
-from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.block import LatentKind
 from tests.commands import Ran, call
 from tests.family_models import t5_tokenizer, tiny_dc, tiny_flux2_vae, tiny_qwen21_vae, tiny_qwen_vae, tiny_vae
-from tests.models import SMALL, colour_image, png, write_images, write_model
+from tests.models import SMALL, colour_image, png, write_files, write_images, write_model
 
 CPU = torch.device("cpu")
 SIZE = (16, 24)
@@ -36,11 +36,7 @@ SIZE = (16, 24)
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     """Five images of their bucket's size, so that nothing is resized."""
-    folder = tmp_path / "images"
-    folder.mkdir()
-    for n in range(5):
-        (folder / f"{n}.png").write_bytes(png(*SIZE, seed=n))
-    return folder
+    return write_files(tmp_path / "images", {f"{n}.png": png(*SIZE, seed=n) for n in range(5)})
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
@@ -50,8 +46,6 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
 
 def with_vae(folder: Path, vae: Any) -> Path:
     """Write the tests' model with another VAE."""
-    import shutil
-
     write_model(folder)
     shutil.rmtree(folder / "vae")
     vae.save_pretrained(folder / "vae")
@@ -111,9 +105,7 @@ def test_the_seed_of_a_sample_is_a_fixed_function_of_id_and_column() -> None:
 
 
 @torch.no_grad()
-def test_a_flipped_latent_is_that_of_the_mirrored_image_and_not_the_mirrored_latent(
-    images: Path, tmp_path: Path, model: Path
-) -> None:
+def test_a_flipped_latent_is_the_mirrored_images_not_the_mirrored_latent(images: Path, tmp_path: Path, model: Path) -> None:
     assert pack(images, tmp_path / "s", model, "--flip").code == 0
     vae, plain = diffusers_vae(model), rows(tmp_path / "s", "latent")
     for sample_id, stored in rows(tmp_path / "s", "latent_flipped").items():
@@ -128,7 +120,7 @@ def test_another_choice_of_latents_or_flips_is_refused_naming_it(images: Path, t
         (("--flip",), "no --flip, this run has --flip"),
         (("--latents", "sample"), "--latents mode, this run has --latents sample"),
         (("--encode-dtype", "BF16"), "--encode-dtype fp32, this run has --encode-dtype bf16"),
-        (("--max-tokens", "5"), "--max-tokens 12, this run has --max-tokens 5"),
+        (("--max-tokens", "5"), "no --max-tokens, this run has --max-tokens 5"),
     ):
         ran = pack(images, tmp_path / "s", model, *option)
         assert ran.code == 1
@@ -230,45 +222,39 @@ def test_a_batch_that_finds_no_room_is_halved_until_it_does_and_that_is_remember
     found, expected = columns.encode(images), plain.encode(images)
     assert len(found) == 7
     for row, wanted in zip(found, expected, strict=True):
-        assert row.problem is None
+        assert not isinstance(row, str)
+        assert not isinstance(wanted, str)
         for name in ("latent", "latent_flipped"):
-            np.testing.assert_allclose(row.columns[name], wanted.columns[name], atol=1e-5)
+            np.testing.assert_allclose(row[name], wanted[name], atol=1e-5)
     assert tight.sizes == [7, 4, 2, 2, 2, 2, 2, 2, 1, 1]
     tight.sizes.clear()
     columns.encode(images)
     assert max(tight.sizes) == 2
 
 
-def test_halves_are_in_order_and_one_item_without_room_is_an_error_that_names_its_kind() -> None:
+NO_MEMORY = [
+    torch.cuda.OutOfMemoryError("tried to allocate 3 GiB"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("CUDA error: an illegal memory access was encountered")], ids=str)
+def test_what_finds_no_memory_is_halved_in_order_and_one_item_alone_is_an_error(error: Exception) -> None:
     def double(items: Sequence[int]) -> list[int]:
         if len(items) > 2 or 99 in items:
-            raise torch.cuda.OutOfMemoryError("tried to allocate 3 GiB")
+            raise error
         return [2 * item for item in items]
 
     halving = OomRetry(double, "image")
+    if error not in NO_MEMORY:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            halving(range(5))
+        return
     assert halving(range(23), "16x24 px") == [2 * n for n in range(23)]
-    with pytest.raises(ModelError, match="not enough GPU memory to encode one image of 64x64 px: tried to allocate 3 GiB"):
+    with pytest.raises(ModelError, match=f"not enough GPU memory to encode one image of 64x64 px: {re.escape(str(error))}"):
         halving([1, 99], "64x64 px")
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "CUDA error: out of memory",
-    ],
-)
-def test_libraries_of_cuda_that_find_no_memory_are_halved_as_well_and_other_errors_are_not(said: str) -> None:
-    def double(items: Sequence[int]) -> list[int]:
-        if len(items) > 2:
-            raise RuntimeError(said)
-        return [2 * item for item in items]
-
-    assert OomRetry(double, "image")(range(5)) == [0, 2, 4, 6, 8]
-    said = "CUDA error: an illegal memory access was encountered"
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        OomRetry(double, "image")(range(5))
 
 
 def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, model: Path) -> None:

@@ -19,16 +19,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError
-from bucketline.fingerprint import config_hash, weights_hash
-from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.registry import load_caption_encoder
+from bucketline.ingest.encoders.model_folder import open_model, refuse_incomplete
 from bucketline.ingest.encoders.text_columns import TextSettings
-from bucketline.ingest.encoders.weights import refuse_incomplete
-from bucketline.model_file import MODULAR_INDEX
-from tests.commands import BIN, call, spawn
+from bucketline.ingest.encoders.text_encoders import load_caption_encoder
+from bucketline.model_file import MODULAR_INDEX, config_hash, weights_hash
+from tests.commands import BIN, Ran, call, spawn
 from tests.family_models import write_pipeline
 from tests.kit import edit_json
-from tests.models import SMALL, png, write_images, write_model
+from tests.models import SMALL, png, write_files, write_images, write_model
 
 
 def test_a_weights_hash_changes_with_any_weight_and_with_a_name_and_with_nothing_else() -> None:
@@ -83,17 +81,19 @@ def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
         open_model(str(tmp_path)).config("unet")
 
 
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder of one image."""
+    return write_files(tmp_path / "images", {"a.png": png(16, 24)})
+
+
 def away(tmp_path: Path, url: str = "http://127.0.0.1:1") -> dict[str, str]:
     """Return the environment of a process whose hub is at `url`, where nothing answers unless something is started there."""
     return {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub")}
 
 
-@pytest.mark.parametrize("command", [pytest.param("pack", marks=pytest.mark.slow), "scan"])
-def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str, tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
-    store = (tmp_path / "s",) if command == "pack" else ()
-    ran = spawn([BIN / "ingest", command, tmp_path / "images", *store, "--model", "someone/name"], **away(tmp_path))
+def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(images: Path, tmp_path: Path) -> None:
+    ran = spawn([BIN / "ingest", "scan", images, "--model", "someone/name"], **away(tmp_path))
     assert (ran.code, ran.out) == (1, "")
     assert ran.err == (
         "error: someone/name is not a local folder, and the hub could not be reached ([Errno 111] Connection refused); "
@@ -101,21 +101,19 @@ def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str,
     )
 
 
-@pytest.mark.slow
-def test_a_model_that_was_downloaded_before_is_used_without_a_network(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
-    hub = tmp_path / "hub" / "hub" / "models--owner--model"
-    write_model(hub / "snapshots" / "0123abcd")
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("0123abcd", encoding="ascii")
-    asked = (tmp_path / "images", tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
-    ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path)).done()
-    assert ran.json["packed"] == 1
-
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 UNREAD = "unet/diffusion_pytorch_model.safetensors"
+
+
+@contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve on a free port; yield the URL."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @contextmanager
@@ -152,40 +150,32 @@ def hub_of(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
         def log_message(self, *_: object) -> None: ...
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", fetched
-        finally:
-            server.shutdown()
+    with serving(Hub) as url:
+        yield url, fetched
 
 
 @pytest.mark.slow
-def test_a_hubs_model_is_downloaded_in_the_parts_that_are_used_and_then_used_without_a_network(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
+def test_a_hubs_model_is_downloaded_in_used_parts_and_then_used_without_a_network(images: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "unet").mkdir()
     (folder / UNREAD).write_bytes(bytes(100))
     encoder = transformers.BertModel.from_pretrained(folder / "text_encoder")
     (folder / "text_encoder" / "model.safetensors").unlink()
     encoder.save_pretrained(folder / "text_encoder", max_shard_size="2KB")  # downloaded as a snapshot, known to be in part
-    asked = (tmp_path / "images", tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
+    asked = (images, tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
     with hub_of(folder) as (url, fetched):
         ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path, url))
     assert ran.code == 0, ran.err
     assert "vae/diffusion_pytorch_model.safetensors" in fetched
     assert UNREAD not in fetched
-    (tmp_path / "images" / "b.png").write_bytes(png(16, 24, 1))
+    (images / "b.png").write_bytes(png(16, 24, 1))
     again = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path)).done()
     assert (again.json["packed"], again.json["unchanged"]) == (1, 1)
 
 
 @pytest.mark.slow
-def test_the_index_of_a_hubs_modular_pipeline_is_read(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
-    asked = (tmp_path / "images", "--model", "owner/model", *SMALL)
+def test_the_index_of_a_hubs_modular_pipeline_is_read(images: Path, tmp_path: Path) -> None:
+    asked = (images, "--model", "owner/model", *SMALL)
     with hub_of(write_pipeline(tmp_path / "model", "anima")) as (url, fetched):
         spawn([BIN / "ingest", "scan", *asked], **away(tmp_path, url)).done()
     assert MODULAR_INDEX in fetched
@@ -195,7 +185,7 @@ def test_the_index_of_a_hubs_modular_pipeline_is_read(tmp_path: Path) -> None:
     ("status", "code", "words"),
     [(404, "RepoNotFound", "the hub has no such model"), pytest.param(500, "", "refused", marks=pytest.mark.slow)],
 )
-def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, words: str, tmp_path: Path) -> None:
+def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, words: str, images: Path, tmp_path: Path) -> None:
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -205,12 +195,8 @@ def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, wor
 
         def log_message(self, *_: object) -> None: ...
 
-    (tmp_path / "a.png").write_bytes(png(16, 24))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        ran = spawn([BIN / "ingest", "scan", tmp_path, "--model", "someone/name"], **away(tmp_path, url))
-        server.shutdown()
+    with serving(Refusing) as url:
+        ran = spawn([BIN / "ingest", "scan", images, "--model", "someone/name"], **away(tmp_path, url))
     assert (ran.code, ran.out) == (1, "")
     assert "someone/name is not a local folder" in ran.err
     assert words in ran.err
@@ -228,6 +214,21 @@ def own(model: Path, tmp_path: Path) -> Path:
     return shutil.copytree(model, tmp_path / "model")
 
 
+def packed(model: Path, *more: object) -> Ran:
+    photos = model.parent / "photos"
+    write_images(photos, 2)
+    return call("ingest", "pack", photos, model.parent / "s", "--model", model, *SMALL, *more)
+
+
+def refused(model: Path) -> str:
+    """Pack two images; return the one line of the error. Nothing is written."""
+    ran = packed(model)
+    assert (ran.code, ran.out, (model.parent / "s").exists()) == (1, "", False)
+    (line,) = ran.err.splitlines()
+    assert line.startswith(f"error: {model}: ")
+    return line
+
+
 def spoil(weights: Path, name: str, value: float) -> None:
     """Set all values of one tensor."""
     tensors = load_file(weights)
@@ -236,30 +237,26 @@ def spoil(weights: Path, name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
-def test_an_empty_caption_that_is_not_finite_is_refused_before_anything_is_written(
-    value: float, own: Path, tmp_path: Path
-) -> None:
+def test_an_empty_caption_that_is_not_finite_is_refused_before_anything_is_written(value: float, own: Path) -> None:
     weights = own / "text_encoder" / "model.safetensors"
     spoil(weights, "encoder.layer.0.output.LayerNorm.bias", value)
-    write_images(tmp_path / "photos", 4, captions=False)
-    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL)
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith(f"error: {own}: the empty caption's tokens are not finite as F16; ")
-    assert "--text-dtype" in ran.err
-    assert not (tmp_path / "s").exists()
+    line = refused(own)
+    assert "the empty caption's tokens are not finite as F16; " in line
+    assert "--text-dtype" in line
 
 
-def test_a_pooled_embedding_of_the_empty_caption_is_looked_at_as_well(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sdxl", force_zeros_for_empty_prompt=False)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_pooled_embedding_of_the_empty_caption_must_be_finite_unless_its_pipeline_sets_it_to_zeros(
+    tmp_path: Path, *, zeros: bool
+) -> None:
+    folder = write_pipeline(tmp_path / "model", "sdxl", force_zeros_for_empty_prompt=zeros)
     spoil(folder / "text_encoder_2" / "model.safetensors", "text_projection.weight", float("nan"))
+    model, settings = open_model(str(folder)), TextSettings(stored_dtype="F32")
+    if zeros:
+        assert load_caption_encoder(model, CPU, settings).encode([""])[0].is_finite
+        return
     with pytest.raises(ModelError, match=r"the empty caption's pooled are not finite as F32"):
-        load_caption_encoder(open_model(str(folder)), CPU, TextSettings(stored_dtype="F32"))
-
-
-def test_an_empty_caption_that_its_pipeline_sets_to_zeros_is_taken_whatever_the_encoder_gives(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sdxl")
-    spoil(folder / "text_encoder_2" / "model.safetensors", "text_projection.weight", float("nan"))
-    assert load_caption_encoder(open_model(str(folder)), CPU, TextSettings()).encode([""])[0].is_finite
+        load_caption_encoder(model, CPU, settings)
 
 
 def asks_for_own_code(folder: Path, file: str, **automatic: Any) -> Path:
@@ -271,22 +268,16 @@ def asks_for_own_code(folder: Path, file: str, **automatic: Any) -> Path:
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "tokenizer"])
-def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
-    part: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_models_own_code_is_never_run_though_stdin_says_yes(part: str, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "text_encoder":
         edit_json(own / part / "config.json", model_type="a_kind_of_its_own")
         mark = asks_for_own_code(own / part, "config.json", AutoConfig="own.Config", AutoModel="own.Model")
     else:
         edit_json(own / part / "tokenizer_config.json", tokenizer_class="OwnTokenizer")
         mark = asks_for_own_code(own / part, "tokenizer_config.json", AutoTokenizer=["own.Tokenizer", None])
-    write_images(tmp_path / "photos", 2)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
-    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL)
+    assert f"{part}/ requires custom code (auto_map), which is never run; " in refused(own)
     assert not mark.exists()
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith(f"error: {own}: {part}/ requires custom code (auto_map), which is never run; ")
-    assert len(ran.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -294,22 +285,16 @@ def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
     [*([name] for name in ("Trainer", "models", "set_seed", "NoSuchClass", "AutoTokenizer")), [5], "BertModel", [[]], {"a": 1}],
     ids=str,
 )
-def test_an_architecture_that_is_not_a_model_is_passed_over(architectures: object, own: Path, tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_a_model_is_passed_over(architectures: object, own: Path) -> None:
     """Only the kind of model says what to load then, as where no architecture is named."""
     edit_json(own / "text_encoder" / "config.json", architectures=architectures)
-    write_images(tmp_path / "photos", 2)
-    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL, "--json").done()
-    assert ran.json["packed"] == 2
+    assert packed(own, "--json").done().json["packed"] == 2
 
 
 @pytest.mark.parametrize("architecture", ["T5EncoderModel", "CLIPTextModel", "ViTModel"])
-def test_an_architecture_that_does_not_suit_is_an_error_in_words(architecture: str, own: Path, tmp_path: Path) -> None:
+def test_an_architecture_that_does_not_suit_is_an_error_in_words(architecture: str, own: Path) -> None:
     edit_json(own / "text_encoder" / "config.json", architectures=[architecture])
-    write_images(tmp_path / "photos", 2)
-    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL)
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith(f"error: {own}: ")
-    assert len(ran.err.splitlines()) == 1
+    refused(own)
 
 
 def test_a_configuration_that_says_nothing_is_an_error_in_words(own: Path) -> None:
@@ -323,24 +308,17 @@ def test_a_configuration_that_says_nothing_is_an_error_in_words(own: Path) -> No
 INDEX = {"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}
 
 
-@pytest.mark.parametrize("command", ["pack", "scan"])
 @pytest.mark.parametrize(
     ("part", "named", "found"),
     [("vae", "AutoencoderDC", "AutoencoderKL"), ("text_encoder", "BertModelWithProjection", "BertModel")],
 )
 def test_an_index_that_names_another_class_than_the_part_has_is_refused_before_anything_is_written(
-    part: str, named: str, found: str, command: str, own: Path, tmp_path: Path
+    part: str, named: str, found: str, own: Path, tmp_path: Path
 ) -> None:
     (own / "model_index.json").write_text(json.dumps({**INDEX, part: ["its library", named]}), encoding="ascii")
-    write_images(tmp_path / "photos", 2)
-    places = (tmp_path / "photos", tmp_path / "s") if command == "pack" else (tmp_path / "photos",)
-    ran = call("ingest", command, *places, "--model", own, *SMALL)
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err == (
-        f"error: {own}: model_index.json names the class {named} for {part}/, and {part}/config.json {found}, expected the "
-        "same; take both from one model\n"
-    )
-    assert not (tmp_path / "s").exists()
+    said = f"names the class {named} for {part}/, and {part}/config.json {found}, expected the same"
+    assert said in refused(own)
+    call("ingest", "scan", tmp_path / "photos", "--model", own, *SMALL).fails(said)
 
 
 @pytest.mark.parametrize(
@@ -367,13 +345,8 @@ def test_an_index_may_name_the_class_of_an_encoder_without_its_head(named: str, 
         ),
     ],
 )
-def test_a_part_that_lacks_its_configuration_or_vocabulary_says_so(
-    part: str, kept: str, lacks: str, own: Path, tmp_path: Path
-) -> None:
+def test_a_part_that_lacks_its_configuration_or_vocabulary_says_so(part: str, kept: str, lacks: str, own: Path) -> None:
     for file in (own / part).iterdir():
         if file.name != kept:
             file.unlink()
-    write_images(tmp_path / "photos", 2)
-    ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL)
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err == f"error: {own}: {part}/ has {lacks}; download or save the model again\n"
+    assert f"{part}/ has {lacks}; " in refused(own)

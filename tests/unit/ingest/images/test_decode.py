@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, JpegImagePlugin
 
 from bucketline.ingest.images import decode as decode_module
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.crop import Crop, Framing
+from bucketline.ingest.images.crop import Crop, Framing, parse_grid
 from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
-from bucketline.ingest.images.srgb import to_srgb
+from bucketline.ingest.images.pixels import to_srgb
 from tests import kinds_of_images, profiles
 from tests.commands import spawn
 from tests.models import colour_image, encoded, png
@@ -58,8 +57,11 @@ def test_a_crop_drawn_from_the_id_shows_that_part_of_the_image() -> None:
     assert len(seen) == 3
 
 
-def test_an_image_too_small_for_its_bucket_is_taken_where_it_may_be_enlarged_so_far() -> None:
-    assert decode_image(png(40, 60), replace(GRID, max_upscale=Fraction(8, 5)), "a.png").placement.enlarged
+@pytest.mark.parametrize(("height", "width", "limit"), [(40, 60, Fraction(8, 5)), (20, 30, None)])
+def test_an_image_too_small_for_its_bucket_is_enlarged_as_far_as_it_may(height: int, width: int, limit: Any) -> None:
+    decoded = decode_image(png(height, width), replace(GRID, max_upscale=limit), "a.png")
+    assert decoded.placement.enlarged
+    assert decoded.pixels.shape == (64, 96, 3)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP", "PPM", "TGA"])
@@ -102,12 +104,7 @@ def test_what_follows_the_end_of_a_jpeg_and_a_preview_before_it_count_for_nothin
 
 def png_header(width: int, height: int) -> bytes:
     """Return a PNG that claims a size and holds next to nothing."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    return profiles.png_of(width, height, bytes(100))
 
 
 @pytest.mark.parametrize(
@@ -116,12 +113,6 @@ def png_header(width: int, height: int) -> bytes:
 def test_a_bomb_is_rejected_by_its_header_before_anything_is_unpacked(width: int, height: int) -> None:
     error = rejected(png_header(width, height))
     assert error.reason in (Reason.TOO_LARGE, Reason.TOO_SMALL)
-
-
-def test_a_small_image_is_enlarged_and_said_to_be() -> None:
-    decoded = decode_image(png(20, 30), GRID, "a.png")
-    assert decoded.placement.enlarged
-    assert decoded.pixels.shape == (64, 96, 3)
 
 
 @given(height=st.integers(16, 150), width=st.integers(16, 150))
@@ -192,18 +183,12 @@ REJECTS: list[tuple[bytes, dict[str, Any], Reason, str]] = [
     *(
         (data, {}, Reason.NOT_AN_IMAGE, detail)
         for data, detail in (
-            (b"x", "a text: it begins with 'x'"),
-            (b"<!DOCTYPE html><html><body>404", "a web page: it begins with '<!DOCTYPE html><html><body>404'"),
-            (b"<?xml version='1.0'?><svg/>", "an SVG drawing: it begins with"),
-            ("Grüße an alle".encode(), "a text: it begins with 'Grüße an alle'"),
-            (("ü" * 500).encode(), "a text: it begins with 'üüü"),
-            (b"%PDF-1.4", "a PDF document"),
-            (b"PK\x03\x04", "a ZIP archive"),
-            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "a PostScript document"),
+            (b"x", "it begins with b'x'"),
+            (b"<!DOCTYPE html><html><body>404", "it begins with b'<!DOCTYPE html><html><body>404'"),
+            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "it begins with b'%!PS-Adobe"),
             (b"\0\0\0\x18ftypheic", "a HEIC image; it is damaged or of a kind that pillow_heif cannot read"),
-            (b"\0\0\0\x18ftypisom", "a video"),
-            (bytes(1000), "1000 bytes of zeros"),
-            (b"\xfe\xfd\x01\x02" * 9, "36 bytes in no known format"),
+            (b"\0\0\0\x18ftypisom", "ftypisom"),
+            (bytes(1000), "it begins with b'\\x00\\x00"),
         )
     ),
     *(
@@ -214,7 +199,7 @@ REJECTS: list[tuple[bytes, dict[str, Any], Reason, str]] = [
 
 
 @pytest.mark.parametrize(("data", "rules", "reason", "detail"), REJECTS, ids=lambda one: str(one)[:40])
-def test_what_cannot_be_taken_is_rejected_with_its_reason_and_what_it_is(
+def test_what_cannot_be_taken_is_rejected_with_its_reason(
     data: bytes, rules: dict[str, Any], reason: Reason, detail: str
 ) -> None:
     error = rejected(data, **rules)
@@ -290,7 +275,7 @@ import sys
 from tests.process_memory import in_memory
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.images.crop import Framing
-from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.crop import parse_grid
 framing = Framing(grid=parse_grid("square:64", step_px=8, align_px=8))
 for path in sys.argv[1:]:
     decode_image(open(path, "rb").read(), framing, path)
@@ -325,9 +310,7 @@ def turned(upright: Image.Image, orientation: int, kind: str, **options: Any) ->
 
 @pytest.mark.parametrize("crop", list(Crop))
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_and_the_same_pixels(
-    orientation: int, crop: Crop
-) -> None:
+def test_however_a_camera_was_held_a_photograph_has_one_placement_and_its_pixels(orientation: int, crop: Crop) -> None:
     upright = crop_of(3, 290, 431)  # neither side a multiple of a JPEG's blocks
     framing = replace(GRID, crop=crop)
     plain = decode_image(encoded(upright, "PNG"), framing, "a.jpg")
@@ -344,9 +327,7 @@ def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_an
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize(("height", "width"), [(301, 423), (381, 263), (399, 397)])
-def test_a_jpeg_decoded_at_a_fraction_gives_the_same_image_however_it_was_held(
-    orientation: int, height: int, width: int
-) -> None:
+def test_a_jpeg_at_a_fraction_gives_the_same_image_however_it_was_held(orientation: int, height: int, width: int) -> None:
     """At an eighth, 423 columns become 53, of which the last is 7/8 full: mirrored, it is the first."""
     data = turned(crop_of(0, height, width), orientation, "JPEG", quality=98, subsampling=0)
     framing = replace(GRID, grid=parse_grid("16x24,24x16,16x16", step_px=8, align_px=8))
@@ -357,9 +338,7 @@ def test_a_jpeg_decoded_at_a_fraction_gives_the_same_image_however_it_was_held(
     assert difference.max() < 30
 
 
-def test_a_jpeg_is_decoded_at_a_fraction_only_where_twice_the_resized_image_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_jpeg_is_decoded_at_a_fraction_if_twice_the_resized_image_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[int, int]] = []
     load = JpegImagePlugin.JpegImageFile.load
 

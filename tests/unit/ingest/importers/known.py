@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from bucketline.store import SampleRecord, Store
-from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.store.read.iter_samples import Selection, live_samples
-from bucketline.store.read.verified_sample import checked_captions, checked_row
+from bucketline.store.format.text import TEXT_GROUP
+from bucketline.store.read.samples import Selection, checked_captions, checked_row, live_samples
 from tests.commands import Ran, call
 from tests.family_models import tiny_vae, write_pipeline
 from tests.models import png

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bucketline.errors import CorruptError
 from bucketline.ingest.images.crop import CropLoss
-from bucketline.ingest.listing_diff import not_in_source, unknown
-from bucketline.ingest.parallel.item_parts import ItemParts, take_apart
+from bucketline.ingest.packed_index import PackedIndex, not_in_source, unknown
+from bucketline.ingest.parallel.exchange import ItemParts, take_apart
 from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.ingest.summary import Reject, RunSummary
 from bucketline.store import Store
-from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.change.commit import drop
+from bucketline.store.format.block import sample_digest
+from bucketline.store.format.schema import captions_checksum
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import decode, encode
-from tests.kit import make_store, samples_of
+from tests.kit import flip_bit, make_sample, make_store, samples_of
 
 ODD = [
     SourceItem(id="a\udcff.png", captions=("\ud800", "日本", ""), at=(1, 2, 1 << 80)),
@@ -37,11 +39,12 @@ def test_every_item_comes_to_one_rank_as_it_was_and_in_order(world_size: int) ->
     items = items_of(2500) + ODD
     outline, slices = take_apart(Listing(items=list(items), orphans=["o"], empty_folders=["e"]), world_size)
     dealt = [list(ItemParts(own.parts)) for own in slices]
-    assert sorted((item for own in dealt for item in own), key=items.index) == items
+    place = {item.id: n for n, item in enumerate(items)}
+    assert sorted((item for own in dealt for item in own), key=lambda item: place[item.id]) == items
     for own in dealt:
-        assert own == sorted(own, key=items.index)
+        assert own == sorted(own, key=lambda item: place[item.id])
     assert [len(own) for own in slices] == [len(own) for own in dealt]
-    assert (outline.num_items, outline.orphans, outline.empty_folders) == (2502, ["o"], ["e"])
+    assert (outline.num_items, outline.listing.orphans, outline.listing.empty_folders) == (2502, ["o"], ["e"])
     assert outline.keys.tolist() == [sample_digest(item.id).rstrip(b"\0") for item in items]
     assert outline.num_captions.tolist() == [len(item.captions) for item in items]
     assert outline.caption_chars.tolist() == [len(text) for item in items for text in item.captions]
@@ -112,3 +115,44 @@ def test_a_listing_is_not_held_against_every_shard(tmp_path: Path, monkeypatch: 
     assert not unknown(store, outline).any()
     assert not_in_source(store, outline).ids() == []
     assert sum(searched) <= 48  # each sample in a shard of its own at most; it was each in all twelve
+
+
+BUCKETS = {"train/64x64": 9, "val/64x64": 3, "train/64x96": 5}
+
+
+def test_what_is_found_is_what_a_look_up_shard_by_shard_finds(tmp_path: Path) -> None:
+    first, second = samples_of(BUCKETS), samples_of({"train/64x96": 4, "train/32x32": 6}, "new/")
+    again = [make_sample(sample.id, "train/32x32", ("changed",), version=1) for sample in first[::4]]
+    store = make_store(tmp_path / "s", first, second, again)  # the last shard supersedes rows of the first
+    gone = [second[0].id, first[1].id, again[0].id]
+    drop(store.path, gone)
+    store = Store.open(store.path)
+    known = PackedIndex(store)
+    ids = {sample.id for sample in (*first, *second)}
+    for sample_id in (*ids, "never packed"):
+        digest = sample_digest(sample_id)
+        entry = next((found for shard in store.shards if (found := shard.find(digest)) is not None), None)
+        sample = known.find(sample_id)
+        assert (sample is None) == (entry is None), sample_id
+        if entry is not None and sample is not None:
+            named = (sample.source_bytes, sample.source_mtime_ns, sample.captions, sample.content)
+            assert named == (entry.source_bytes, entry.source_mtime_ns, entry.captions, entry.content)
+    assert {sample_id for sample_id in ids if known.find(sample_id)} == ids - set(gone)
+    changed = known.find(again[1].id)
+    assert changed is not None
+    assert (changed.content, changed.captions) == (again[1].record.content, captions_checksum(("changed",)))
+
+
+def test_a_store_without_a_sample_has_none(tmp_path: Path) -> None:
+    assert PackedIndex(make_store(tmp_path / "s")).find("a.png") is None
+    store = make_store(tmp_path / "t", samples_of({"train/64x64": 2}))
+    drop(store.path, [sample.id for sample in samples_of({"train/64x64": 2})])
+    assert PackedIndex(Store.open(store.path)).find("train/64x64/0.png") is None
+
+
+def test_a_damaged_index_is_an_error_before_anything_is_packed(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", samples_of(BUCKETS))
+    index = store.shards[0].paths.index
+    flip_bit(index, 8 * (index.stat().st_size - 9))
+    with pytest.raises(CorruptError):
+        PackedIndex(Store.open(store.path))

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -18,8 +19,7 @@ from bucketline.errors import RankError, StoreError
 from bucketline.ingest.parallel import exchange as exchange_module
 from bucketline.ingest.parallel import ranks as module
 from bucketline.ingest.parallel.exchange import Exchange
-from bucketline.ingest.parallel.ranks import PackRanks
-from bucketline.ingest.parallel.signals import Interrupts
+from bucketline.ingest.parallel.ranks import Interrupts, PackRanks
 from bucketline.store.folder import Folder, LocalFolder
 from bucketline.typed_json import Json
 from tests.kit import tree
@@ -188,8 +188,8 @@ def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
 ) -> None:
     for where, name, seconds in (
         (exchange_module, "BEAT_EVERY_S", 0.01),
-        (module, "SILENT_S", 1.0),
-        (module, "GIVEN_UP_S", 2.0),
+        (module, "SILENT_S", 0.5),
+        (module, "GIVEN_UP_S", 1.0),
     ):
         monkeypatch.setattr(where, name, seconds)
     over = threading.Event()
@@ -210,27 +210,27 @@ def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
     assert capfd.readouterr().err.count("warning: rank 1 (pid") == 1
 
 
-@pytest.mark.parametrize("work", ["loading", "packing"])
 def test_a_rank_at_work_is_waited_for_however_long_it_takes(
-    work: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for where, name, seconds in (
         (exchange_module, "BEAT_EVERY_S", 0.01),
-        (module, "SILENT_S", 2.0),
-        (module, "GIVEN_UP_S", 2.5),
+        (module, "SILENT_S", 1.2),
+        (module, "GIVEN_UP_S", 1.5),
     ):
         monkeypatch.setattr(where, name, seconds)
 
-    def at_work(ranks: PackRanks) -> object:
-        until = monotonic() + 4.0
+    def at_work(ranks: PackRanks, *, packs: bool) -> object:
+        until = monotonic() + 2.5
         while monotonic() < until:
             sleep(0.01)
-            if work == "packing":
+            if packs:
                 ranks.check()
         return ranks.gather(1)
 
-    gave = in_ranks(places(tmp_path, "disk"), lambda ranks: ranks.gather(0), at_work)
-    assert gave == [[0, 1], None]
+    loading, packing = (partial(at_work, packs=packs) for packs in (False, True))
+    gave = in_ranks(places(tmp_path, "disk", 3), lambda ranks: ranks.gather(0), loading, packing)
+    assert gave == [[0, 1, 1], None, None]
     assert "silent" not in capfd.readouterr().err
 
 

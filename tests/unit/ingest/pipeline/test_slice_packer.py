@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,21 @@ import torch
 from numpy.typing import NDArray
 
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text.any_transformer import TextEncoder
 from bucketline.ingest.encoders.text_columns import TextSettings
-from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.encoders.text_encoders import TextEncoder
+from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
+from bucketline.ingest.images.crop import Framing, parse_grid
+from bucketline.ingest.images.decode import decode_image
+from bucketline.ingest.pipeline import image_reader
+from bucketline.ingest.pipeline.slice_packer import ShardFill
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from tests.commands import Ran, call
-from tests.models import SMALL, in_file, png
-
-
-def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
+from bucketline.store.format.block import caption_digest
+from bucketline.store.write import shard_writer
+from tests.commands import call
+from tests.family_models import write_dit
+from tests.kit import by_id, flip_row, tree
+from tests.models import SMALL, in_file, pack, png, write_files
 
 
 def rejects(store: Path) -> dict[str, str]:
@@ -36,10 +43,6 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
         (source / "ab"[n % 2] / f"{n:03d}+broken.png").write_bytes(b"no image")
     assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
     store = Store.open(tmp_path / "s")
-    from bucketline.ingest.images.bucket_grid import parse_grid
-    from bucketline.ingest.images.crop import Framing
-    from bucketline.ingest.images.decode import decode_image
-
     vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
     framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
     for bucket in store.buckets():
@@ -49,8 +52,7 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
             np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
 
 
-def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).code == 0
+def test_stored_tokens_are_those_that_the_encoder_gives(packed: Path, tmp_path: Path, model: Path) -> None:
     store = Store.open(tmp_path / "s")
     text = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
     for sample_id in ("a/002.png", "b/005.png", "a/000.png"):
@@ -59,35 +61,6 @@ def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: 
             expected = text.encode([caption])[0].tokens.numpy()
             np.testing.assert_allclose(store.read_caption(0, row)["tokens"], expected, atol=2e-3)
             assert len(expected) == 2 + len(caption.split())
-
-
-def test_what_is_wrong_with_an_image_is_listed_with_its_reason(source: Path, tmp_path: Path, model: Path) -> None:
-    from PIL import Image
-
-    from tests.models import colour_image, encoded
-
-    frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
-    (source / "empty.png").write_bytes(b"")
-    (source / "text.jpg").write_bytes(b"no image")
-    (source / "cut.png").write_bytes(png(30, 30)[:200])
-    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    (source / "tiny.png").write_bytes(png(7, 30))
-    (source / "bad caption.png").write_bytes(png(20, 30))
-    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
-    (source / "folder.png").mkdir()
-    (source / "dangling.png").symlink_to(source / "nowhere")
-    report = pack(source, tmp_path / "s", model).json
-    assert (report["found"], report["packed"], report["rejected"]) == (21, 14, 7)
-    assert rejects(tmp_path / "s") == {
-        "bad caption.png": "unreadable caption",
-        "cut.png": "damaged image",
-        "dangling.png": "unreadable file",
-        "empty.png": "empty file",
-        "moving.gif": "animated or several images",
-        "text.jpg": "not an image",
-        "tiny.png": "too small",
-    }
-    assert sum(report["rejected_by_reason"].values()) == 7
 
 
 def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
@@ -112,25 +85,22 @@ def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
         assert np.isfinite(bucket.read(np.arange(bucket.num_rows), "latent")).all()
 
 
-def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(source: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(source, tmp_path / "s", model).json["packed"] == 14
-    good = (source / "a" / "000.png").read_bytes()
-    (source / "a" / "000.png").write_bytes(b"broken")
-    report = pack(source, tmp_path / "s", model).json
+def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(packed: Path, tmp_path: Path, model: Path) -> None:
+    good = (packed / "a" / "000.png").read_bytes()
+    (packed / "a" / "000.png").write_bytes(b"broken")
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (0, 13, 1)
     assert Store.open(tmp_path / "s").manifest.samples == 13
-    assert pack(source, tmp_path / "s", model).json["rejected"] == 1
-    (source / "a" / "000.png").write_bytes(good)
-    report = pack(source, tmp_path / "s", model).json
+    assert pack(packed, tmp_path / "s", model).json["rejected"] == 1
+    (packed / "a" / "000.png").write_bytes(good)
+    report = pack(packed, tmp_path / "s", model).json
     assert (report["packed"], report["unchanged"], report["rejected"]) == (1, 13, 0)
     store = Store.open(tmp_path / "s")
     assert store.sample("a/000.png")
     assert (store.manifest.samples, rejects(tmp_path / "s")) == (14, {})
 
 
-def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named(
-    source: Path, tmp_path: Path, model: Path
-) -> None:
+def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted(source: Path, tmp_path: Path, model: Path) -> None:
     (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(5)), encoding="ascii")
     (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
     report = pack(in_file(tmp_path / "d.toml", source, max_captions=3), tmp_path / "s", model).json
@@ -168,8 +138,6 @@ def test_captions_that_are_cut_are_listed_until_they_are_packed_again(source: Pa
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: Path, model: Path, dtype: str) -> None:
-    from bucketline.loader import Loader, LoaderConfig
-
     assert pack(source, tmp_path / "s", model, "--dtype", dtype).code == 0
     wanted = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[dtype]
     with Loader(tmp_path / "s", LoaderConfig(batch_size=3, epochs=1)) as loader:
@@ -178,11 +146,9 @@ def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: 
             assert bool(torch.isfinite(batch.latents.float()).all())
 
 
-def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
+def test_a_run_makes_many_shards_of_their_size(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.ingest.pipeline.slice_packer import ShardFill
-
     monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)
     assert pack(source, tmp_path / "s", model, "--batch-size", 2).json["packed"] == 14
     store = Store.open(tmp_path / "s")
@@ -196,8 +162,6 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record holds its captions' whole texts; of the rest, 14 images of 16x24 px, a shard would hardly notice."""
-    from bucketline.store.write import shard_writer
-
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
         image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
@@ -208,11 +172,11 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     assert call("store", "verify", tmp_path / "s").code == 0
 
 
+SIZES = ((32, 48), (32, 64), (32, 96), (60, 40))
+
+
 def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for name, height, width in (("a", 32, 48), ("b", 32, 64), ("c", 32, 96), ("d", 60, 40)):
-        (photos / f"{name}.png").write_bytes(png(height, width))
+    photos = write_files(tmp_path / "photos", {f"{n}.png": png(*size) for n, size in enumerate(SIZES)})
     ran = pack(photos, tmp_path / "s", model)
     assert ran.json["crop_loss"] == {
         "train/16x24": {"images": 3, "mean": 0.25, "max": 0.5},
@@ -224,10 +188,7 @@ def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> 
 
 
 def test_a_random_crop_is_recorded_where_it_was_made_and_is_the_same_at_every_run(tmp_path: Path, model: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for n in range(6):
-        (photos / f"{n}.png").write_bytes(png(32, 200, n))
+    photos = write_files(tmp_path / "photos", {f"{n}.png": png(32, 200, n) for n in range(6)})
     crops: list[list[tuple[int, ...]]] = []
     for name in ("s", "t"):
         assert pack(photos, tmp_path / name, model, "--crop", "random", "--max-crop", "1").code == 0
@@ -239,3 +200,204 @@ def test_a_random_crop_is_recorded_where_it_was_made_and_is_the_same_at_every_ru
             assert (source_left, source_left + width) == (2 * left, 2 * left + 48)
     assert crops[0] == crops[1]
     assert len({crop[1] for crop in crops[0]}) > 3
+
+
+# Captions that changed, at their images or by the rules: text is encoded, latents stay those that were stored.
+
+
+def rows_of(store: Path) -> dict[str, tuple[tuple[object, ...], dict[str, bytes]]]:
+    """Return every sample's record and row, without what its captions, its time and its place in the store decide."""
+    fields = attrgetter("bucket", "split", "content", "original_size", "resized", "crop")
+    return {name: (fields(held.record), held.columns) for name, held in by_id(Store.open(store)).items()}
+
+
+def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(LatentColumns, "encode", lambda *_: pytest.fail("an image was encoded"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--latents", "moments", "--flip"),
+        ("--latents", "sample", "--flip", "--crop", "random", "--val-fraction", "0.3"),
+        ("--dtype", "BF16", "--crop", "random"),
+        ("--check", "content"),
+    ],
+)
+def test_latents_are_kept_where_only_captions_changed(
+    options: tuple[str, ...], source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pack(source, tmp_path / "s", model, *options).json
+    before = rows_of(tmp_path / "s")
+    for path in sorted(source.rglob("*.png")):
+        path.with_suffix(".txt").write_text(f"the house\na {path.stem} dog\n", encoding="ascii")
+    with monkeypatch.context() as patched:
+        forbid_encoding(patched)
+        report = pack(source, tmp_path / "s", model, *options).json
+    assert (report["packed"], report["latents_kept"], report["unchanged"], report["rejected"]) == (14, 14, 0, 0)
+    assert (report["crop_loss"], report["enlarged"]) == (first["crop_loss"], first["enlarged"])
+    assert rows_of(tmp_path / "s") == before
+    store = Store.open(tmp_path / "s")
+    shard, record = store.sample("a/000.png")
+    assert record.captions == ("the house", "a 000 dog")
+    assert store.caption(store.shards.index(shard), record.caption_rows[0]).digest == caption_digest("the house")
+    assert call("store", "verify", tmp_path / "s").code == 0
+    assert pack(source, tmp_path / "s", model, *options).json["unchanged"] == 14
+
+
+def test_a_touched_file_keeps_its_latents_and_a_changed_one_does_not(packed: Path, tmp_path: Path, model: Path) -> None:
+    before = rows_of(tmp_path / "s")
+    os.utime(packed / "a" / "000.png", ns=(1, 1))
+    (packed / "a" / "002.png").write_bytes(png(20, 30, 99))
+    (packed / "a" / "002.txt").write_text("red\n", encoding="ascii")
+    (packed / "b" / "001.txt").write_text("blue\n", encoding="ascii")
+    report = pack(packed, tmp_path / "s", model).json  # in one batch with one that is encoded
+    assert (report["packed"], report["latents_kept"], report["unchanged"]) == (3, 2, 11)
+    after = rows_of(tmp_path / "s")
+    assert [sample_id for sample_id in before if before[sample_id] != after[sample_id]] == ["a/002.png"]
+    assert pack(packed, tmp_path / "s", model).json["unchanged"] == 14
+
+
+def test_a_damaged_row_is_not_copied_but_encoded(packed: Path, tmp_path: Path, model: Path) -> None:
+    before = rows_of(tmp_path / "s")
+    damaged = flip_row(tmp_path / "s", "train/16x24", 0)
+    (packed / damaged).with_suffix(".txt").write_text("blue\n", encoding="ascii")
+    report = pack(packed, tmp_path / "s", model).json
+    assert (report["packed"], report["latents_kept"]) == (1, 0)
+    (fields, row), (fields_before, row_before) = rows_of(tmp_path / "s")[damaged], before[damaged]
+    assert fields == fields_before
+    np.testing.assert_allclose(
+        np.frombuffer(row["latent"], "<f2").astype(float), np.frombuffer(row_before["latent"], "<f2").astype(float), atol=4e-3
+    )
+
+
+RULES = ("--caption-template", "dog", "--caption-template", "{caption} of the house")
+PACKED = ("packed", "latents_kept", "unchanged", "rejected")
+
+
+def captions_of(store: Path) -> dict[str, tuple[str, ...]]:
+    return {sample_id: held.record.captions for sample_id, held in by_id(Store.open(store)).items()}
+
+
+def rules_of(store: Path) -> tuple[object, object]:
+    rules = Store.open(store).manifest.rules
+    return rules["caption_template"], rules["shuffle_tags"]
+
+
+def test_rules_are_recorded_and_an_unchanged_image_stays_unchanged(source: Path, tmp_path: Path, model: Path) -> None:
+    shuffled = ("--shuffle-tags", "3:1")
+    (source / "a" / "000.txt").write_text("a cat, red, green, blue\n", encoding="ascii")
+    assert pack(source, tmp_path / "s", model, *RULES, *shuffled).code == 0
+    assert rules_of(tmp_path / "s") == (["dog", "{caption} of the house"], "3:1")
+    captions = captions_of(tmp_path / "s")["a/000.png"]
+    assert len(captions) == 3
+    assert all(caption.startswith("dog, a cat, ") and caption.endswith(" of the house") for caption in captions)
+    assert len(Store.open(tmp_path / "s").sample("a/000.png")[1].caption_rows) == 3
+    report = pack(source, tmp_path / "s", model, *RULES, *shuffled, "--recaption").json
+    assert (report["unchanged"], report["packed"], report["generation"], report["recaptioned"]) == (14, 0, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        (
+            (),
+            RULES,
+            "no --caption-template, this run has --caption-template dog --caption-template '{caption} of the house'",
+        ),
+        (
+            ("--caption-template", "dog"),
+            ("--caption-template", "cat"),
+            "--caption-template dog, this run has --caption-template cat",
+        ),
+        (("--shuffle-tags", 2), ("--shuffle-tags", 3), "--shuffle-tags 2, this run has --shuffle-tags 3"),
+    ],
+)
+def test_other_rules_are_refused_with_the_option_that_allows_them(
+    first: tuple[object, ...], then: tuple[object, ...], words: str, source: Path, tmp_path: Path, model: Path
+) -> None:
+    assert pack(source, tmp_path / "s", model, *first).code == 0
+    before = tree(tmp_path / "s")
+    ran = pack(source, tmp_path / "s", model, *then, "--json")
+    assert (ran.code, ran.out) == (1, "")
+    assert words in ran.err
+    assert "add --recaption to encode the captions again" in ran.err
+    assert tree(tmp_path / "s") == before
+    other_grid = call("ingest", "pack", source, tmp_path / "s", "--model", model, "--grid", "16x16", "--recaption", *then)
+    assert other_grid.code == 1
+    assert "--grid 16x24,24x16, this run has --grid " in other_grid.err
+    assert "--recaption" not in other_grid.err
+    assert tree(tmp_path / "s") == before
+
+
+@pytest.mark.parametrize("options", [(), ("--latents", "sample", "--flip", "--crop", "random")])
+def test_recaption_encodes_no_image_and_gives_the_store_that_these_rules_would_have_made(
+    options: tuple[str, ...], source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pack(source, tmp_path / "s", model, *options).code == 0
+    assert pack(source, tmp_path / "t", model, *options, *RULES).code == 0
+    before, plain = rows_of(tmp_path / "s"), captions_of(tmp_path / "s")
+    with monkeypatch.context() as patched:
+        forbid_encoding(patched)
+        report = pack(source, tmp_path / "s", model, *options, *RULES, "--recaption").json
+    assert tuple(report[name] for name in PACKED) == (14, 14, 0, 0)
+    assert report["recaptioned"] == "caption_template = [], now ['dog', '{caption} of the house']"
+    assert report["captions_as_before"] == 0
+    assert rows_of(tmp_path / "s") == before
+    assert captions_of(tmp_path / "s") == captions_of(tmp_path / "t")
+    assert rules_of(tmp_path / "s") == rules_of(tmp_path / "t")
+    assert call("store", "verify", tmp_path / "s").code == 0
+    assert pack(source, tmp_path / "s", model, *options, *RULES).json["unchanged"] == 14
+    assert pack(source, tmp_path / "s", model, *options, "--recaption").json["latents_kept"] == 14
+    assert captions_of(tmp_path / "s") == plain
+    assert rules_of(tmp_path / "s") == ([], None)
+
+
+def test_rules_that_change_no_caption_are_recorded_all_the_same(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model, "--shuffle-tags", 2).code == 0
+    report = pack(source, tmp_path / "s", model, "--shuffle-tags", 3, "--recaption").json
+    assert (report["unchanged"], report["generation"]) == (14, 2)
+    assert pack(source, tmp_path / "s", model, "--shuffle-tags", 3).code == 0
+
+
+def test_what_a_recaption_cannot_reach_is_counted(packed: Path, tmp_path: Path, model: Path) -> None:
+    (packed / "a" / "000.png").unlink()
+    (packed / "b" / "001.txt").unlink()
+    (packed / "b" / "001.txt").symlink_to("nowhere.txt")
+    before = captions_of(tmp_path / "s")
+    ran = call("ingest", "pack", packed, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
+    change = "caption_template = [], now ['dog', '{caption} of the house']"
+    assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
+    assert "with the captions of the rules before: 2 samples" in ran.out
+    after = captions_of(tmp_path / "s")
+    assert {sample_id for sample_id in before if before[sample_id] == after[sample_id]} == {"a/000.png", "b/001.png"}
+
+
+def test_a_recaption_needs_room_for_all_rows(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    assert pack(source, tmp_path / "s", model).code == 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert pack(source, tmp_path / "s", model).code == 0
+    pack(source, tmp_path / "s", model, *RULES, "--recaption").fails("writing 14 images again, with other captions, to ")
+
+
+def test_more_variants_than_a_sample_holds_are_refused(source: Path, tmp_path: Path, model: Path) -> None:
+    asked = ("--shuffle-tags", 5, "--caption-template", "a {caption}", "--caption-template", "the {caption}")
+    for command in (("pack", source, tmp_path / "s"), ("scan", source)):
+        ran = call("ingest", *command, "--model", model, *asked)
+        assert ran.code == 2
+        assert "2 templates and --shuffle-tags 5 make 10 captions of each, max_captions is 8" in ran.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_model_of_classes_takes_no_caption_rules(source: Path, tmp_path: Path) -> None:
+    dit = write_dit(tmp_path / "dit", {0: "cat", 1: "dog"})
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", dit, "--grid", "16x16", "--caption-template", "ohwx")
+    assert ran.code == 2
+    assert f"--caption-template: {dit} takes a class, not text; leave the option out" in ran.err

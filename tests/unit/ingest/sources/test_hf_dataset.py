@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,14 @@ import numpy as np
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
-from bucketline.ingest.sources.source import Source
-from bucketline.ingest.sources.splits import Splits
+from bucketline.ingest.images.crop import RejectedError
+from bucketline.ingest.sources.dataset_file import open_source
+from bucketline.ingest.sources.hf_dataset import Splits
 from bucketline.store import Store
 from tests.commands import call
 from tests.kit import edit_json
 from tests.models import SMALL, in_file, png, write_images
+from tests.unit.ingest.sources.kit import captions, contents, listing_of
 
 TEXTS = datasets.Value("string")
 
@@ -40,22 +38,10 @@ def image(n: int, path: str | None = None) -> dict[str, Any]:
     return {"bytes": png(20 + n, 30, n), "path": path}
 
 
-def contents(source: Source) -> dict[str, tuple[tuple[str, ...], bytes]]:
-    """Read everything, in several threads, through what another rank would be sent."""
-    sent, listing = source_from_json(json.loads(json.dumps(source_as_json(source)))), source.listing()
-    with ThreadPoolExecutor(4) as pool:
-        items = list(sent.in_turn(listing.items))
-        read = list(pool.map(sent.read, items))
-    for item, found in zip(items, read, strict=True):
-        assert sent.stamp(item) == found.stamp
-        assert found.stamp.num_bytes == len(found.data)
-    return {item.id: (item.captions, found.data) for item, found in zip(items, read, strict=True)}
-
-
 def test_images_keep_their_bytes_and_have_their_own_paths_or_rows_as_ids(tmp_path: Path) -> None:
     images = [image(0, "a.png"), image(1), image(2, "twice.png"), image(3, "twice.png")]
     rows_of(images, text=(TEXTS, ["one", None, " ", "four"])).save_to_disk(tmp_path / "d")
-    assert contents(open_source(str(tmp_path / "d"))) == {
+    assert contents(tmp_path / "d") == {
         "a.png": (("one",), png(20, 30, 0)),
         "00000001": ((), png(21, 30, 1)),
         "00000002": ((), png(22, 30, 2)),
@@ -67,7 +53,7 @@ def test_splits_stand_before_the_names_and_lists_are_several_captions(tmp_path: 
     several = (datasets.List(TEXTS), [["one", "two"], []])
     parts = {name: rows_of([image(0, "a.png"), image(1)], captions=several) for name in ("train", "extra")}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
-    found = contents(open_source(str(tmp_path / "d")))
+    found = contents(tmp_path / "d")
     assert list(found) == ["train/a.png", "train/00000001", "extra/a.png", "extra/00000001"]
     assert [captions for captions, _ in found.values()] == [("one", "two"), ()] * 2
 
@@ -75,7 +61,7 @@ def test_splits_stand_before_the_names_and_lists_are_several_captions(tmp_path: 
 def test_a_selection_that_was_saved_gives_its_own_rows(tmp_path: Path) -> None:
     whole = rows_of([image(n, f"{n}.png") for n in range(6)], caption=(TEXTS, list("abcdef")))
     whole.select([4, 1, 5]).save_to_disk(tmp_path / "d")
-    found = contents(open_source(str(tmp_path / "d")))
+    found = contents(tmp_path / "d")
     assert {name: captions for name, (captions, _) in found.items()} == {"4.png": ("e",), "1.png": ("b",), "5.png": ("f",)}
     assert found["5.png"][1] == png(25, 30, 5)
 
@@ -97,9 +83,9 @@ def test_a_row_without_an_image_is_a_reject_and_a_path_is_never_followed(tmp_pat
 def test_the_image_column_must_be_one_that_can_be_told(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"n": [1], "text": ["x"]}).save_to_disk(tmp_path / "none")
     with pytest.raises(SourceError, match=r"expected one column of images, or one named image; found none among n, text"):
-        open_source(str(tmp_path / "none")).listing()
+        listing_of(tmp_path / "none")
     rows_of([image(0)]).rename_column("image", "left").add_column("text", ["x"]).save_to_disk(tmp_path / "one")
-    assert [item.captions for item in open_source(str(tmp_path / "one")).listing().items] == [("x",)]
+    assert [*captions(tmp_path / "one").values()] == [("x",)]
 
 
 @pytest.mark.parametrize("kind", ["numbers", "damaged"])
@@ -110,14 +96,14 @@ def test_a_dataset_that_cannot_be_packed_is_named(kind: str, tmp_path: Path) -> 
             path.write_bytes(b"nonsense")
     words = {"numbers": "row 0: text is a int", "damaged": "cannot be read as a dataset"}[kind]
     with pytest.raises(SourceError, match=words):
-        open_source(str(tmp_path / "d")).listing()
+        listing_of(tmp_path / "d")
 
 
 def test_without_datasets_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_of([image(0)]).save_to_disk(tmp_path / "d")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SourceError, match=r"install the extra datasets: pip install 'bucketline\[datasets\]'"):
-        open_source(str(tmp_path / "d")).listing()
+        listing_of(tmp_path / "d")
 
 
 def split_dataset(folder: Path, **sizes: int) -> Path:
@@ -151,24 +137,6 @@ def test_splits_go_where_they_belong_and_test_is_left_out_in_words(model: Path, 
     assert len(scanned["notes"]) == 5  # and that neither split has a column of captions
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        (["train"], {"train in train": 4}),
-        (["test"], {"test in val": 2}),
-        (["test=train", "validation"], {"validation in val": 3, "test in train": 2}),
-        (["validation=train"], {"validation in train": 3}),
-    ],
-)
-def test_splits_that_are_asked_for_are_taken_and_no_others(
-    asked: list[str], expected: dict[str, int], model: Path, tmp_path: Path
-) -> None:
-    place = split_dataset(tmp_path / "d", train=4, validation=3, test=2)
-    file = in_file(tmp_path / "d.toml", place, dataset_splits=asked)
-    call("ingest", "pack", file, tmp_path / "s", "--model", model, *SMALL).done()
-    assert packed_splits(tmp_path / "s") == expected
-
-
 def test_a_sample_that_goes_to_another_split_is_packed_anew_there(model: Path, tmp_path: Path) -> None:
     place = split_dataset(tmp_path / "d", train=4, validation=3)
     for word, expected in (("validation=train", {"validation in train": 3}), ("validation", {"validation in val": 3})):
@@ -188,16 +156,25 @@ def test_a_share_held_out_is_of_what_is_to_be_trained_on(model: Path, tmp_path: 
     assert found["train in val"] > 1
 
 
+USUAL = ["train", "validation", "test"]
+
+
 @pytest.mark.parametrize(
-    ("names", "targets"),
+    ("asked", "names", "targets"),
     [
-        (["train", "test", "valid", "dev", "Validation", "val_2"], ["train", None, "val", "val", "val", "val"]),
-        (["train_1", "training", "images", "testimony", "value"], ["train"] * 5),
-        (["train", "test_small", "TEST", "validation-unmatched"], ["train", None, None, "val"]),
+        ((), ["train", "test", "valid", "dev", "Validation", "val_2"], ["train", None, "val", "val", "val", "val"]),
+        ((), ["train_1", "training", "images", "testimony", "value"], ["train"] * 5),
+        ((), ["train", "test_small", "TEST", "validation-unmatched"], ["train", None, None, "val"]),
+        (("train",), USUAL, ["train", None, None]),
+        (("test",), USUAL, [None, None, "val"]),
+        (("test=train", "validation"), USUAL, [None, "val", "train"]),
+        (("validation=train",), USUAL, [None, "train", None]),
     ],
 )
-def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | None]) -> None:
-    splits = Splits(())
+def test_a_splits_name_says_where_it_goes_unless_it_is_said(
+    asked: tuple[str, ...], names: list[str], targets: list[str | None]
+) -> None:
+    splits = Splits(asked)
     assert [splits.take(name, "d") for name in names] == targets
 
 

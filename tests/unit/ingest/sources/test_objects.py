@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError, StoreError, UsageError
-from bucketline.ingest.sources.objects import object_file
-from bucketline.ingest.sources.objects.object_file import FileWindow
-from bucketline.ingest.sources.objects.place import refuse_overlapping_urls, stamp_of
-from bucketline.ingest.sources.objects.source import ObjectFolderSource
-from bucketline.ingest.sources.open_source import open_source, source_as_json, source_from_json
-from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources import objects as object_file
+from bucketline.ingest.sources.dataset_file import open_source, source_as_json, source_from_json
+from bucketline.ingest.sources.objects import FileWindow, ObjectFolderSource, refuse_overlapping_urls, stamp_of
+from bucketline.ingest.sources.source import SourceOptions
 from bucketline.store import Store
 from bucketline.store.folder import ListedFile
 from bucketline.store.remote.objects import ObjectFolder
-from tests.commands import Ran, call
+from tests.commands import call
 from tests.kit import everything
-from tests.models import SMALL, png, write_images
+from tests.models import SMALL, pack, png, write_images
 from tests.object_storage import SECRET, S3Bucket
+from tests.unit.ingest.sources.kit import write_members
 
 SAME = (
     *("found", "packed", "unchanged", "rejected", "without_caption", "captions_from", "notes", "captions_without_image"),
@@ -73,10 +71,6 @@ def objects(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     return bucket.folder("photos")
-
-
-def pack(source: object, store: Path, model: Path, *more: object) -> Ran:
-    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
 def rows(store: Path) -> dict[str, list[Any]]:
@@ -144,17 +138,13 @@ def test_a_table_is_the_same_as_on_a_disk(photos: Path, tmp_path: Path, model: P
 def test_tars_are_the_same_as_on_a_disk(
     objects: ObjectFolder, photos: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.ingest.sources.tar import tar_source
+    from bucketline.ingest.sources import tar
 
-    monkeypatch.setattr(tar_source, "STREAM_PART_BYTES", 1 << 12)  # several parts
+    monkeypatch.setattr(tar, "STREAM_PART_BYTES", 1 << 12)  # several parts
     tars = tmp_path / "tars"
-    tars.mkdir()
     for n, folder in enumerate("ab"):
-        with tarfile.open(tars / f"{n:03d}.tar", "w") as tar:
-            for path in sorted((photos / folder).iterdir()):
-                data, member = path.read_bytes(), tarfile.TarInfo(path.name)
-                member.size, member.mtime = len(data), 1_600_000_000
-                tar.addfile(member, io.BytesIO(data))
+        members = [(path.name, path.read_bytes()) for path in sorted((photos / folder).iterdir())]
+        write_members(tars / f"{n:03d}.tar", members)
     sent(tars, objects)
     pattern = "{000..001}.tar"
     account = is_same(f"{objects.url}/{pattern}", f"{tars}/{pattern}", tmp_path, model)

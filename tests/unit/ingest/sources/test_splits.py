@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.splits import Splits, split_in_folders, split_in_path
+from bucketline.ingest.sources.dataset_file import open_source
+from bucketline.ingest.sources.hf_dataset import Splits, split_in_folders, split_in_path
+from bucketline.ingest.sources.source import SourceOptions
 from bucketline.store.remote.objects import ObjectFolder
 from tests.commands import call
-from tests.models import SMALL, in_file, png
-from tests.unit.ingest.sources.tar.test_tar_source import write_members
+from tests.models import SMALL, in_file, png, write_files
+from tests.unit.ingest.sources.kit import listing_of, write_members
 
 COUNTS = {"train": 4, "validation": 2, "test": 3}
 
@@ -37,23 +37,17 @@ def write_parquet(path: Path, split: str, columns: dict[str, list[Any]] | None =
 
 
 def write_tar(path: Path, split: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_members(path, pictures(split).items())
 
 
 def write_folder(path: Path, split: str) -> None:
-    path.mkdir(parents=True)
-    for name, data in pictures(split).items():
-        (path / name).write_bytes(data)
+    write_files(path, pictures(split))
 
 
 def write_table(folder: Path, table: str) -> None:
-    rows: list[dict[str, str]] = []
-    for split in COUNTS:
-        for n, data in enumerate(pictures(split).values()):
-            (folder / f"{len(rows)}.png").write_bytes(data)
-            rows.append({"file_name": f"{len(rows)}.png", "text": f"{n}", "split": split})
-    (folder / table).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    images = {f"{split} {name}": (data, split) for split in COUNTS for name, data in pictures(split).items()}
+    rows = "".join(json.dumps({"file_name": name, "text": "x", "split": split}) + "\n" for name, (_, split) in images.items())
+    write_files(folder, {table: rows, **{name: data for name, (data, _) in images.items()}})
 
 
 def each(write: Callable[[Path, str], None], name: str) -> Callable[[Path], None]:
@@ -105,9 +99,7 @@ def _quiet() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_rows_are_trained_on_validation_is_held_out_and_test_left_out_and_each_is_counted(
-    layout: str, tmp_path: Path
-) -> None:
+def test_training_rows_are_trained_on_validation_held_out_test_left_out_and_each_counted(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     LAYOUTS[layout](folder)
@@ -188,7 +180,7 @@ def test_a_source_of_only_a_test_split_is_refused_with_what_packs_it(kind: str, 
         values = {"image": [{"bytes": png(20, 30), "path": None}]}
         datasets.Dataset.from_dict(values, features=features, split="test").save_to_disk(place)
     with pytest.raises(SourceError, match=r'only the split test, .* pack it by dataset_splits = \["test=val"\]'):
-        open_source(str(place)).listing()
+        listing_of(place)
     assert held_out_and_trained(str(place), "test=train")[0] > 0
 
 
@@ -229,18 +221,14 @@ def test_a_data_set_file_says_where_splits_of_folders_go(tmp_path: Path) -> None
 
 def test_a_caption_of_an_image_that_is_left_out_is_neither_counted_nor_without_an_image(tmp_path: Path) -> None:
     for split, number in COUNTS.items():
-        write_folder(tmp_path / split, split)
-        for n in range(number):
-            (tmp_path / split / f"{n}.txt").write_text("a cat", encoding="utf-8")
-    listing = open_source(str(tmp_path)).listing()
+        write_files(tmp_path / split, {**pictures(split), **{f"{n}.txt": "a cat" for n in range(number)}})
+    listing = listing_of(tmp_path)
     assert (dict(listing.captions_from), listing.orphans) == ({"NAME.txt": 6}, [])
 
 
 def test_names_that_only_mention_a_test_are_trained_on_and_said(tmp_path: Path) -> None:
     names = ("tests of drums/a.png", "crash test dummies/b.png", "c/test_1.png", "latest/contest.png", "val d'or/c.png")
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(png(20, 30))
+    write_files(tmp_path, dict.fromkeys(names, png(20, 30)))
     trained, held_out, notes = held_out_and_trained(str(tmp_path))
     assert (trained, held_out) == (5, 0)
     first = "c/test_1.png, crash test dummies/b.png, val d'or/c.png"
@@ -298,10 +286,8 @@ def write_source(kind: str, folder: Path) -> str:
         for name, data in FILES.items():
             objects.write(name, data)
         return objects.url
-    for name, data in FILES.items():
-        (folder / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "photos" / name).write_bytes(data)
-    return str(folder / "photos" if kind == "folder" else write_members(folder / "s.tar", FILES.items()))
+    photos = write_files(folder / "photos", FILES)
+    return str(photos if kind == "folder" else write_members(folder / "s.tar", FILES.items()))
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "objects"])
@@ -326,9 +312,7 @@ def test_scan_counts_them_and_a_table_that_names_one_packs_it(tmp_path: Path) ->
 
 
 def test_a_folder_of_nothing_but_side_files_is_refused_and_its_own_name_does_not_count(tmp_path: Path) -> None:
-    for name in ("0.depth.jpg", "1.depth.jpg"):
-        (tmp_path / "_controls").mkdir(exist_ok=True)
-        (tmp_path / "_controls" / name).write_bytes(png(20, 20))
+    write_files(tmp_path, {f"_controls/{n}.depth.jpg": png(20, 20) for n in range(2)})
     with pytest.raises(SourceError, match=r"has no images to pack: left out as masks and .* _controls/ \(2 images\)"):
-        open_source(str(tmp_path)).listing()
-    assert len(open_source(str(tmp_path / "_controls")).listing().items) == 2
+        listing_of(tmp_path)
+    assert len(listing_of(tmp_path / "_controls").items) == 2

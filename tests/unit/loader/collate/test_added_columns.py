@@ -13,7 +13,7 @@ import torch
 from bucketline.errors import CorruptError, FingerprintError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.store import RowColumn, Store, add_column, read_manifest
-from bucketline.store.change.drop import drop
+from bucketline.store.change.commit import drop
 from tests.added_columns import mask_of
 from tests.kit import HEIGHT, WIDTH, Form, add_samples, make_store, samples_of, store_writer
 from tests.loading import loaders_of, rows_of

@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError, StateError, StoreError, UsageError
-from bucketline.ingest.images.bucket_grid import parse_grid
-from bucketline.ingest.images.geometry import bucket_placement
+from bucketline.ingest.images.crop import bucket_placement, parse_grid
 from bucketline.loader import Batch, LatentKind, Loader, LoaderConfig
-from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
-from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.loader.collate.buffers import EMPTY, choose_captions, mirrored_left
+from bucketline.loader.plan.order import Purpose, keys_of_rows, uniform_on_host
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import LatentColumn, Store, StoreWriter, new_record
 from tests.conditioned import NUM_CLASSES, Form, conditioned_store, pooled_of, tokens_of
 from tests.kit import Sample, rewrite_manifest

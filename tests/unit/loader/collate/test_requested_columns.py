@@ -14,12 +14,13 @@ import torch
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.collate.window import Window
-from bucketline.loader.plan.rng import Purpose, uniform_on_host
-from bucketline.loader.prefetch.readahead import ColdDetector
+from bucketline.loader.plan.order import Purpose, uniform_on_host
+from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import RowColumn, Store
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.block import sample_digest
 from bucketline.torch_dtypes import as_stored
 from tests.kit import ANY, FRAMES, HEIGHT, WIDTH, Form, Sample, flip_bit
+from tests.serving import serving_here
 
 ROWS = {"train/64x64": 23, "train/64x96": 10, "val/64x64": 3}
 ASKED = ("target", "control/depth", "features/dino", "audio")
@@ -71,6 +72,14 @@ def test_a_flipped_row_has_all_of_its_mirror_image(store: Store) -> None:
         loader.set_epoch(0)
         present = torch.cat([batch.present["control/depth"] for batch in loader.forever()])
     assert 0 < int(present.sum()) < len(present)
+
+
+def test_what_is_requested_of_a_service_is_what_was_put_in(store: Store, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_size=4, epochs=2, columns=("audio", "control/depth", "target"), flip=0.5)
+    with serving_here(tmp_path, store.path) as served:
+        for stores, where in ((store, served.socket), (None, served.tcp)):
+            with Loader(stores, config, service=where) as loader:
+                assert check(loader.forever(), ANY.samples(ROWS), config) == 68
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

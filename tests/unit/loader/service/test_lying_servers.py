@@ -111,9 +111,7 @@ FRAMES = {
     "no JSON": (HEAD.pack(BATCH, 0, 0, 0, 2, 0) + b"\xff{", "layout is damaged"),
     "deep JSON": (HEAD.pack(BATCH, 0, 0, 0, 100_000, 0) + b"[" * 100_000, "layout is damaged"),
     "an empty layout": (layout_of(), "layout is damaged"),
-    "a bucket that is a number": (layout_of(1, 0, []), "layout is damaged"),
     "fields that are numbers": (layout_of("b", 0, [1]), "layout is damaged"),
-    "no fields": (layout_of("b", 0, []), "are not those of a batch"),
     "other bytes than its layout": (layout_of("b", 16, [], num_bytes=8), "layout is damaged|has 8 bytes"),
     "a shape of text": (batch_of(["latents", "uint8", ["x"], 0, 8]), "layout is damaged"),
     "a shape that is larger": (batch_of(["latents", "uint8", [9], 0, 8]), "layout is damaged"),
@@ -124,8 +122,6 @@ FRAMES = {
     "a tensor beyond the bytes": (batch_of(["latents", "uint8", [99], 0, 99]), "beyond its 8 bytes"),
     "an unknown dtype": (batch_of(["latents", "nn", [8], 0, 8]), "nn is not a dtype"),
     "an odd begin": (batch_of(["latents", "float32", [1], 1, 4]), "layout is damaged"),
-    "a field twice": (batch_of(*[["latents", "uint8", [8], 0, 8]] * 2), "two tensors of one name"),
-    "fields that a batch lacks": (batch_of(["x", "uint8", [8], 0, 8]), "are not those of a batch"),
 }
 
 

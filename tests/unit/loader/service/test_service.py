@@ -25,8 +25,8 @@ from bucketline.loader.service.client import ServiceBackend
 from bucketline.loader.service.metrics import metrics_served
 from bucketline.loader.service.server import Service
 from bucketline.store import Store
+from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push_pull import push

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
-import re
-import shutil
-import sys
+import resource
+import signal
+import struct
 import tarfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,17 @@ from safetensors import safe_open
 from safetensors.numpy import load, load_file
 
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
-from bucketline.files.atomic_folder import staged_folder, staging_path
-from bucketline.store import Store
+from bucketline.files.atomic_write import staged_folder, staging_path
+from bucketline.store import LatentColumn, RowColumn, Store, StoreWriter, new_record
+from bucketline.store.change.commit import drop
 from bucketline.store.export.exporter import ExportRequest, check_samples, export, open_export
-from bucketline.store.format.hashing import sample_digest
-from bucketline.store.read.iter_samples import Selection, live_samples
-from bucketline.store.read.verified_sample import write_sample
-from bucketline.store.write.publish import lock_store, publish
-from tests.commands import BIN, Ran, call, spawn
-from tests.kit import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree
+from bucketline.store.format.block import sample_digest
+from bucketline.store.read.samples import Selection, live_samples, write_sample
+from tests.commands import BIN, call, spawn
+from tests.fault.apart import How, apart
+from tests.kit import Sample, embedding, flip_bit, flip_caption, flip_row, make_sample, make_store, samples_of, tree
+from tests.unit.ingest.importers.known import Form, Known, assert_as_packed, run_import
+from tests.unit.ingest.importers.writers import FORMS
 
 FORMATS = ("webdataset", "safetensors", "mds")  # kohya takes only ids that are paths
 ODD = ("two\nlines.png", "../../x", "/etc/passwd", "raw\udcff.png", "l" * 10_000, "back\\slash.png", ".", "")
@@ -75,8 +80,7 @@ def small(tmp_path: Path) -> tuple[Store, list[Sample]]:
     odd = [make_sample(sample_id, "val/64x96", ("a \udcfe barn", "snow")[: n % 3]) for n, sample_id in enumerate(ODD)]
     first, second = samples_of({"train/64x64": 11, "train/96x64": 4}), [*odd, *samples_of({"train/64x64": 5}, "b/")]
     store = make_store(tmp_path / "in" / "s", first, second)
-    with lock_store(store.path):
-        publish(store.path, store.manifest, [], [sample_digest(first[3].id)])
+    drop(store.path, [first[3].id])
     return Store.open(store.path), [sample for sample in (*first, *second) if sample is not first[3]]
 
 
@@ -106,20 +110,12 @@ def test_tars_stay_below_the_size_asked_for_and_are_named_in_order(small: tuple[
     assert all(tar.stat().st_size <= 60_000 for tar in tars)
 
 
-def test_a_size_that_one_sample_exceeds_is_refused_with_the_size_that_will_do(
-    small: tuple[Store, list[Sample]], tmp_path: Path
-) -> None:
-    asked = ("store", "export", small[0].path, tmp_path / "out", "--format", "webdataset", "--shard-size")
-    size, sizes = "1", []
-    while (ran := call(*asked, size)).code == 2:
-        found = re.search(r"--shard-size is .*, a tar with only the sample .* has (\d+) bytes; give --shard-size \1", ran.err)
-        assert found is not None, ran.err
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
-        size = found[1]
-        sizes.append(int(size))
-    assert ran.code == 0, ran.err
-    assert sizes == sorted(sizes)
-    assert max(tar.stat().st_size for tar in (tmp_path / "out").iterdir()) == sizes[-1]
+def test_a_sample_that_exceeds_the_size_has_a_tar_of_its_own(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    store, samples = small
+    call("store", "export", store.path, tmp_path / "out", "--format", "webdataset", "--shard-size", "1KiB").done()
+    tars = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in tars] == [f"{n:06d}.tar" for n in range(len(samples))]
+    assert sum(path.stat().st_size > 1024 for path in tars) == len(tars)
 
 
 def test_the_same_store_gives_the_same_tars(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
@@ -131,9 +127,7 @@ def test_the_same_store_gives_the_same_tars(small: tuple[Store, list[Sample]], t
     assert {(member.mtime, member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, 0, "", "")}
 
 
-def test_a_folder_of_safetensors_has_a_file_a_sample_and_says_which_is_which(
-    small: tuple[Store, list[Sample]], tmp_path: Path
-) -> None:
+def test_a_folder_of_safetensors_has_a_file_for_each_sample(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     store, samples = small
     by_id = {sample.id: sample for sample in samples}
     written = run(store, request(tmp_path / "out", "safetensors"))
@@ -150,9 +144,13 @@ def test_a_folder_of_safetensors_has_a_file_a_sample_and_says_which_is_which(
 def test_get_and_export_give_the_same_file(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     run(small[0], request(tmp_path / "out", "safetensors"))
     for sample in small[1]:
-        call("store", "get", small[0].path, "-o", tmp_path / "one", "--", sample.id).done()
+        ran = call("store", "get", small[0].path, "-o", tmp_path / "one", "--json", "--", sample.id).done()
         exported = tmp_path / "out" / sample.bucket / f"{sample_digest(sample.id).hex()}.safetensors"
         assert exported.read_bytes() == (tmp_path / "one").read_bytes()
+        with safe_open(tmp_path / "one", framework="numpy") as file:
+            record = json.loads(file.metadata()["record"])
+        assert (record["id"], tuple(record["captions"])) == (sample.id, sample.captions)
+        assert all(ran.json[name] == value for name, value in record.items())
         (tmp_path / "one").unlink()
 
 
@@ -187,17 +185,14 @@ def test_damage_ends_the_export_with_the_sample_named_and_nothing_left(damage: s
     store = make_store(tmp_path / "s", [make_sample(f"{n}.png", "train/64x64", captions if n == 4 else ()) for n in range(9)])
     shard, record = store.sample("4.png")
     if damage == "row":
-        bucket = store.bucket("train/64x64")
-        at = int(bucket.locate(np.array([record.row])).offsets(bucket.spec, "latent")[0])
+        flip_row(store, "train/64x64", record.row)
     elif damage == "caption":
-        located = store.locate_captions(np.array([0]), np.array(record.caption_rows))
-        first = np.frombuffer(shard.read(int(located.starts_offsets()[0]), 8), dtype="<i8")
-        at = int(store.token_offsets(located, "tokens", first)[0])
+        flip_caption(store, record.caption_rows[0])
     else:
         entry = shard.find(sample_digest("4.png"))
         assert entry is not None
-        at = entry.record_offset + shard.read(entry.record_offset, entry.record_bytes).index(b"barn")
-    flip_bit(shard.paths.lmdb, 8 * at)
+        data = shard.read(entry.record_offset, entry.record_bytes)
+        flip_bit(shard.paths.lmdb, 8 * (entry.record_offset + data.index(b"barn")))
     before = tree(tmp_path)
     with pytest.raises(CorruptError, match=r"'4\.png'.* run `store verify`"):
         run(store, request(tmp_path / "out", kind))
@@ -216,40 +211,17 @@ def test_ctrl_c_in_the_middle_leaves_nothing(kind: str, small: tuple[Store, list
     assert tree(tmp_path) == before
 
 
-SCRIPT = """
-import os, resource, signal, sys
-from pathlib import Path
-from bucketline.store import Store
-from bucketline.store.export.exporter import export, open_export
-from bucketline.store.export.exporter import ExportRequest
-from bucketline.store.read.iter_samples import Selection
-store = Store.open(sys.argv[1])
-request = ExportRequest(output=Path(sys.argv[2]), format=sys.argv[3], selection=Selection())
-written = 0
-def on_sample():
-    global written
-    written += 1
-    if sys.argv[4] == "killed" and written > 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[4] == "full":  # a limit on a file's size: the system's own refusal of a write
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
-try:
-    exporter = open_export(store, request)
-    export(exporter, on_sample)
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def in_a_process(store: Store, output: Path, kind: str, how: str) -> Ran:
-    return spawn([sys.executable, "-c", SCRIPT, store.path, output, kind, how])
-
-
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_killed_export_leaves_nothing_under_the_name_and_does_not_block_the_next(
+def test_a_killed_export_leaves_nothing_in_the_way_of_the_next(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
-    assert in_a_process(small[0], tmp_path / "out", kind, "killed").code == -9
+    written = itertools.count()
+
+    def killed() -> None:
+        if next(written) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert apart(lambda: run(small[0], request(tmp_path / "out", kind), killed)).how is How.DIED
     assert sorted(path.name for path in tmp_path.iterdir()) == [staging_path(tmp_path / "out").name, "in"]
     run(small[0], request(tmp_path / "out", kind))
     run(small[0], request(tmp_path / "other", kind))
@@ -260,11 +232,15 @@ def test_a_killed_export_leaves_nothing_under_the_name_and_does_not_block_the_ne
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_write_that_the_system_refuses_leaves_nothing(kind: str, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     before = tree(tmp_path)
-    ran = in_a_process(small[0], tmp_path / "out", kind, "full")
-    assert ran.out.startswith("StoreError"), ran.err
-    assert "was not finished" in ran.out
-    assert "File too large" in ran.out
-    assert ran.err == ""
+
+    def refused() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))  # the system's own refusal of a write
+        run(small[0], request(tmp_path / "out", kind))
+
+    ended = apart(refused)
+    assert ended.how is How.REFUSED
+    assert "was not finished" in ended.said
+    assert "File too large" in ended.said
     assert tree(tmp_path) == before
 
 
@@ -286,7 +262,7 @@ def test_a_name_as_long_as_names_may_be_is_no_problem(small: tuple[Store, list[S
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
+def test_the_command_prints_one_object_and_so_does_a_dry_run(
     kind: str, small: tuple[Store, list[Sample]], tmp_path: Path
 ) -> None:
     asked = ("store", "export", small[0].path, "--format", kind, tmp_path / "out", "--json")
@@ -295,19 +271,8 @@ def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
     done = call(*asked).done()
     assert dry.json == {**done.json, "files": None, "bytes": None, "dry_run": True}
     sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert done.json == {
-        "output": str(tmp_path / "out"),
-        "format": kind,
-        "samples": 27,
-        "files": len(sizes),
-        "bytes": sum(sizes),
-        "dry_run": False,
-    }
-
-
-def test_the_command_says_to_people_what_it_wrote(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
-    ran = call("store", "export", small[0].path, "--format", "webdataset", tmp_path / "out", "--split", "val")
-    assert ran.out.startswith(f"{tmp_path / 'out'}: 8 samples, 1 file, takes ")
+    about = {"output": str(tmp_path / "out"), "format": kind, "samples": 27, "dry_run": False, "left_out": []}
+    assert done.json == {**about, "files": len(sizes), "bytes": sum(sizes)}
 
 
 def test_bad_requests_are_refused_and_change_nothing(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
@@ -353,42 +318,10 @@ def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, lis
 # A sample taken out of a store is a safetensors file of a row's shapes.
 
 
-def test_any_tool_opens_the_file_and_finds_the_sample(store: Store, samples: list[list[Sample]], tmp_path: Path) -> None:
-    for n, sample in enumerate(samples[0][:25:6] + samples[1][:3]):
-        report = write_sample(store, sample.id, tmp_path / f"{n}.safetensors")
-        found = load_file(tmp_path / f"{n}.safetensors")
-        assert np.array_equal(found["latent"], sample.latent)
-        assert found["original_size"].tolist() == list(sample.record.original_size)
-        for k, text in enumerate(sample.captions):
-            assert np.array_equal(found[f"caption.{k}.tokens"], embedding(text))
-        assert len([name for name in found if name.startswith("caption.")]) == max(1, len(sample.captions))
-        with safe_open(tmp_path / f"{n}.safetensors", framework="numpy") as file:
-            assert json.loads(file.metadata()["record"]) == json.loads(json.dumps(report))
-        assert (report["id"], report["captions"]) == (sample.id, sample.captions)
-
-
-def test_bfloat16_is_written_as_such(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import load_file as load_torch
-
-    sample = make_sample("a.png", "train/64x64", dtype="BF16")
-    store = make_store(tmp_path / "s", [sample], dtype="BF16")
-    write_sample(store, "a.png", tmp_path / "a.safetensors")
-    latent = load_torch(tmp_path / "a.safetensors")["latent"]
-    assert latent.dtype is torch.bfloat16
-    assert np.array_equal(latent.view(torch.uint16).numpy(), sample.latent)
-
-
-def test_a_damaged_row_is_not_given_away(store: Store, tmp_path: Path) -> None:
-    shutil.copytree(store.path, tmp_path / "s")
-    opened = Store.open(tmp_path / "s")
-    bucket = opened.bucket("train/64x64")
-    path = opened.shards[0].paths.lmdb
-    data = bytearray(path.read_bytes())
-    data[int(bucket.locate(np.array([0])).offsets(bucket.spec, "latent")[0])] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"sample 'first/train/64x64/0.png': the row's bytes do not match"):
-        write_sample(opened, "first/train/64x64/0.png", tmp_path / "out")
+def test_a_damaged_row_is_not_given_away(copy: Path, tmp_path: Path) -> None:
+    name = flip_row(copy, "train/64x64", 0)
+    with pytest.raises(CorruptError, match=f"sample '{name}': the row's bytes do not match"):
+        write_sample(Store.open(copy), name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -396,3 +329,143 @@ def test_a_sample_that_is_not_there_writes_nothing(store: Store, tmp_path: Path)
     with pytest.raises(StoreError, match="has no sample"):
         write_sample(store, "nothing.png", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+# `store export` to other trainers' caches: read back as they read them, and imported again they are what they were.
+
+
+def export_for_trainer(known: Known, kind: str, output: Path, *options: Any) -> dict[str, Any]:
+    """Export the packed store; it takes no more than was estimated."""
+    asked = ("store", "export", known.images.parent / "packed.store", output, "--format", kind, "--json", *options)
+    planned = call(*asked, "--dry-run")
+    ran = call(*asked).done()
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert (ran.json["files"], ran.json["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
+    assert planned.json == {**ran.json, "files": None, "bytes": None, "dry_run": True}
+    return ran.json
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
+def test_kohyas_files_are_read_by_numpy_and_imported_again(known: Callable[[str], Known], family: str, tmp_path: Path) -> None:
+    own = known(family)
+    export_for_trainer(own, "kohya", tmp_path / "out")
+    for sample in own.samples:
+        width, height = sample.original_wh
+        with np.load(tmp_path / "out" / f"{sample.stem}_{width:04d}x{height:04d}_{family}.npz") as found:
+            end = f"_{sample.latent.shape[1]}x{sample.latent.shape[2]}" if family in ("sd3", "flux") else ""
+            wanted = own.fed(sample.latent) if family == "flux" else sample.latent
+            np.testing.assert_allclose(found["latents" + end], wanted, rtol=1e-6, atol=1e-6)
+            assert found["latents" + end].dtype == np.float32
+            assert found["original_size" + end].tolist() == [width, height]
+            top, left, high, wide = sample.record.crop
+            assert found["crop_ltrb" + end].tolist() == [left, top, left + wide, top + high]
+        assert (tmp_path / "out" / f"{sample.stem}.txt").read_text(encoding="utf-8") == f"{sample.caption}\n"
+    ran = run_import("kohya", tmp_path / "out", tmp_path / "s.store", own).done()
+    assert ran.json["text"] == "encode"
+    form, stems = Form(scaled=family == "flux"), {sample.id: sample.stem for sample in own.samples}
+    assert_as_packed(tmp_path / "s.store", own, form, ids=stems)
+
+
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_what_is_exported_to_mds_and_imported_again_is_the_same(
+    known: Callable[[str], Known], family: str, tmp_path: Path
+) -> None:
+    own = known(family)
+    export_for_trainer(own, "mds", tmp_path / "out", "--shard-size", "8KiB")
+    assert len(list((tmp_path / "out" / "train").glob("*/*.mds"))) > 2
+    run_import("mds", tmp_path / "out", tmp_path / "s.store", own).done()
+    assert_as_packed(tmp_path / "s.store", own, FORMS["mds"])
+
+
+def mds_samples(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Return the columns of each sample by its key, read as the shards' own descriptions say."""
+    found = {}
+    for bucket in sorted((folder / "train").iterdir()):
+        (shard,) = json.loads((bucket / "index.json").read_text(encoding="utf-8"))["shards"]
+        data = (bucket / shard["raw_data"]["basename"]).read_bytes()
+        assert len(data) == shard["raw_data"]["bytes"]
+        (number,) = struct.unpack_from("<I", data)
+        offsets = struct.unpack_from(f"<{number + 1}I", data, 4)
+        described = json.loads(data[4 * (number + 2) : offsets[0]])
+        assert described["column_names"] == sorted(described["column_names"]) == shard["column_names"]
+        for begin, end in pairwise(offsets):
+            sizes, names = described["column_sizes"], described["column_names"]
+            at = begin + 4 * sizes.count(None)
+            free = iter(struct.unpack_from(f"<{sizes.count(None)}I", data, begin))
+            values = {}
+            for name, size in zip(names, sizes, strict=True):
+                length = next(free) if size is None else size
+                values[name], at = data[at : at + length], at + length
+            assert at == end
+            found[values["key"].decode()] = values
+    return found
+
+
+def test_an_mds_shard_is_as_its_description_says(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    export_for_trainer(own, "mds", tmp_path / "out")
+    found = mds_samples(tmp_path / "out")
+    for sample in own.samples:
+        values, (height, width) = found[sample.id], sample.bucket_hw
+        latent = np.frombuffer(values[f"latents_{height}x{width}"], dtype="<f2").reshape(sample.latent.shape)
+        np.testing.assert_allclose(latent, own.fed(sample.latent), rtol=2**-10, atol=1e-6)
+        assert values["caption"].decode() == sample.caption
+        assert np.frombuffer(values["caption_latents"], dtype="<f2").tolist() == sample.tokens.astype("<f2").ravel().tolist()
+
+
+def test_a_store_of_another_model_is_refused_by_name(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("pixart_sigma")
+    refused = call("store", "export", own.images.parent / "packed.store", tmp_path / "out", "--format", "kohya")
+    assert refused.code == 1
+    assert "text family 'pixart_sigma'; kohya's caches are written for sd, sdxl, sd3, flux" in refused.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["kohya", "mds"])
+def test_columns_next_to_the_latents_are_left_out_by_name(kind: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    sample = own.samples[0]
+    encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
+    mask = RowColumn(role="mask", dtype="U8", shape=(3,))
+    latents = [LatentColumn(channels=4, downscale=2, dtype="F32", name=name) for name in ("latent", "latent_flipped")]
+    with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=[*latents, mask]) as writer:
+        values = {"target": sample.latent, "target/flipped": sample.latent, "mask": np.ones(3, "u1")}
+        writer.add(sample.id, "train", values)
+    asked = ("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", kind)
+    assert call(*asked, "--dry-run", "--json").json["left_out"] == ["mask"]
+    assert "left out, as" in call(*asked).done().out
+
+
+NAMES: dict[str, tuple[tuple[str, ...], str]] = {
+    "two images of one name": (("a.png", "a.jpg"), "'a.jpg' and 'a.png' have one name in kohya's caches"),
+    "a size that is unknown": (("unknown.png",), "'unknown.png': the size of its image is unknown"),
+    "out of the folder": (("../a.png",), "cannot be a file's name"),
+    "nothing before the dot": (("..png",), "cannot be a file's name"),
+    "the root": (("/a.png",), "cannot be a file's name"),
+    "a name that is too long": (("a" * 201,), "cannot be a file's name"),
+}
+
+
+@pytest.mark.parametrize(("ids", "said"), NAMES.values(), ids=NAMES)
+def test_ids_that_kohyas_scripts_would_not_find_are_refused(
+    ids: tuple[str, ...], said: str, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("sd")
+    encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
+    columns = [LatentColumn(channels=4, downscale=2, dtype="F32")]
+    with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=columns) as writer:
+        for one in ids:
+            height, width = own.samples[0].bucket_hw
+            record = new_record(one, f"train/{height}x{width}")
+            if one.startswith("unknown"):
+                record = replace(record, original_size=(0, 0))
+            writer.add_record(record, {"latent": own.samples[0].latent}, {})
+    call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya").fails(said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_was_imported_does_not_go_out_to_kohyas_form(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    export_for_trainer(own, "mds", tmp_path / "mds")
+    run_import("mds", tmp_path / "mds", tmp_path / "s.store", own).done()
+    call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya").fails("was made by `ingest import`")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 
-from bucketline.errors import CorruptError, FingerprintError, StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
-from bucketline.store.format.manifest import check_fingerprint, parse_manifest, read_manifest, sealed, write_manifest
-from tests.kit import contents, edit_json, empty_store, make_store, samples_of
-
-
-@pytest.fixture
-def copy(store: Store, tmp_path: Path) -> Path:
-    shutil.copytree(store.path, tmp_path / "copy")
-    return tmp_path / "copy"
+from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed, write_manifest
+from tests.kit import edit_json, make_store, samples_of, tree
 
 
 def test_a_manifest_comes_back_as_it_was_written(store: Store) -> None:
@@ -43,15 +37,9 @@ def test_a_manifest_edited_by_hand_is_refused(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 7])
-def test_another_format_is_refused_with_both_versions(version: int, copy: Path) -> None:
-    edit_json(copy / "manifest.json", format_version=version)
+def test_another_format_is_refused_with_both_versions_whatever_its_fields(version: int, copy: Path) -> None:
+    (copy / "manifest.json").write_text(f'{{"format_version": {version}, "pages": []}}', encoding="ascii")
     with pytest.raises(StoreError, match=rf"has format version {version}, expected 1"):
-        read_manifest(copy)
-
-
-def test_another_format_is_refused_as_such_though_its_fields_are_others(copy: Path) -> None:
-    (copy / "manifest.json").write_text('{"format_version": 7, "pages": []}', encoding="ascii")
-    with pytest.raises(StoreError, match=r"format version 7"):
         read_manifest(copy)
 
 
@@ -73,16 +61,20 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list as an object": (lambda d: d.update(buckets={}), "buckets is {}, expected list"),
     "no list of shards": (lambda d: d.update(shards=5), "shards is 5, expected list"),
     "a bucket under another name": (bucket_edit(name="train/8x8"), "'train/8x8' is not the name of a bucket"),
-    "a bucket of another size": (
-        bucket_edit(axes=[{"name": "height_px", "size": 8}]),
-        "is not the name of a bucket of train, 8",
-    ),
+    "a bucket of another size": (bucket_edit(axes=[{"name": "height_px", "size": 8}]), "the name of a bucket of train, 8"),
     "a bucket of another split": (bucket_edit(split="../../etc"), "is not the name of a bucket"),
     "another header": (bucket_edit(header_bytes=64), "header_bytes is 64, its columns need"),
     "a bucket without columns": (bucket_edit(columns={}), "header_bytes"),
     "a bucket twice": (lambda d: d["buckets"].append(d["buckets"][0]), "listed twice"),
     "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
     "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is not a shard name"),
+    "a shard that is a number": (lambda d: d.update(shards=[5]), "shards"),
+    "an empty shard": (lambda d: d.update(shards=[{}]), "shards"),
+    "groups as a number": (shard_edit(groups=5), "groups"),
+    "three numbers of a group": (shard_edit(groups={"text": [1, 2, 3]}), "expected 4 values: rows, blocks"),
+    "a named group": (shard_edit(groups={"text": {"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}}), "groups.text is"),
+    "a number of a group as text": (shard_edit(groups={"text": [1, 2, 3, "4"]}), "dropped"),
+    "a negative number of a group": (shard_edit(groups={"text": [-1, 2, 3, 4]}), "rows"),
     "a shard of unknown buckets": (shard_edit(groups={"x": [1, 1, 0, 0]}), "'x'"),
     "no token column": (lambda d: d["text"].update(tokens={}), "expected one token column or more"),
     "an unknown dtype": (lambda d: d["text"]["tokens"]["tokens"].update(dtype="F8"), "the dtype 'F8'"),
@@ -96,9 +88,8 @@ def test_a_document_that_is_no_manifest_is_refused_by_field(case: str, store: St
     edit, message = EDITS[case]
     document = json.loads((store.path / "manifest.json").read_bytes())
     edit(document)
-    with pytest.raises(CorruptError, match=r"item is damaged") as error:
+    with pytest.raises(CorruptError, match=f"item is damaged.*{re.escape(message)}"):
         parse_manifest(json.dumps(document).encode(), "item")
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"5", b"[" * 200_000, b'{"a":' * 100_000, b"{}"])
@@ -120,10 +111,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("empty", "it has no manifest.json; name a store's folder, or make one with `ingest pack SOURCE STORE`"),
-        (
-            "sore",
-            "{} has no 'sore' (did you mean 'store'?); name a store's folder, or make one with `ingest pack SOURCE {}/sore`",
-        ),
+        ("sore", "{} has no 'sore' (did you mean 'store'?); name a store's folder, or make one with `ingest pack SOURCE {}/s"),
         ("file", "it is a file; name a store's folder"),
         ("photos", "it is a folder of images; pack it with `ingest pack {}/photos STORE`"),
         ("photos/inner", "it is a folder of images"),
@@ -144,28 +132,18 @@ def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: st
     assert f"{tmp_path / name} is not a store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
 
 
-def test_a_generation_that_is_gone_is_named(copy: Path) -> None:
-    with pytest.raises(StoreError, match=r"has no generation 77 any more; open the newest one"):
-        read_manifest(copy, 77)
+def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, manifest = tree(copy), read_manifest(copy)
+    for module in ("format.manifest", "write.publish", "verify.verify"):
+        monkeypatch.setattr(f"bucketline.store.{module}.MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(StoreError, match=r"of 2 shards and 4 buckets has \d+ bytes, at most 1000 are read.*larger shards"):
+        write_manifest(copy, replace(manifest, generation=9))
+    assert tree(copy) == before
 
 
-def test_a_reader_stays_on_the_generation_that_it_opened(tmp_path: Path) -> None:
-    from bucketline.store import Store
-
-    store = make_store(tmp_path, samples_of({"train/64x64": 2}))
-    write_manifest(tmp_path, replace(store.manifest, generation=9))
-    assert store.manifest.generation == 1
-    assert Store.open(tmp_path, 1).manifest.generation == 1
-    assert Store.open(tmp_path).manifest.generation == 9
-
-
-def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tmp_path: Path) -> None:
-    stored, present = empty_store(tmp_path), contents()
-    check_fingerprint(stored, present)
-    other: dict[str, Any] = {**present.encoders, "vae": {"scaling_factor": 0.13}}
-    with pytest.raises(FingerprintError, match=r"encoders.vae.scaling_factor = 0.18215, this run has 0.13"):
-        check_fingerprint(stored, replace(present, encoders=other))
-    with pytest.raises(FingerprintError, match=r"does not record its rules.crop, this run has center"):
-        check_fingerprint(stored, replace(present, rules={**present.rules, "crop": "center"}))
-    with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
-        check_fingerprint(stored, replace(present, max_captions=8))
+def test_a_group_takes_four_numbers_however_the_document_is_laid_out(store: Store) -> None:
+    manifest, data = store.manifest, dump_manifest(store.manifest)
+    document, group = json.loads(data), manifest.shards[0].groups["text"]
+    assert document["shards"][0]["groups"]["text"] == [group.rows, group.blocks, group.first_block, group.dropped]
+    assert b"\n" not in data[:-1]
+    assert parse_manifest(json.dumps(document, indent=3).encode(), "m") == manifest

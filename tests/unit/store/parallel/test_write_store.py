@@ -19,7 +19,7 @@ from bucketline.errors import LockedError, RankError, SourceError, UsageError
 from bucketline.store import RowColumn, Store, StoreWriter, write_store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull
-from bucketline.store.transfer.sender import ShardSender, send_shard
+from bucketline.store.transfer import ShardSender, send_shard
 from tests.commands import ROOT, spawn
 from tests.fault.apart import HANG_S, How, apart
 
@@ -75,7 +75,7 @@ def check(path: Path, names: Iterable[str]) -> None:
 
 
 @pytest.mark.parametrize(("workers", "start"), [(0, "spawn"), (2, "spawn"), (3, "fork")])
-def test_every_item_is_written_once_and_a_rerun_encodes_nothing(
+def test_items_are_written_once_and_not_encoded_again(
     workers: int, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT)  # a spawned worker imports this file
@@ -134,7 +134,7 @@ def test_items_may_be_paths_or_a_mapping_by_id(tmp_path: Path) -> None:
         ("misfit", UsageError, r"^sample 'sounds/13.wav': column 'target' has the shape \[2, 2\], expected \[length\]"),
     ],
 )
-def test_a_failing_item_is_named_and_the_others_are_kept(
+def test_a_failing_item_is_named_and_others_kept(
     what: str, error: type[Exception], words: str, workers: int, tmp_path: Path
 ) -> None:
     noting = Noting(tmp_path / "notes", at=NAMES[13], what=what)
@@ -208,9 +208,7 @@ def test_a_store_at_a_url_is_written_and_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_store_at_a_url_is_published_once_all_its_shards_are_sent(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_at_a_url_is_published_when_all_is_sent(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_send, unsent, publish = threading.Event(), list[int](), StoreWriter.publish
 
     def sent_when_awaited(*arguments: Any) -> None:
@@ -227,7 +225,7 @@ def test_a_store_at_a_url_is_published_once_all_its_shards_are_sent(
         return publish(own, *arguments)
 
     finish = ShardSender.finish
-    monkeypatch.setattr("bucketline.store.transfer.sender.send_shard", sent_when_awaited)
+    monkeypatch.setattr("bucketline.store.transfer.send_shard", sent_when_awaited)
     monkeypatch.setattr(ShardSender, "finish", waiting)
     monkeypatch.setattr(StoreWriter, "publish", published)
     (tmp_path / "bucket").mkdir()

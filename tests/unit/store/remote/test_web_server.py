@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 import subprocess
@@ -10,14 +11,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import StoreError
-from bucketline.store.folder import DeniedError, MissingObjectError, NoRangesError
+from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError, NoRangesError
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from tests.leftovers import wait_until
 from tests.unit.loader.service.test_tcp import certificate_of
@@ -37,7 +39,7 @@ def data(tmp_path: Path) -> bytes:
 
 @contextmanager
 def served(
-    handler: Callable[..., SimpleHTTPRequestHandler], context: ssl.SSLContext | None = None
+    handler: Callable[..., BaseHTTPRequestHandler], context: ssl.SSLContext | None = None
 ) -> Iterator[ThreadingHTTPServer]:
     """Serve a folder, without ranges, by https if there is a context."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -85,7 +87,7 @@ def test_files_and_ranges_are_read(read: Callable[[ObjectFolder], bytes], part: 
     ],
 )
 @pytest.mark.parametrize(("read", "part"), READS[:2])
-def test_what_fails_or_breaks_off_once_is_requested_again(
+def test_a_fault_is_requested_again(
     fault: Fault, read: Callable[[ObjectFolder], bytes], part: slice, data: bytes, tmp_path: Path
 ) -> None:
     with RangeServer(tmp_path, schedule=Schedule([fault]), stall_s=DEADLINE_S, drip_s=0.1) as server:
@@ -102,7 +104,7 @@ def test_what_fails_or_breaks_off_once_is_requested_again(
         (Fault.FORBIDDEN, DeniedError, "access denied"),
         (Fault.MISSING, MissingObjectError, "is missing"),
         (Fault.UNAVAILABLE, StoreError, "503 Service Unavailable"),
-        (Fault.REDIRECT_LOOP, StoreError, "error following redirect"),
+        (Fault.REDIRECT_LOOP, StoreError, "TooManyRedirects"),
     ],
 )
 def test_another_answer_is_named(fault: Fault, kind: type[StoreError], message: str, data: bytes, tmp_path: Path) -> None:
@@ -129,7 +131,16 @@ def test_a_user_and_password_are_sent_and_not_to_another_server(tmp_path: Path, 
         server.outage = Fault.ELSEWHERE
         for port in (other.server_port, server.port):
             assert ObjectFolder.open(f"http://me:p%40ss@127.0.0.1:{port}").read("manifest.json") == b"1"
-    assert asked == ["Basic bWU6cEBzcw==", None]
+            assert ObjectFolder.open(f"http://me@127.0.0.1:{port}").read("manifest.json") == b"1"  # without a password
+    assert asked == ["Basic bWU6cEBzcw==", "Basic bWU6", None, None]
+
+
+def test_what_is_gone_for_good_is_missing(tmp_path: Path) -> None:
+    handler = type(
+        "Gone", (SimpleHTTPRequestHandler,), {"do_GET": lambda request: request.send_error(410), "log_message": print}
+    )
+    with served(handler) as server, pytest.raises(MissingObjectError, match=r"manifest\.json is missing"):
+        ObjectFolder.open(f"http://127.0.0.1:{server.server_port}").read("manifest.json")
 
 
 def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path) -> None:
@@ -153,5 +164,83 @@ def test_a_certificate_that_nobody_trusts_is_refused(data: bytes, tmp_path: Path
     context.load_cert_chain(certificate, key)
     with served(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)), context) as server:
         url = f"https://127.0.0.1:{server.server_port}/a.store"
-        with pytest.raises(StoreError, match=f"cannot read {url}"):
+        with pytest.raises(StoreError, match=f"cannot read {url}.*CaUsedAsEndEntity"):
             ObjectFolder.open(url, RemoteOptions(deadline_s=2.0)).read(NAME)
+
+
+class Noting(BaseHTTPRequestHandler):
+    """Notes paths, and conditions of writes; there is an object of another writer at each."""
+
+    noted: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._answer(200, self.path)
+
+    def do_CONNECT(self) -> None:
+        self._answer(403, self.path)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        names = ("if-none-match", "x-goog-if-generation-match")
+        self._answer(412, *(f"{name}: {self.headers[name]}" for name in names if name in self.headers))
+
+    def _answer(self, status: int, *noted: str) -> None:
+        self.noted.extend(noted)
+        self.send_response(status)
+        for name, value in {"Content-Length": "6", "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT", "ETag": '"1"'}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"theirs")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that notes what it is asked for, and an environment with credentials for it."""
+    Noting.noted.clear()
+    with served(Noting) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
+            monkeypatch.setenv(name, "example")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
+        yield endpoint
+
+
+@pytest.mark.parametrize(
+    ("url", "condition"),
+    [
+        ("s3://bucket/a.store", "if-none-match: *"),
+        ("az://container/a.store", "if-none-match: *"),
+        ("gs://bucket/a.store", "x-goog-if-generation-match: 0"),
+    ],
+)
+def test_each_kind_of_storage_is_sent_its_condition(url: str, condition: str, noting: str) -> None:
+    with pytest.raises(ExistsError):
+        ObjectFolder.open(url, RemoteOptions(endpoint=noting, deadline_s=10)).create("generations/1.json", b"ours")
+    assert condition in Noting.noted
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "asked"),
+    [
+        ("http://store.example.com/a.store", None, "http://store.example.com/a.store/manifest.json"),
+        ("s3://bucket/a.store", "http://store.example.com", "http://store.example.com/bucket/a.store/manifest.json"),
+        ("https://store.example.com/a.store", None, "store.example.com:443"),
+    ],
+)
+def test_the_environments_proxy_is_used(
+    url: str, endpoint: str | None, asked: str, noting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, noting)
+    monkeypatch.delenv("no_proxy", raising=False)
+    folder = ObjectFolder.open(url, RemoteOptions(endpoint=endpoint, deadline_s=2.0))
+    if url.startswith("https"):
+        with pytest.raises(StoreError, match=f"cannot read {url}"):
+            folder.read("manifest.json")
+    else:
+        assert folder.read("manifest.json") == b"theirs"
+    assert set(Noting.noted) == {asked}

@@ -1,10 +1,9 @@
-"""Changes to a store in object storage: the same as on a disk, and nothing is lost if two are made at once."""
+"""Changes in object storage, by functions and commands: as on a disk, and nothing is lost if two are made at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,48 +12,30 @@ from typing import Any
 
 import pytest
 
+from bucketline.bench.fixtures.range_server import RangeServer
 from bucketline.errors import StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
-from bucketline.store.change.commit import restore
-from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import UNLISTED_S, collect
-from bucketline.store.change.repair import repair
+from bucketline.store.change.commit import drop, restore
+from bucketline.store.change.compact import UNLISTED_S, collect, compact
 from bucketline.store.folder import ListedFile
-from bucketline.store.remote.generations import listed_generations, newest_generation, read_generation
+from bucketline.store.remote.generations import commit, listed_generations, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull, push
-from bucketline.store.transfer.sender import pending_shards
+from bucketline.store.transfer import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
-from tests.kit import add_samples, everything, make_store, samples_of, store_writer
-from tests.object_storage import S3Bucket, in_memory
+from tests.commands import call
+from tests.kit import add_samples, everything, ids_of, samples_of, store_writer, tree
+from tests.object_storage import SECRET, S3Bucket, in_memory
 
 DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
 
 
-@pytest.fixture
-def own(store: Store, tmp_path: Path) -> Path:
-    shutil.copytree(store.path, tmp_path / "own.store")
-    return tmp_path / "own.store"
-
-
 @pytest.fixture(params=["memory", "s3"])
-def folder(request: pytest.FixtureRequest, own: Path) -> ObjectFolder:
-    if request.param == "memory":
-        objects = in_memory()
-    else:
-        bucket: S3Bucket = request.getfixturevalue("s3")
-        objects = bucket.folder("a.store")
-    push(own, objects)
+def folder(request: pytest.FixtureRequest, copy: Path) -> ObjectFolder:
+    objects: ObjectFolder = in_memory() if request.param == "memory" else request.getfixturevalue("s3").folder("a.store")
+    push(copy, objects)
     return objects
-
-
-@pytest.fixture
-def objects(own: Path) -> ObjectFolder:
-    folder = in_memory()
-    push(own, folder)
-    return folder
 
 
 def pulled(objects: ObjectFolder, path: Path) -> Store:
@@ -64,10 +45,6 @@ def pulled(objects: ObjectFolder, path: Path) -> Store:
     assert not found.corrupt
     assert not found.strays
     return store
-
-
-def ids_in(store: Store) -> set[str]:
-    return {row.record.id for rows in everything(store).values() for row in rows}
 
 
 def names(objects: ObjectFolder) -> set[str]:
@@ -86,55 +63,54 @@ def aged(monkeypatch: pytest.MonkeyPatch, seconds: float, below: str = "") -> No
     monkeypatch.setattr(ObjectFolder, "names", older)
 
 
-def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, copy: Path, tmp_path: Path) -> None:
     dry = drop(folder, DROPPED, dry_run=True)
     assert (dry.generation, dry.samples) == (2, 51)
     assert newest_generation(folder).generation == 2
     done = drop(folder, DROPPED)
-    drop(own, DROPPED)
+    drop(copy, DROPPED)
     assert (done.generation, done.samples) == (3, 51)
-    assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(copy))
     with pytest.raises(StoreError, match=r"a\.store has no sample 'first/train/64x64/3\.png'"):
         drop(folder, DROPPED)
 
 
-def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, copy: Path, tmp_path: Path) -> None:
     drop(folder, DROPPED)
-    drop(own, DROPPED)
+    drop(copy, DROPPED)
     dry = compact(folder, shard_bytes=1 << 24, dry_run=True)
     assert dry.rewritten == ("g0", "g1")
     done = compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
-    compact(own, shard_bytes=1 << 24)
+    compact(copy, shard_bytes=1 << 24)
     assert (done.generation, done.rows, done.dropped) == (4, 51, 2)
     assert done.collected is not None
     assert done.collected.generations == (2, 3)
     assert "g0.lmdb" in done.collected.files
-    assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(copy))
     left = {name.partition(".")[0] for name in names(folder)}
     assert left == {"manifest", "generations/4", f"shards/{done.written[0]}"}
     assert not verify_folder(folder, lambda _: None, 1).corrupt
 
 
-def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
+def test_an_earlier_generation_is_restored(objects: ObjectFolder, copy: Path, tmp_path: Path) -> None:
     drop(objects, DROPPED)
     compact(objects, shard_bytes=1 << 24)
     assert restore(objects, 2, dry_run=True)[1].generation == 2
     before, done = restore(objects, 2)
     assert (done.generation, before.samples, done.samples) == (5, 51, 53)
-    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(copy))
     assert restore(objects, 2)[1] == done
     restore(objects, 3)  # with its lists of dropped rows
-    assert ids_in(pulled(objects, tmp_path / "third.store")) == ids_in(Store.open(own)) - set(DROPPED)
+    assert set(ids_of(pulled(objects, tmp_path / "third.store"))) == set(ids_of(copy)) - set(DROPPED)
     collect(objects, 0)
     with pytest.raises(StoreError, match=r"a\.store has no generation 2: it was removed by"):
         restore(objects, 2)
 
 
-def test_of_two_changes_at_once_both_are_made(
-    folder: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_changes_at_once_are_both_made(
+    folder: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     barrier, waited = threading.Barrier(2), threading.local()
-    from bucketline.store.remote.generations import commit
 
     def together(*args: object, **more: object) -> bool:
         if not getattr(waited, "is_done", False):
@@ -147,28 +123,26 @@ def test_of_two_changes_at_once_both_are_made(
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda work: work(), works))
     assert sorted(done) == [3, 4]
-    expected = ids_in(Store.open(own)) - set(DROPPED)
-    assert ids_in(pulled(folder, tmp_path / "pulled.store")) == expected
+    expected = set(ids_of(copy)) - set(DROPPED)
+    assert set(ids_of(pulled(folder, tmp_path / "pulled.store"))) == expected
     newest = newest_generation(folder)
     listed = {entry.name for n in (2, 3, 4) for entry in read_generation(folder, n, newest).shards}
     assert {name.removeprefix("shards/").partition(".")[0] for name in names(folder) if name.startswith("shards/")} == listed
 
 
-def test_a_compaction_that_a_pack_overtakes_copies_nothing_again(
-    objects: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_overtaken_compaction_copies_once(
+    objects: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.store.remote.generations import commit
-
-    drop(own, DROPPED)
-    push(own, objects)
-    expected = ids_in(Store.open(own)) | {sample.id for sample in samples_of({"val/64x64": 3}, "new/")}
+    drop(copy, DROPPED)
+    push(copy, objects)
+    expected = set(ids_of(copy)) | {sample.id for sample in samples_of({"val/64x64": 3}, "new/")}
     copied = []
 
     def late(*args: object, **more: object) -> bool:
         monkeypatch.setattr(commit_module, "commit", commit)
-        with store_writer(own) as writer:
+        with store_writer(copy) as writer:
             add_samples(writer, samples_of({"val/64x64": 3}, "new/"))
-        push(own, objects)
+        push(copy, objects)
         return commit(*args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(commit_module, "commit", late)
@@ -176,11 +150,11 @@ def test_a_compaction_that_a_pack_overtakes_copies_nothing_again(
     assert done.generation == 5
     assert [now == of for now, of in copied].count(True) == 1
     assert [entry.name for entry in newest_generation(objects).shards][:1] == list(done.written)
-    assert ids_in(pulled(objects, tmp_path / "pulled.store")) == expected
+    assert set(ids_of(pulled(objects, tmp_path / "pulled.store"))) == expected
 
 
-def test_changes_leave_no_open_file_in_the_process(objects: ObjectFolder, own: Path) -> None:
-    ids, num_open = sorted(ids_in(Store.open(own))), list[int]()
+def test_changes_leave_no_open_file_in_the_process(objects: ObjectFolder, copy: Path) -> None:
+    ids, num_open = sorted(set(ids_of(copy))), list[int]()
     for sample_id in ids[:6]:
         drop(objects, [sample_id])
         gc.collect()
@@ -188,8 +162,8 @@ def test_changes_leave_no_open_file_in_the_process(objects: ObjectFolder, own: P
     assert num_open[-1] <= num_open[2]
 
 
-def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder, tmp_path: Path, own: Path) -> None:
-    ids = sorted(ids_in(Store.open(own)))[:4]
+def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder, tmp_path: Path, copy: Path) -> None:
+    ids = sorted(set(ids_of(copy)))[:4]
     barrier = threading.Barrier(4)
 
     def run(sample_id: str) -> None:
@@ -199,11 +173,11 @@ def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, ids))
     assert newest_generation(folder).generation == 6
-    assert ids_in(pulled(folder, tmp_path / "pulled.store")) == ids_in(Store.open(own)) - set(ids)
+    assert set(ids_of(pulled(folder, tmp_path / "pulled.store"))) == set(ids_of(copy)) - set(ids)
 
 
-def test_a_change_that_dies_before_its_commit_changes_nothing(
-    objects: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_change_killed_before_it_commits(
+    objects: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(commit_module, "commit", lambda *_, **__: 1 / 0)
@@ -212,7 +186,7 @@ def test_a_change_that_dies_before_its_commit_changes_nothing(
         with pytest.raises(ZeroDivisionError):
             compact(objects, shard_bytes=1 << 24)
     assert newest_generation(objects).generation == 2
-    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(copy))
     assert drop(objects, DROPPED).generation == 3
 
 
@@ -225,7 +199,7 @@ def test_what_is_wrong_in_the_folder_on_this_disk_is_named_by_that_folder(object
         commit_module.commit_change(objects, lambda base: base.manifest, work=work)
 
 
-def test_only_what_no_generation_lists_is_collected(
+def test_what_a_generation_lists_is_not_collected(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     objects.write("shards/upload.lmdb", b"another writer's")
@@ -234,7 +208,7 @@ def test_only_what_no_generation_lists_is_collected(
     before = names(objects)
     kept = collect(objects, 3600)
     assert (kept.generations, kept.files) == ((), ())
-    assert [waiting.generation for waiting in kept.waiting] == [2]
+    assert kept.waiting == (2,)
     dry = collect(objects, 0, dry_run=True)
     assert dry.generations == (2,)
     assert names(objects) == before
@@ -245,7 +219,7 @@ def test_only_what_no_generation_lists_is_collected(
     assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 51
 
 
-def test_what_a_damaged_generation_listed_goes_with_it_by_the_notes_of_its_successors(
+def test_what_a_damaged_generation_listed_goes_by_the_notes_of_others(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compact(objects, shard_bytes=1 << 30)
@@ -254,12 +228,12 @@ def test_what_a_damaged_generation_listed_goes_with_it_by_the_notes_of_its_succe
     for number in listed_generations(objects):
         if number != before.generation:
             objects.write(f"generations/{number}.json", b"{}")
-    removed, own = list[str](), ObjectFolder.remove
+    removed, copy = list[str](), ObjectFolder.remove
 
     def remove(self: ObjectFolder, names: Iterable[str]) -> None:
         listed = list(names)
         removed.extend(name for name in listed if not name.startswith("pending/"))
-        own(self, listed)
+        copy(self, listed)
 
     monkeypatch.setattr(ObjectFolder, "remove", remove)
     gone = collect(objects, 0).files
@@ -280,50 +254,33 @@ def test_what_a_running_pack_has_sent_is_not_collected(objects: ObjectFolder, mo
     assert "pending/run" not in names(objects)
 
 
-def test_damaged_objects_are_pushed_again_or_repaired(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
+def test_damaged_objects_are_pushed_again(objects: ObjectFolder, copy: Path, tmp_path: Path) -> None:
     data = bytearray(objects.read("shards/g1.lmdb"))
     data[len(data) // 2] ^= 1
     objects.write("shards/g1.lmdb", bytes(data))
     objects.remove(["shards/g0.index"])
     assert {fault.shard for fault in verify_folder(objects, lambda _: None, 1).corrupt} == {"g0", "g1"}
     objects.remove(["shards/g1.lmdb"])
-    push(own, objects)
-    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
-    data = bytearray(objects.read("shards/g1.lmdb"))
-    data[data.index(b'"latent"') + 4096] ^= 1
-    objects.write("shards/g1.lmdb", bytes(data))
-    assert repair(objects).generation == 3
-    (fault,) = verify_folder(objects, lambda _: None, 1).corrupt
-    assert "g1.lmdb has the digest" in fault.error  # as on a disk: a run may be planned on that generation
-    collect(objects, 0)
-    assert not verify_folder(objects, lambda _: None, 1).corrupt
+    push(copy, objects)
+    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(copy))
 
 
-def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(objects: ObjectFolder) -> None:
-    hint = objects.read("manifest.json")
-    drop(objects, DROPPED)
-    drop(objects, ["first/train/64x64/4.png"])
-    objects.write("manifest.json", hint)  # a slow writer's
-    collect(objects, 0)
-    assert newest_generation(objects).generation == 4
-
-
-def test_a_change_after_an_old_hint_continues_from_the_newest_generation(
-    objects: ObjectFolder, own: Path, tmp_path: Path
-) -> None:
-    """Garbage collection has removed the generations between, so that the newest one does not follow the hint."""
-    hint = objects.read("manifest.json")
-    for sample_id in DROPPED:
+def test_an_old_hint_hides_no_generation_from_gc_or_a_change(objects: ObjectFolder, copy: Path, tmp_path: Path) -> None:
+    """A slow writer's, or one that somebody has put back; the generations after it may be gone, and it names none of them."""
+    hint, gone = objects.read("manifest.json"), [*DROPPED, *(f"first/train/64x64/{n}.png" for n in (4, 5))]
+    for sample_id in gone[:3]:
         drop(objects, [sample_id])
-    drop(objects, ["first/train/64x64/4.png"])
-    collect(objects, 0)
-    objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
-    assert drop(objects, ["first/train/64x64/5.png"]).generation == 6
-    dropped = {*DROPPED, "first/train/64x64/4.png", "first/train/64x64/5.png"}
-    assert ids_in(pulled(objects, tmp_path / "pulled.store")) == ids_in(Store.open(own)) - dropped
+    for _ in range(2):  # the second time there is nothing but the newest one
+        objects.write("manifest.json", hint)
+        collect(objects, 0)
+        assert (newest_generation(objects).generation, list(listed_generations(objects))) == (5, [5])
+    objects.write("manifest.json", hint)
+    assert drop(objects, gone[3:]).generation == 6
+    assert list(listed_generations(objects)) == [5, 6]
+    assert set(ids_of(pulled(objects, tmp_path / "pulled.store"))) == set(ids_of(copy)) - set(gone)
 
 
-def test_a_slow_collection_does_not_hide_what_is_committed_and_collected_meanwhile(
+def test_a_slow_collection_hides_nothing_that_is_committed_meanwhile(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overtaken(*arguments: Any) -> tuple[set[str], list[str]]:
@@ -334,69 +291,139 @@ def test_a_slow_collection_does_not_hide_what_is_committed_and_collected_meanwhi
         return pending_shards(*arguments)
 
     # called once the collection has read which generation is the newest
-    monkeypatch.setattr("bucketline.store.change.garbage_collect.pending_shards", overtaken)
+    monkeypatch.setattr("bucketline.store.change.compact.pending_shards", overtaken)
     collect(objects, 86400)
     assert newest_generation(objects).generation == 4
 
 
-def test_verify_names_what_is_damaged(objects: ObjectFolder) -> None:
-    read = [0]
-
-    def count(num_bytes: int) -> None:
-        read[0] += num_bytes
-
-    found = verify_folder(objects, count, 1)
+def test_verify_tells_its_progress_and_names_what_is_missing_or_of_another_length(objects: ObjectFolder) -> None:
+    read = list[int]()
+    found = verify_folder(objects, read.append, 1)
     assert (found.rows, found.corrupt) == (53, ())
-    assert read[0] == sum(entry.lmdb.num_bytes for entry in newest_generation(objects).shards)
-    data = bytearray(objects.read("shards/g1.lmdb"))
-    latent = data.index(b'"latent"') + 4096
-    data[latent] ^= 1
-    objects.write("shards/g1.lmdb", bytes(data))
-    faults = verify_folder(objects, lambda _: None, 1).corrupt
-    assert {fault.shard for fault in faults} == {"g1"}
-    assert any("do not match the checksum" in fault.error for fault in faults)
+    assert sum(read) == sum(entry.lmdb.num_bytes for entry in newest_generation(objects).shards)
     objects.remove(["shards/g0.index"])
-    objects.write("shards/g1.lmdb", bytes(data[:-1]))
+    objects.write("shards/g1.lmdb", objects.read("shards/g1.lmdb")[:-1])
     errors = [fault.error for fault in verify_folder(objects, lambda _: None, 1).corrupt]
     assert any("g0.index is missing" in error for error in errors)
     assert any("the manifest says that it is longer" in error for error in errors)
-    repair(objects)
-    objects.write("generations/2.json", b"{}")
-    assert any("generations/2.json is damaged" in f.error for f in verify_folder(objects, lambda _: None, 1).corrupt)
 
 
-def test_a_generation_that_was_collected_is_not_written_again_for_an_old_hint(objects: ObjectFolder) -> None:
-    hint = objects.read("manifest.json")
-    drop(objects, DROPPED)
-    drop(objects, ["first/train/64x64/4.png"])
-    collect(objects, 0)
-    objects.write("manifest.json", hint)  # a slow writer's, or one that somebody has put back
-    collect(objects, 0)
-    assert list(listed_generations(objects)) == [4]
-    objects.write("manifest.json", hint)
-    drop(objects, ["first/train/64x64/5.png"])
-    assert list(listed_generations(objects)) == [4, 5]
-
-
-def test_a_writer_that_others_get_ahead_of_pauses_between_its_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, paused = in_memory(), list[int]()
-    push(make_store(tmp_path / "s", samples_of({"train/64x64": 8})).path, place)
+def test_a_writer_that_others_get_ahead_of_pauses_between_its_tries(
+    objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused, others = list[int](), iter(["other 1", "other 2"])
 
     def pause_after(tries: int) -> float:
         paused.append(tries)
         return 0.0
 
     monkeypatch.setattr(commit_module, "pause_after", pause_after)
-    others = iter(["other 1", "other 2"])
 
     def ruled(name: str) -> Any:
         return lambda base: dataclasses.replace(base.manifest, rules={**base.manifest.rules, name: 1})
 
     def change(base: Any) -> Any:
         if (other := next(others, None)) is not None:
-            commit_module.commit_change(place, ruled(other))
+            commit_module.commit_change(objects, ruled(other))
         return ruled("own")(base)
 
-    _, after = commit_module.commit_change(place, change)
+    _, after = commit_module.commit_change(objects, change)
     assert {"other 1", "other 2", "own"} <= after.rules.keys()
     assert paused == [1, 2]
+
+
+ID = "first/train/64x64/3.png"
+
+
+@pytest.fixture
+def url(copy: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The store of two shards, pushed."""
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    url = s3.url("photos.store")
+    assert call("store", "push", copy, url).code == 0
+    return url
+
+
+def test_a_store_is_read_by_its_url(url: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for command in (["info"], ["ls"], ["ls", "--json"], ["ls", "--match", "*/val/*"], ["verify"]):
+        here, there = (call("store", command[0], place, *command[1:]) for place in (copy, url))
+        assert (there.code, there.err, SECRET in there.out) == (0, "", False)
+        if command != ["info"]:  # which says how much it is on the disk
+            assert there.out == here.out
+    report = call("store", "info", url, "--json").json
+    assert (report["samples"], report["lost_shards"]) == (53, [])
+    assert report["disk_bytes"] > sum(shard.lmdb.num_bytes for shard in Store.open(copy).manifest.shards)
+    for place, name in ((copy, "here"), (url, "there")):
+        assert call("store", "get", place, ID, "-o", tmp_path / f"{name}.safetensors").code == 0
+        assert call("store", "export", place, tmp_path / name, "--format", "safetensors", "--split", "val").code == 0
+    assert (tmp_path / "here.safetensors").read_bytes() == (tmp_path / "there.safetensors").read_bytes()
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")} for name in ("here", "there")]
+    assert files[0] == files[1]
+    assert len(files[0]) == 6
+    assert not [name for name, data in tree(tmp_path).items() if SECRET.encode() in data]
+
+
+def test_a_store_is_changed_by_its_url(url: str, tmp_path: Path) -> None:
+    done = call("store", "drop", url, ID)
+    assert (done.code, done.out, done.err) == (0, f"{url}: 1 sample dropped, 52 stay; generation 3\n", "")
+    assert call("store", "get", url, ID, "-o", tmp_path / "x").code == 1
+    done = call("store", "compact", url).done()
+    assert f"`store compact {url} --gc` removes them later" in done.out
+    listed = call("store", "restore", url)
+    assert [line.partition(",")[0] for line in listed.out.splitlines()] == [
+        "generation 4: 52 samples",
+        "generation 3: 52 samples",
+        "generation 2: 53 samples",
+    ]
+    assert call("store", "restore", url, "2").out == f"{url}: generation 2 restored, 53 samples (there were 52); generation 5\n"
+    collected = call("store", "compact", url, "--gc", "--older-than", "0s", "--json").json["collected"]
+    assert collected["generations"] == [2, 3, 4, 5]
+
+
+def test_what_is_lost_or_damaged_shows(url: str, s3: S3Bucket) -> None:
+    objects = s3.folder("photos.store")
+    objects.write("shards/g1.lmdb", objects.read("shards/g1.lmdb")[:-1])
+    call("store", "info", url).fails("lost: shard g1 (14 samples): g1.lmdb has ", f"`store repair {url}`")
+    faults = call("store", "verify", url, "--json")
+    assert faults.code == 1
+    assert [fault["shard"] for fault in faults.json["corrupt"]] == ["g1"]
+    repaired = call("store", "repair", url).done()
+    assert f"{url}: 14 samples dropped, 39 stay; generation 3" in repaired.out
+    assert call("store", "verify", url).code == 1  # the older generation still lists it
+    assert call("store", "compact", url, "--gc", "--older-than", "0s").code == 0
+    assert call("store", "verify", url).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "s3:/bucket/a.store"], "one slash after the scheme; write s3://bucket/a.store"),
+        (["drop", "https://me:hidden@host/a.store?key=hidden", "a"], "has a query"),
+        (["info", "s3://bucket/a.store", "--store-option", "aws_secret_access_key=hidden"], "is a secret"),
+        (["info", "s3://bucket/a.store", "--cache-bytes", "many"], "--cache-bytes is 'many'"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_in_words(arguments: list[str], message: str) -> None:
+    done = call("store", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert "hidden" not in done.err.replace("secret_access_key", "")
+
+
+def test_a_store_on_a_web_server_is_read_and_not_written(copy: Path, tmp_path: Path) -> None:
+    assert call("store", "push", copy, f"file://{tmp_path}/www/a.store").code == 0
+    with RangeServer(tmp_path / "www") as server:
+        url = f"{server.url}/a.store"
+        info = call("store", "info", url, "--cache", tmp_path / "cache", "--json")
+        assert (info.json["samples"], info.json["lost_shards"]) == (53, [])
+        assert call("store", "verify", url).code == 0
+        with_password = url.replace("://", "://me:hidden@")
+        done = call("store", "pull", with_password, tmp_path / "pulled.store")
+        assert (done.code, done.err) == (0, "")
+        refused = call("store", "push", copy, with_password).fails("web servers are read only")
+        assert "hidden" not in done.out + refused.err + refused.out
+        (tmp_path / "www" / "a.store" / "shards" / "g1.index").unlink()
+        assert "g1.index is missing" in call("store", "info", url, "--cache", tmp_path / "cache").err

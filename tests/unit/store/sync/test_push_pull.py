@@ -5,30 +5,37 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import CorruptError, StoreError, UsageError
-from bucketline.store import Store
+from bucketline.store import Store, transfer
+from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.change.drop import drop
+from bucketline.store.folder import MissingObjectError
 from bucketline.store.remote import objects as objects_module
-from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.generations import commit, newest_generation, read_generation
 from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.sync.push_pull import pull, push
-from bucketline.store.transfer import files
-from bucketline.store.verify.verify import verify
+from bucketline.store.sync.working import PartStore, SentShard, WorkingStore, take_sent
+from bucketline.store.verify.verify import verify, verify_folder
 from tests.commands import call
 from tests.kit import (
     ANY,
+    COLUMNS,
     IMAGES,
     RAGGED,
+    Form,
     Sample,
     add_samples,
     everything,
     flip_bit,
+    ids_of,
     make_store,
     samples_of,
     store_writer,
@@ -40,21 +47,12 @@ MORE = {"train/64x64": 4, "val/64x64": 2}
 FORM = dataclasses.replace(RAGGED, columns=IMAGES.columns)
 
 
-@pytest.fixture
-def own(store: Store, tmp_path: Path) -> Path:
-    """A copy of the store of two shards and generations, to be changed."""
-    shutil.copytree(store.path, tmp_path / "own.store")
-    return tmp_path / "own.store"
-
-
 @pytest.fixture(params=["memory", "file", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
-    if request.param == "memory":
-        return in_memory()
-    if request.param == "file":
-        return ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
-    bucket: S3Bucket = request.getfixturevalue("s3")
-    return bucket.folder("a.store")
+    if request.param == "s3":
+        bucket: S3Bucket = request.getfixturevalue("s3")
+        return bucket.folder("a.store")
+    return in_memory() if request.param == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
 
 
 def expect_whole(path: Path) -> Store:
@@ -65,10 +63,6 @@ def expect_whole(path: Path) -> Store:
     return store
 
 
-def files_of_shards(path: Path) -> dict[str, bytes]:
-    return {name: data for name, data in tree(path / "shards").items() if not name.endswith("/")}
-
-
 def add_more(path: Path, prefix: str) -> list[Sample]:
     samples = samples_of(MORE, prefix)
     with store_writer(path) as writer:
@@ -76,179 +70,158 @@ def add_more(path: Path, prefix: str) -> list[Sample]:
     return samples
 
 
-def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
-    (own / "rejects.jsonl").write_text('{"id": "a"}\n')
-    done = push(own, folder)
+def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, copy: Path, tmp_path: Path) -> None:
+    (copy / "rejects.jsonl").write_text('{"id": "a"}\n')
+    done = push(copy, folder)
     assert (done.generation, done.samples, done.is_committed) == (2, 53, True)
     pulled = pull(folder, tmp_path / "pulled.store")
     assert (pulled.generation, pulled.samples, pulled.shards, pulled.is_update) == (2, 53, 2, False)
-    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
-    assert (tmp_path / "pulled.store" / "manifest.json").read_bytes() == (own / "manifest.json").read_bytes()
+    assert tree(tmp_path / "pulled.store" / "shards") == tree(copy / "shards")
+    assert (tmp_path / "pulled.store" / "manifest.json").read_bytes() == (copy / "manifest.json").read_bytes()
     assert (tmp_path / "pulled.store" / "rejects.jsonl").read_text() == '{"id": "a"}\n'
     expect_whole(tmp_path / "pulled.store")
-    again = push(own, folder)
+    again = push(copy, folder)
     assert (again.is_committed, again.files, again.generation) == (False, 0, 2)
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
-def test_files_of_many_parts_are_put_together_in_order(
-    kind: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("folder", ["memory", "file"], indirect=True)
+def test_a_file_of_many_parts_is_whole(
+    folder: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (files, objects_module):
+    for module in (transfer, objects_module):
         monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
-    folder = in_memory() if kind == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
-    push(own, folder)
+    push(copy, folder)
     for name in ("g0.lmdb", "g1.lmdb", "g0.index"):
-        assert folder.read(f"shards/{name}") == (own / "shards" / name).read_bytes()
+        assert folder.read(f"shards/{name}") == (copy / "shards" / name).read_bytes()
     pull(folder, tmp_path / "pulled.store")
-    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
+    assert tree(tmp_path / "pulled.store" / "shards") == tree(copy / "shards")
 
 
-def test_columns_of_any_kind_go_there_and_back(tmp_path: Path) -> None:
-    made = ANY.make_store(tmp_path / "free.store", ANY.samples({"train/64x64": 5, "val/64x64": 2}))
-    folder = in_memory()
+@pytest.mark.parametrize("form", [ANY, FORM], ids=["columns", "ragged"])
+def test_stores_of_any_form_go_there_and_back(form: Form, tmp_path: Path) -> None:
+    items, folder = form.samples({"train/64x64": 5, "val/64x64": 3}), in_memory()
+    made = form.make_store(tmp_path / "own.store", items)
     push(made.path, folder)
     pull(folder, tmp_path / "pulled.store")
-    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
-
-
-def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
-    items = FORM.samples({"train/64x64": 5, "val/64x64": 3})
-    made = FORM.make_store(tmp_path / "ragged.store", items)
-    folder = in_memory()
-    push(made.path, folder)
-    pull(folder, tmp_path / "pulled.store")
-    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
+    assert tree(tmp_path / "pulled.store" / "shards") == tree(made.path / "shards")
     drop(folder, [items[0].id])
     compact(folder, shard_bytes=1 << 24)
     pull(folder, tmp_path / "compact.store")
-    FORM.expect(expect_whole(tmp_path / "compact.store"), items[1:])
+    form.expect(expect_whole(tmp_path / "compact.store"), items[1:])
 
 
-def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
-    push(own, folder)
+def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, copy: Path, tmp_path: Path) -> None:
+    push(copy, folder)
     pull(folder, tmp_path / "pulled.store")
-    add_more(own, "third/")
-    drop(own, ["first/train/64x64/3.png"])
-    done = push(own, folder)
+    add_more(copy, "third/")
+    drop(copy, ["first/train/64x64/3.png"])
+    done = push(copy, folder)
     assert done.files == 4
     assert done.generation == newest_generation(folder).generation == 4
     update = pull(folder, tmp_path / "pulled.store")
     assert (update.is_update, update.generation, update.num_bytes) == (True, 4, done.num_bytes)
-    assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(copy))
     assert pull(folder, tmp_path / "pulled.store").num_bytes == 0
     add_more(tmp_path / "pulled.store", "fourth/")  # the pulled store is a store like any other
     assert push(tmp_path / "pulled.store", folder).generation == 5
     with pytest.raises(StoreError, match=r"has generation 5 with .* is not a generation of .*was changed there"):
-        push(own, folder)
+        push(copy, folder)
 
 
-def test_generations_between_two_pushes_are_stood_for_by_the_newest(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    add_more(own, "third/")
-    drop(own, ["first/train/64x64/3.png"])
-    assert push(own, folder).generation == 4
-    held = everything(Store.open(own))
+def test_generations_between_two_pushes_are_stood_for_by_the_newest(copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
+    add_more(copy, "third/")
+    drop(copy, ["first/train/64x64/3.png"])
+    assert push(copy, objects).generation == 4
+    held = everything(Store.open(copy))
     for number in (3, 4):
-        document = read_generation(folder, number, newest_generation(folder))
-        assert everything(Store.at(folder, document, tmp_path / "cache")) == held
+        document = read_generation(objects, number, newest_generation(objects))
+        assert everything(Store.at(objects, document, tmp_path / "cache")) == held
 
 
-def test_a_push_is_refused_if_the_store_no_longer_has_the_generation_that_is_there(own: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    add_more(own, "third/")
-    compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+def test_a_push_is_refused_if_the_store_no_longer_has_the_generation_that_is_there(copy: Path, objects: ObjectFolder) -> None:
+    add_more(copy, "third/")
+    compact(copy, shard_bytes=1 << 24, gc_older_than_s=0)
     with pytest.raises(StoreError, match=r"has generation 2 with 53 samples, .*`store compact --gc` has removed it here"):
-        push(own, folder)
-    assert newest_generation(folder).generation == 2
+        push(copy, objects)
+    assert newest_generation(objects).generation == 2
 
 
-def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_push_is_continued(
+    copy: Path, objects: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = in_memory()
-    push(own, folder)
-    add_more(own, "third/")
-    add_more(own, "fourth/")
-    with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.push_pull.commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            push(own, folder)
-    assert newest_generation(folder).generation == 2
-    pull(folder, tmp_path / "before.store")
+    add_more(copy, "third/")
+    add_more(copy, "fourth/")
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", ended)
+    with pytest.raises(ZeroDivisionError):
+        push(copy, objects)
+    monkeypatch.undo()
+    assert newest_generation(objects).generation == 2
+    pull(objects, tmp_path / "before.store")
     assert expect_whole(tmp_path / "before.store").manifest.samples == 53
-    done = push(own, folder)
+    done = push(copy, objects)
     assert (done.generation, done.files) == (4, 0)
-    # between the commits of two generations
-    add_more(own, "fifth/")
-    compact(own, shard_bytes=1 << 24)
-    from bucketline.store.remote.generations import commit
-
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            "bucketline.store.sync.push_pull.commit",
-            lambda folder, number, data, **more: (commit(folder, number, data, **more) and number < 5) or 1 / 0,
-        )
-        with pytest.raises(ZeroDivisionError):
-            push(own, folder)
-    assert newest_generation(folder).generation == 5
-    assert push(own, folder).generation == 6
+    add_more(copy, "fifth/")
+    compact(copy, shard_bytes=1 << 24)
+    later = (commit, ended)  # between the commits of two generations
+    monkeypatch.setattr(
+        "bucketline.store.sync.push_pull.commit", lambda *arguments, **more: later[arguments[1] > 5](*arguments, **more)
+    )
+    with pytest.raises(ZeroDivisionError):
+        push(copy, objects)
+    monkeypatch.undo()
+    assert newest_generation(objects).generation == 5
+    assert push(copy, objects).generation == 6
 
 
-def test_what_was_left_long_ago_is_sent_again(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def ended(*_: object, **__: object) -> bool:
+    raise ZeroDivisionError
+
+
+def test_what_was_left_long_ago_is_sent_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_memory()
-    with monkeypatch.context() as patched:
-        patched.setattr("bucketline.store.sync.push_pull.commit", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            push(own, folder)
-    monkeypatch.setattr(files, "FRESH_S", -60.0)
-    assert push(own, folder).files == 6
-    assert push(own, folder).files == 0  # a generation lists it now
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", ended)
+    with pytest.raises(ZeroDivisionError):
+        push(copy, folder)
+    monkeypatch.undo()
+    monkeypatch.setattr(transfer, "FRESH_S", -60.0)
+    assert push(copy, folder).files == 6
+    assert push(copy, folder).files == 0  # a generation lists it now
 
 
-def test_another_state_of_the_store_is_refused(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    shutil.copytree(own, tmp_path / "other.store")
-    add_more(own, "mine/")
+def test_another_state_of_the_store_is_refused(copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
+    shutil.copytree(copy, tmp_path / "other.store")
+    add_more(copy, "mine/")
     add_more(tmp_path / "other.store", "theirs/")
-    push(tmp_path / "other.store", folder)
-    before = {file.name: folder.read(file.name) for file in folder.names()}
+    push(tmp_path / "other.store", objects)
+    before = {file.name: objects.read(file.name) for file in objects.names()}
     with pytest.raises(StoreError, match="has generation 3 with 59 samples, which is not a generation of"):
-        push(own, folder)
-    add_more(own, "more/")
+        push(copy, objects)
+    add_more(copy, "more/")
     with pytest.raises(StoreError, match="nothing was committed"):
-        push(own, folder)
+        push(copy, objects)
     with pytest.raises(StoreError, match="has changes that memory:"):
-        pull(folder, own)
+        pull(objects, copy)
     third = make_store(tmp_path / "third.store", samples_of(MORE))
     with pytest.raises(StoreError, match="holds another store"):
-        push(third.path, folder)
+        push(third.path, objects)
     with pytest.raises(UsageError, match="is another store than"):
-        pull(folder, third.path)
-    assert {file.name: folder.read(file.name) for file in folder.names()} == before
+        pull(objects, third.path)
+    assert {file.name: objects.read(file.name) for file in objects.names()} == before
 
 
-@pytest.mark.parametrize("kind", ["memory", "s3"])
+@pytest.mark.parametrize("folder", ["memory", "s3"], indirect=True)
 def test_of_two_states_that_are_pushed_at_once_one_wins(
-    kind: str, own: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    folder: ObjectFolder, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = in_memory() if kind == "memory" else request.getfixturevalue("s3").folder("a.store")
-    push(own, folder)
-    paths = [own, tmp_path / "other.store"]
-    shutil.copytree(paths[0], paths[1])
+    push(copy, folder)
+    paths = [copy, Path(shutil.copytree(copy, tmp_path / "other.store"))]
     for n, path in enumerate(paths):
         add_more(path, f"writer {n}/")
-    barrier, won, lost = threading.Barrier(2), [], []
-    from bucketline.store.remote.generations import commit
+    barrier, won, lost = threading.Barrier(2), list[Path](), list[str]()
 
     def together(*args: object, **more: object) -> bool:
         barrier.wait(30)
         return commit(*args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", together)
 
     def run(path: Path) -> None:
         try:
@@ -257,6 +230,7 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
         except StoreError as error:
             lost.append(str(error))
 
+    monkeypatch.setattr("bucketline.store.sync.push_pull.commit", together)
     with ThreadPoolExecutor(len(paths)) as pool:
         list(pool.map(run, paths))
     assert len(won) == 1
@@ -265,67 +239,54 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
     assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(won[0]))
 
 
-def test_another_writers_list_of_dropped_rows_is_never_overwritten(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    shutil.copytree(own, tmp_path / "other.store")
-    drop(own, ["first/train/64x64/3.png"])
-    drop(tmp_path / "other.store", ["first/train/64x64/4.png"])
-    theirs = (tmp_path / "other.store" / "shards" / "g0.dropped-3").read_bytes()
-    folder.write("shards/g0.dropped-3", theirs)  # their writer is about to commit
-    with pytest.raises(StoreError, match=r"g0\.dropped-3 is another writer's"):
-        push(own, folder)
-    assert folder.read("shards/g0.dropped-3") == theirs
-    assert push(tmp_path / "other.store", folder).generation == 3
-
-
-def test_another_writers_shard_of_the_same_name_is_never_overwritten(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    shutil.copytree(own, tmp_path / "other.store")
-    for path, prefix in ((own, "mine/"), (tmp_path / "other.store", "theirs/")):
-        with store_writer(path, shard_names="chosen{}") as writer:
-            add_samples(writer, samples_of(MORE, prefix))
-    theirs = (tmp_path / "other.store" / "shards" / "chosen0.index").read_bytes()
-    folder.write("shards/chosen0.index", theirs)
-    with pytest.raises(StoreError, match=r"chosen0\.index is another writer's"):
-        push(own, folder)
-    assert folder.read("shards/chosen0.index") == theirs
+@pytest.mark.parametrize("kind", ["g0.dropped-3", "chosen0.index"])
+def test_another_writers_file_is_never_overwritten(kind: str, copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other.store"))
+    for number, path in ((3, copy), (4, other)):
+        if "dropped" in kind:
+            drop(path, [f"first/train/64x64/{number}.png"])
+        else:
+            with store_writer(path, shard_names="chosen{}") as writer:
+                add_samples(writer, samples_of(MORE, f"{number}/"))
+    theirs = (other / "shards" / kind).read_bytes()
+    objects.write(f"shards/{kind}", theirs)  # their writer is about to commit
+    with pytest.raises(StoreError, match=f"{kind} is another writer's"):
+        push(copy, objects)
+    assert objects.read(f"shards/{kind}") == theirs
+    assert push(other, objects).generation == 3
 
 
 @pytest.mark.parametrize("suffix", ["lmdb", "index", "extents"])
-def test_a_damaged_store_is_not_pushed(own: Path, suffix: str) -> None:
+def test_a_damaged_store_is_not_pushed(copy: Path, suffix: str) -> None:
     folder = in_memory()
-    path = own / "shards" / f"g1.{suffix}"
+    path = copy / "shards" / f"g1.{suffix}"
     flip_bit(path, 4 * path.stat().st_size)
     with pytest.raises(CorruptError, match=rf"g1\.{suffix} is damaged: its digest is not the manifest's"):
-        push(own, folder)
+        push(copy, folder)
     assert f"shards/g1.{suffix}" not in {file.name for file in folder.names()}
     assert "manifest.json" not in {file.name for file in folder.names()}
     path.unlink()
     with pytest.raises(CorruptError, match="has lost files"):
-        push(own, folder)
+        push(copy, folder)
 
 
-def test_a_damaged_object_is_not_pulled(own: Path, tmp_path: Path) -> None:
-    folder = in_memory()
-    push(own, folder)
-    data = folder.read("shards/g1.lmdb")
-    folder.write("shards/g1.lmdb", data[:-1] + bytes([data[-1] ^ 1]))
+def test_a_damaged_object_is_not_pulled(copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
+    data = objects.read("shards/g1.lmdb")
+    objects.write("shards/g1.lmdb", data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptError, match=r"shards/g1\.lmdb is damaged: its digest is not the manifest's"):
-        pull(folder, tmp_path / "pulled.store")
-    folder.write("shards/g1.lmdb", data[:-1])
+        pull(objects, tmp_path / "pulled.store")
+    objects.write("shards/g1.lmdb", data[:-1])
     with pytest.raises(CorruptError, match="the manifest says that it is longer"):
-        pull(folder, tmp_path / "pulled.store")
+        pull(objects, tmp_path / "pulled.store")
     assert not (tmp_path / "pulled.store").exists()
-    folder.write("shards/g1.lmdb", data)
-    done = pull(folder, tmp_path / "pulled.store")
+    objects.write("shards/g1.lmdb", data)
+    done = pull(objects, tmp_path / "pulled.store")
     assert done.num_bytes == len(data)  # all else was there
-    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
+    assert tree(tmp_path / "pulled.store" / "shards") == tree(copy / "shards")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_storage_that_ignores_put_if_absent_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_ignores_put_if_absent_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_memory()
 
     def overwrites(self: ObjectFolder, name: str, data: bytes) -> bool:
@@ -334,22 +295,142 @@ def test_storage_that_ignores_put_if_absent_is_refused(own: Path, monkeypatch: p
 
     monkeypatch.setattr(ObjectFolder, "create", overwrites)
     with pytest.raises(StoreError, match="does not honour put-if-absent"):
-        push(own, folder)
+        push(copy, folder)
     assert list(folder.names()) == []
 
 
-def test_the_commands_say_what_was_sent(own: Path, tmp_path: Path, s3: S3Bucket) -> None:
+def test_the_commands_say_what_was_sent(copy: Path, tmp_path: Path, s3: S3Bucket) -> None:
     url = s3.url("a b/photos.store")
-    done = call("store", "push", own, url, *s3.arguments)
+    done = call("store", "push", copy, url, *s3.arguments)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"{url}: 6 files with ")
     assert done.out.endswith("generation 2 with 53 samples\n")
-    again = call("store", "push", own, url, *s3.arguments, "--json")
+    again = call("store", "push", copy, url, *s3.arguments, "--json")
     assert again.json["files"] == 0
     pulled = call("store", "pull", url, tmp_path / "pulled.store", *s3.arguments).done()
     assert pulled.out.startswith(f"{tmp_path / 'pulled.store'}: 53 samples in 2 shards, generation 2; ")
-    assert SECRET not in done.out + again.out + pulled.out + "".join(map(str, tree(own).values()))
-    wrong = call("store", "push", own, "s4://bucket/photos.store")
+    assert SECRET not in done.out + again.out + pulled.out + "".join(map(str, tree(copy).values()))
+    wrong = call("store", "push", copy, "s4://bucket/photos.store")
     assert (wrong.code, wrong.out) == (2, "")
     assert "s4:// is not a kind of store that Bucketline knows" in wrong.err
-    call("store", "push", own, tmp_path / "elsewhere").fails("is not a URL", code=2)
+    call("store", "push", copy, tmp_path / "elsewhere").fails("is not a URL", code=2)
+
+
+def sent_by_a_part(part: PartStore, form: Form, name: str, rows: dict[str, int]) -> list[SentShard]:
+    """Return the shards that another machine makes of some samples, and sends."""
+    folder, sender = part.begin(name)
+    with sender:
+        with form.part(folder, name) as writer:
+            form.add(writer, samples_of(rows, f"{name}/"))
+        for shard in writer.sealed:
+            sender.put(shard)
+        sender.finish(lambda: None)
+    return part.finish(folder, writer.sealed)
+
+
+def pack_by_parts(objects: ObjectFolder, work: Path, form: Form, *names: str, is_ended: bool = True) -> None:
+    """Pack as a driver does whose shards are made elsewhere; without `is_ended`, it ends before it commits."""
+    working = WorkingStore(objects, work)
+    with working.held(), working.writing(form.writer(work)._schema) as manifest:
+        part = PartStore(objects, work.with_name("workers"), manifest)
+        assert part.open().manifest == manifest
+        sealed = []
+        for name in names:
+            sent = sent_by_a_part(part, form, name, {"train/64x64": 5, "val/64x64": 2})
+            take_sent(work, sent)
+            sealed += [shard.name for shard in sent]
+        part.close()
+        if is_ended:
+            working.publish(manifest, sealed)
+
+
+def packed_in(objects: ObjectFolder, path: Path) -> set[str]:
+    pull(objects, path)
+    return {name.partition("/")[0] for name in ids_of(path)}
+
+
+@pytest.mark.parametrize("form", [IMAGES, COLUMNS], ids=["images", "columns"])
+def test_what_parts_have_sent_is_committed_and_their_folders_are_gone(tmp_path: Path, form: Form) -> None:
+    objects = in_memory()
+    pack_by_parts(objects, tmp_path / "work", form, "a", "b")
+    assert packed_in(objects, tmp_path / "s") == {"a", "b"}
+    assert not list((tmp_path / "workers").iterdir())
+
+
+def test_what_was_taken_before_the_driver_ended_is_adopted_by_the_next(tmp_path: Path) -> None:
+    objects = in_memory()
+    pack_by_parts(objects, tmp_path / "work", IMAGES, "a", is_ended=False)
+    assert not list(objects.names("generations"))
+    pack_by_parts(objects, tmp_path / "work", IMAGES, "b")
+    assert packed_in(objects, tmp_path / "s") == {"a", "b"}
+
+
+def test_a_part_removes_what_killed_ones_left_and_leaves_living_ones_alone(tmp_path: Path) -> None:
+    objects, parent = in_memory(), tmp_path / "workers"
+    working = WorkingStore(objects, tmp_path / "work")
+    with working.held(), working.writing(IMAGES.writer(tmp_path / "s")._schema) as m:
+        living = PartStore(objects, parent, m)
+        killed = PartStore(objects, parent, m)
+        killed._lock.release()  # as the kernel does
+        PartStore(objects, parent, m).close()
+    assert living.path.exists()
+    assert not killed.path.exists()
+
+
+FAULTS = (
+    *(Fault.MISSING, Fault.SHORT_RANGE, Fault.SHORT_LENGTH, Fault.CUT, Fault.LONG_LENGTH),
+    *(Fault.HUGE_LENGTH, Fault.WHOLE, Fault.MORE, Fault.WRONG_BYTE, Fault.INTERNAL),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pulled")
+    store = make_store(path / "a.store", samples_of({"train/64x64": 9}), samples_of({"train/64x64": 5}, "b/"))
+    push(store.path, ObjectFolder.open(f"file://{path}/served/a"))
+    return path
+
+
+def reaching(server: RangeServer, deadline_s: float) -> ObjectFolder:
+    return ObjectFolder.open(f"{server.url}/a", RemoteOptions(deadline_s=deadline_s))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_wrong_answer_does_not_end_a_pull(fault: Fault, made: Path, tmp_path: Path) -> None:
+    once = Schedule([fault] * 2, concerns=lambda path: path.endswith((".lmdb", ".index")))
+    with RangeServer(made / "served", schedule=once) as server:
+        pulled = pull(reaching(server, 20.0), tmp_path / "b.store")
+    assert (pulled.samples, once.given) == (14, 2)
+    for path in (made / "a.store" / "shards").iterdir():
+        assert (tmp_path / "b.store" / "shards" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_stays_missing_ends_a_pull_within_the_deadline(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "served", tmp_path / "served")
+    (tmp_path / "served" / "a" / "shards" / "g1.index").unlink()
+    with RangeServer(tmp_path / "served") as server:
+        begun = time.monotonic()
+        with pytest.raises(MissingObjectError, match=r"g1\.index is missing"):
+            pull(reaching(server, 8.0), tmp_path / "b.store")
+        assert time.monotonic() - begun < 8.0
+        assert server.statistics.refused > 2
+
+
+def test_what_stays_wrong_ends_a_pull_after_a_few_tries(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "served", tmp_path / "served")
+    flip_bit(tmp_path / "served" / "a" / "shards" / "g1.index", 4000)
+    with RangeServer(tmp_path / "served") as server:
+        with pytest.raises(CorruptError, match=r"g1\.index is damaged: its digest is not the manifest's"):
+            pull(reaching(server, 60.0), tmp_path / "b.store")
+        assert server.statistics.gets["/a/shards/g1.index"] == 3
+
+
+def test_verifying_waits_for_no_deadline_where_objects_are_missing(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "served", tmp_path / "served")
+    for name in ("g0.index", "g1.index"):
+        (tmp_path / "served" / "a" / "shards" / name).unlink()
+    with RangeServer(tmp_path / "served") as server:
+        begun = time.monotonic()
+        found = verify_folder(reaching(server, 60.0), lambda _: None, 1)
+        assert [fault.shard for fault in found.corrupt] == ["g0", "g1"]
+        assert time.monotonic() - begun < 30.0

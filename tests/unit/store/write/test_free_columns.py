@@ -1,8 +1,9 @@
-"""Columns of any dtype, shape and role: every bit comes back, buckets follow from shapes, and what does not fit is refused."""
+"""Columns of any dtype, shape and role: every bit comes back, every command does its work, and what does not fit is refused."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,30 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, FingerprintError, UsageError
-from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter, read_manifest
-from bucketline.store.format.manifest import dump_manifest, parse_manifest, sealed
-from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
+from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter
+from bucketline.store.change.merge import merge
+from bucketline.store.change.repair import repair
+from bucketline.store.format.block import DTYPES
+from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.verify.verify import verify
-from tests.kit import ANY, ANY_ENCODERS, FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, Form, Sample, every_dtype, everything
+from tests.commands import call
+from tests.kit import (
+    ANY,
+    ANY_ENCODERS,
+    FRAMES,
+    HEIGHT,
+    IMAGE_COLUMNS,
+    WIDTH,
+    Form,
+    Sample,
+    every_dtype,
+    everything,
+    faults,
+    flip_bit,
+    flip_row,
+    read_with_safetensors,
+)
 
 ROWS = {"train/64x64": 9, "train/64x96": 4, "val/64x64": 3}
 
@@ -27,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def check(store: Store, items: list[Sample], form: Form = ANY) -> None:
-    assert not verify(store, lambda _: None, 1).corrupt
+    assert not faults(store)
     form.expect(store, items)
 
 
@@ -46,7 +66,9 @@ def test_every_dtype_comes_back_bit_for_bit_in_buckets_of_one_axis(tmp_path: Pat
     form = every_dtype()
     assert {column.dtype for column in form.columns} == set(DTYPES)
     items = form.samples({"train/2": 5, "train/750": 4})
-    check(form.make_store(tmp_path / "s", items), items, form)
+    store = form.make_store(tmp_path / "s", items)
+    check(store, items, form)
+    assert store.sample(items[0].id)[1].original_size == (0, 0)
 
 
 def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> None:
@@ -63,19 +85,6 @@ def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> Non
     assert (bucket.height_px, bucket.width_px) == (16, 24)
     assert bucket.spec.column("latent").shape == (2, 21, 2, 3)
     assert store.sample("train/1x16x24/0")[1].original_size == (16, 24)
-
-
-def test_a_store_without_captions_needs_ten_lines(tmp_path: Path) -> None:
-    spectrograms = {f"{n}.wav": np.full((8, 50 + 25 * (n % 2)), n, dtype=np.float32) for n in range(6)}
-    columns = [RowColumn(role="target", dtype="F32", shape=(8, "length"))]
-    with StoreWriter(tmp_path / "s", columns=columns) as writer:
-        for name, spectrogram in spectrograms.items():
-            writer.add(name, "train", {"target": spectrogram})
-    store = Store.open(tmp_path / "s")
-    assert not verify(store, lambda _: None, 1).corrupt
-    assert [(bucket.name, bucket.num_rows) for bucket in store.buckets()] == [("train/50", 3), ("train/75", 3)]
-    assert store.bucket("train/75").read(np.arange(3), "latent")[:, 0, 0].tolist() == [1, 3, 5]
-    assert store.sample("0.wav")[1].original_size == (0, 0)
 
 
 def test_images_latents_alone_need_no_roles(tmp_path: Path) -> None:
@@ -148,24 +157,18 @@ def image(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
-    "shapes that contradict each other": (
+    "two widths": (
         ("train", image(mask=np.zeros((64, 90), "u1"))),
-        "'x': by the shape of column 'mask' its width_px is 90, by that of 'target' 96",
+        "'x': by .* 'mask' its width_px is 90, by that of 'target' 96",
     ),
-    "too few dimensions": (
-        ("train", image(target=np.zeros((8, 12), "f2"))),
-        r"column 'target' has the shape \[8, 12\], expected \[2, height_px, width_px\]",
-    ),
+    "too few dimensions": (("train", image(target=np.zeros((8, 12), "f2"))), r"'target' has the shape \[8, 12\], expected \[2"),
     "another fixed dimension": (("train", image(**{"features/dino": np.zeros(6, "u1")})), r"takes F8_E4M3 \[5\], got .* \[6\]"),
     "a column less": (("train", image(audio=None)), "'x' has the columns .*, expected .*'audio'"),
-    "a mirror image without its image": (
+    "only a mirror image": (
         ("train", image(**{"control/depth": None})),
-        "has the column 'control/depth/flipped' without 'control/depth'; give both or none",
+        "'control/depth/flipped' without 'control/depth'; give both",
     ),
-    "an image without its mirror image": (
-        ("train", image(**{"control/depth/flipped": None})),
-        "has the column 'control/depth' without that of the mirror image",
-    ),
+    "no mirror image": (("train", image(**{"control/depth/flipped": None})), "has the column 'control/depth' without"),
     "another bucket than that of the shapes": (("train/64x64", image()), r"bucket train/64x64 takes"),
     "no split": (("test", image()), "'test' is not a bucket; expected train or val, and height x width"),
     "a bucket of other axes": (("train/64", image()), "'train/64' is not a bucket"),
@@ -197,7 +200,7 @@ FORMS: dict[str, tuple[Callable[[], list[RowColumn]], str]] = {
     "only the mirror image": (lambda: [column(role="target/flipped")], "'target/flipped' has no counterpart"),
     "another mirror image": (
         lambda: [column(), column(role="target/flipped", optional=True)],
-        "'target/flipped' has no counterpart that is like itself",
+        "'target/flipped' has no counterpart",
     ),
     "an encoder that is not described": (lambda: [column(encoder="clip")], "names the encoder 'clip', encoders has"),
 }
@@ -220,7 +223,7 @@ OTHERS: dict[str, tuple[list[RowColumn], str]] = {
     "of images' latents": ([*IMAGE_COLUMNS[:2]], r"the store was made with columns\.audio"),
     "another dtype": (
         [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F64", shape=(700,))],
-        r"buckets\.train/64x64\.audio\.dtype = F32, this run has F64",
+        r"audio\.dtype = F32, this run has F64",
     ),
     "other axes": (
         [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F32", shape=(700, "seconds"))],
@@ -247,25 +250,13 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         ],
         "bucket train/1 is not one of images",
     ),
-    "groups in the long form": (
-        lambda d: d["shards"][0]["groups"].update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}),
-        "expected list",
-    ),
     "a bucket with a height of its own": (lambda d: d["buckets"][0].update(height_px=64), "unknown field 'height_px'"),
     "a role that is not the name's": (lambda d: d["columns"]["mask"].update(role="audio"), "'mask' has the role 'audio'"),
     "a strange role": (lambda d: d["columns"].update(x=d["columns"]["mask"]), "column 'x' has the role 'mask'"),
     "a lonely mirror image": (lambda d: d["columns"].pop("control/depth"), "'control/depth/flipped' has no counterpart"),
     "an unknown encoder": (lambda d: d["encoders"].pop("depth"), "names the encoder 'depth', encoders has ['codec', 'vae']"),
     "a column less in a bucket": (lambda d: d["columns"].pop("audio"), "has the column 'audio', which has no role"),
-    "a presence that nobody needs": (
-        lambda d: d["columns"]["mask"].update(optional=False),
-        "has the column 'present/mask', which has no role",
-    ),
-    "a mirror image of another form": (
-        lambda d: d["buckets"][0]["columns"]["control/depth/flipped"].update(dtype="F16"),
-        "'control/depth/flipped' in another form than 'control/depth'",
-    ),
-    "columns without roles": (lambda d: d.update(columns={}), "has the column 'audio', which has no role"),
+    "a presence of none": (lambda d: d["columns"]["mask"].update(optional=False), "'present/mask', which has no role"),
     "an axis twice": (lambda d: d["buckets"][0]["axes"][0].update(name="width_px"), "has axes of the names"),
     "another size": (lambda d: d["buckets"][0]["axes"][0].update(size=8), "is not the name of a bucket of train, 8x"),
     "an axis less": (lambda d: d["buckets"][0]["axes"].pop(), "is not the name of a bucket of train, 64"),
@@ -277,12 +268,96 @@ def test_a_damaged_manifest_is_refused_by_field(case: str, made: Store) -> None:
     change, words = EDITS[case]
     document = json.loads((made.path / "manifest.json").read_bytes())
     change(document)
-    with pytest.raises(CorruptError, match="item is damaged") as error:
+    with pytest.raises(CorruptError, match=f"item is damaged.*{re.escape(words)}"):
         parse_manifest(json.dumps(document).encode(), "item")
-    assert words in str(error.value)
 
 
-def test_a_manifest_of_version_3_comes_back_as_it_was_written(made: Store) -> None:
-    found = read_manifest(made.path)
-    assert found == made.manifest == sealed(found)
-    assert dump_manifest(found) == (made.path / "manifest.json").read_bytes()
+VIDEO = (
+    RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),
+    RowColumn(role="mask", dtype="BOOL", shape=("frames",), optional=True),
+)
+KINDS = {
+    "images": (ANY, {"train/64x64": 11, "val/64x96": 5}),
+    "video": (Form(columns=VIDEO), {"train/9x16x16": 8, "train/1x16x24": 5}),
+}
+
+
+@pytest.fixture(params=KINDS)
+def form(request: pytest.FixtureRequest) -> tuple[Form, dict[str, int]]:
+    return KINDS[request.param]
+
+
+def test_merge_and_mix_stores_of_the_same_columns_only(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    stores = [made.make_store(tmp_path / name, made.samples(rows, f"{name}/")) for name in "ab"]
+    batch_size = 3
+    config = LoaderConfig(batch_size=batch_size, epochs=1, columns=made.roles, verify=True)
+    with Loader([stores[0], WeightedStore(store=stores[1], repeats=2)], config) as loader:
+        assert sum(len(batch.ids) for batch in loader) > 2 * batch_size
+    required = [
+        column if column.role != "mask" else RowColumn(role="mask", dtype=column.dtype, shape=column.shape)
+        for column in made.columns
+    ]
+    without = Form(columns=required)
+    other = without.make_store(tmp_path / "c", [without.sample("c", next(iter(rows)))])
+    with pytest.raises(FingerprintError, match=r"columns\.mask\.optional = True, .* with False"):
+        merge(tmp_path / "no", [stores[0].path, other.path])
+    with pytest.raises(FingerprintError, match=r"columns\.mask\.optional is True in the first and False"):
+        Loader([stores[0], other], config)
+
+
+def test_stores_of_other_axes_are_not_mixed(tmp_path: Path) -> None:
+    stores = []
+    for axes in (("mels", "frames"), ("height_px", "width_px")):
+        one = Form(columns=[RowColumn(role="target", dtype="F8_E5M2", shape=axes)])
+        stores.append(one.make_store(tmp_path / axes[0], one.samples({"train/8x20": 4})))
+    with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes is .*mels.* in the first and .*height_px"):
+        Loader(stores, LoaderConfig(batch_size=2))
+    with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes = .*mels"):
+        merge(tmp_path / "no", [store.path for store in stores])
+
+
+def test_repair_keeps_the_rows_that_can_be_read(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    items = made.samples(rows)
+    store = made.make_store(tmp_path / "s", items)
+    flip_row(store, items[0].bucket, 2, "mask")
+    (fault,) = [fault for fault in faults(store) if fault.row is not None]
+    assert fault.sample == items[2].id
+    repair(tmp_path / "s")
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1, shards_only=True).corrupt
+    made.expect(Store.open(tmp_path / "s"), [item for item in items if item.id != items[2].id])
+
+
+def test_commands_show_and_export_every_column(form: tuple[Form, dict[str, int]], tmp_path: Path) -> None:
+    made, rows = form
+    items = made.samples(rows)
+    made.make_store(tmp_path / "s", items)
+    for bucket in call("store", "info", tmp_path / "s", "--json").json["buckets"]:
+        assert bucket["name"] == f"{bucket['split']}/{'x'.join(str(bucket[axis]) for axis in bucket['axes'])}"
+        shown = {column["role"]: column for column in bucket["columns"].values() if "role" in column}
+        assert {role: (column["dtype"], column["optional"]) for role, column in shown.items()} == {
+            column.role: (column.dtype, column.optional) for column in made.columns
+        }
+    told = call("store", "info", tmp_path / "s").out
+    assert all(column.role in told for column in made.columns)
+    assert "mask (optional)" in told
+    assert call("store", "export", tmp_path / "s", tmp_path / "all", "--format", "safetensors").code == 0
+    lines = [json.loads(line) for line in (tmp_path / "all" / "samples.jsonl").read_text().splitlines()]
+    files = {line["id"]: read_with_safetensors((tmp_path / "all" / line["file"]).read_bytes()) for line in lines}
+    assert files.keys() == {item.id for item in items}
+    for item in items:
+        for column in made.columns:
+            if column.role in item.columns:
+                assert bytes(files[item.id][column.name]["data"]) == item.columns[column.role].tobytes()
+
+
+def test_verify_names_the_damaged_line_where_nothing_names_it_more_exactly(tmp_path: Path) -> None:
+    form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))])
+    store = form.make_store(tmp_path / "s", form.samples({f"train/{3 << 20}": 4}))
+    assert not faults(store)
+    shard = store.shards[0]
+    flip_bit(shard.paths.lmdb, 8 * (shard.entry.lmdb.num_bytes - 1))  # behind all blocks
+    damaged, digest = [fault.error for fault in faults(store)]
+    assert damaged == f"{shard.paths.lmdb.name}: bytes 8388608 to 16777216 do not match the checksum of their line"
+    assert "has the digest" in digest

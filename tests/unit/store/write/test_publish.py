@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,42 +19,62 @@ import pytest
 from numpy.typing import NDArray
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.files.locks import FileLock
+from bucketline.files.atomic_write import FileLock
 from bucketline.store import BlockSpec, Store
-from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.store.change.commit import drop
+from bucketline.store.format.block import LINE_BYTES, READ_BYTES, LineSums, caption_digest, checksum, sample_digest
+from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
-from bucketline.store.format.text_block import TEXT_GROUP, make_caption
+from bucketline.store.format.text import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.verify.verify import verify
+from bucketline.store.verify.verify import FolderCheck
 from bucketline.store.write import shard_writer
-from bucketline.store.write.publish import adopt, lock_store, prepare_store, publish
-from bucketline.store.write.seal import may_have_commits, seal
+from bucketline.store.write.publish import (
+    adopt,
+    attempt_path,
+    begin_attempt,
+    begin_attempts,
+    changing,
+    lock_store,
+    prepare_store,
+    publish,
+    seal_rest,
+    take_shards,
+)
+from bucketline.store.write.seal import _read_back, _UnconfirmedError, may_have_commits, seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import (
+    IMAGES,
     TEXT,
     Sample,
     add,
+    add_samples,
     caption_of,
     embedding,
     empty_store,
+    faults,
+    flip_bit,
+    ids_of,
+    leave_pending,
     make_sample,
     make_store,
     open_writer,
     samples_of,
     spec_of,
+    store_writer,
     tree,
+    without_locks,
     write_shard,
 )
 
 BUCKET = "train/64x64"
+FIVE = samples_of({BUCKET: 5})
 
 
-def ids_of(store: Store) -> list[str]:
-    return [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
-
-
-def clean(store: Store) -> bool:
-    return verify(store, lambda _: None).corrupt == ()
+def adopted(store: Path) -> list[str]:
+    """Adopt and publish what was left, as every writer begins; return the ids of all live rows."""
+    with changing(store):
+        return ids_of(store)
 
 
 def test_a_shard_without_samples_is_removed_not_published(tmp_path: Path) -> None:
@@ -59,64 +83,60 @@ def test_a_shard_without_samples_is_removed_not_published(tmp_path: Path) -> Non
     writer.commit()
     writer.close()
     assert not seal(tmp_path, "a")
-    assert tree(tmp_path / "shards") == {}
-    assert tree(tmp_path / "pending") == {}
+    assert tree(tmp_path / "shards") == tree(tmp_path / "pending") == {}
 
 
 @pytest.mark.parametrize("moment", ["pending", "sealed"])
 def test_the_next_run_adopts_what_was_committed_and_no_more(moment: str, tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
+    empty_store(tmp_path)
     if moment == "sealed":  # moved, and not listed
-        write_shard(tmp_path, "a", samples_of({BUCKET: 5}))
+        write_shard(tmp_path, "a", FIVE)
     else:
         writer = open_writer(tmp_path, "a")
-        for sample in samples_of({BUCKET: 5}):
+        for sample in FIVE:
             add(writer, sample)
         writer.commit()
         add(writer, make_sample("two.png", BUCKET))
         writer._env.close()  # as a killed process leaves it: no seal, and the lock's file still there
         writer._lock.release()
-    with lock_store(tmp_path):
-        assert adopt(tmp_path, manifest) == ["a"]
-        publish(tmp_path, manifest, ["a"], [])
-        assert adopt(tmp_path, Store.open(tmp_path).manifest) == []
-    store = Store.open(tmp_path)
-    assert ids_of(store) == [sample.id for sample in samples_of({BUCKET: 5})]
-    assert clean(store)
+    assert adopted(tmp_path) == adopted(tmp_path) == [sample.id for sample in FIVE]
+    assert Store.open(tmp_path).manifest.generation == 1
+    assert not faults(tmp_path)
     assert [name for name in tree(tmp_path / "pending") if name != "writer.lock"] == []
 
 
 def test_a_pending_shard_whose_writer_is_at_work_is_not_adopted_and_the_writer_is_named(tmp_path: Path) -> None:
     """A rank of a run whose rank 0, which held the store's lock, is gone."""
-    manifest = empty_store(tmp_path)
+    empty_store(tmp_path)
     writer = open_writer(tmp_path, "a")
     add(writer, make_sample("one.png", BUCKET))
     writer.commit()
-    with lock_store(tmp_path), pytest.raises(LockedError, match=rf'is being written by .*"pid": {os.getpid()},.*wait until'):
-        adopt(tmp_path, manifest)
+    with pytest.raises(LockedError, match=rf'is being written by .*"pid": {os.getpid()},.*wait until'):
+        adopted(tmp_path)
     add(writer, make_sample("two.png", BUCKET))
     writer.seal()
-    with lock_store(tmp_path):
-        publish(tmp_path, manifest, adopt(tmp_path, manifest), [])
-    assert sorted(ids_of(Store.open(tmp_path))) == ["one.png", "two.png"]
+    assert sorted(adopted(tmp_path)) == ["one.png", "two.png"]
 
 
-def test_a_pending_shard_that_was_only_just_begun_is_not_removed_under_its_writer(tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
-    path = tmp_path / "pending" / "a.lmdb"
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_pending_shard_that_a_process_has_locked_is_not_touched(tmp_path: Path, *, is_begun: bool) -> None:
+    """It was only just begun, or a sealer is still at work."""
+    manifest, path = empty_store(tmp_path), tmp_path / "pending" / "a.lmdb"
     with FileLock(path.with_suffix(".lock")):
         path.touch()
-        with pytest.raises(LockedError):
-            adopt(tmp_path, manifest)
+    if is_begun:
+        path.unlink()
+        leave_pending(tmp_path, "a", FIVE)
+    with FileLock(path.with_suffix(".lock")), pytest.raises(LockedError, match="wait until it has finished"):
+        adopt(tmp_path, manifest)
     assert path.exists()
-    assert adopt(tmp_path, manifest) == []
-    assert tree(tmp_path / "pending") == {}
+    assert adopt(tmp_path, manifest) == (["a"] if is_begun else [])
 
 
 @pytest.mark.parametrize("damage", ["not LMDB's", "half", "its head"])
 def test_a_damaged_pending_shard_is_named_with_what_to_do_and_stays(damage: str, tmp_path: Path) -> None:
     manifest = empty_store(tmp_path)
-    pending = write_pending(tmp_path, "a", samples_of({BUCKET: 200}))
+    pending = leave_pending(tmp_path, "a", samples_of({BUCKET: 200}))
     data = pending.read_bytes()
     pending.write_bytes(
         {"not LMDB's": b"nonsense" * 2048, "half": data[: len(data) // 2], "its head": bytes(256) + data[256:]}[damage]
@@ -138,7 +158,7 @@ def test_a_sample_that_is_packed_again_supersedes_its_older_row(tmp_path: Path) 
     bucket = store.bucket(BUCKET)
     row = ids_of(store).index(first[2].id)
     assert np.array_equal(bucket.read(np.array([row]), "latent")[0], changed[0].latent)
-    assert clean(store)
+    assert not faults(store)
     old = Store.open(tmp_path, 1)
     assert ids_of(old) == [sample.id for sample in first]
     assert old.sample(first[2].id)[1].captions == first[2].captions
@@ -159,7 +179,7 @@ def test_dropped_samples_are_gone_and_their_payload_with_them(tmp_path: Path) ->
     with pytest.raises(StoreError, match="has no sample"):
         after.sample(gone[0])
     assert after.sample(samples[1].id)
-    assert clean(after)
+    assert not faults(after)
     with lock_store(tmp_path):
         again = publish(tmp_path, manifest, [], [sample_digest(gone[0])])
     assert again is manifest
@@ -192,10 +212,8 @@ def test_rows_are_numbered_over_blocks_and_buckets_as_they_came(tmp_path: Path) 
     assert ids_of(store) == [f"{name}/{n}.png" for name in (BUCKET, "train/96x64") for n in range(20)]
 
 
-def test_a_disk_that_fails_is_an_error_that_says_so_and_keeps_what_was_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = empty_store(tmp_path)
+def test_a_failing_disk_is_an_error_and_keeps_what_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_store(tmp_path)
     writer = open_writer(tmp_path, "a")
     add(writer, make_sample("a.png", BUCKET))
     writer.commit()
@@ -209,30 +227,25 @@ def test_a_disk_that_fails_is_an_error_that_says_so_and_keeps_what_was_committed
     with pytest.raises(StoreError, match=r"pending/a.lmdb cannot be written: .*; the disk is full .* make room"):
         writer.commit()
     writer.close()
-    assert seal(tmp_path, "a")
-    publish(tmp_path, manifest, ["a"], ())
-    assert ids_of(Store.open(tmp_path)) == ["a.png"]
+    monkeypatch.undo()
+    assert adopted(tmp_path) == ["a.png"]
 
 
 def test_a_disk_that_is_too_full_to_seal_a_shard_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty_store(tmp_path)
-    write_pending(tmp_path, "a", samples_of({BUCKET: 2}))
+    leave_pending(tmp_path, "a", samples_of({BUCKET: 2}))
 
     def fail(*_: object) -> None:
         raise lmdb.Error("mdb_txn_commit: Input/output error")
 
     monkeypatch.setattr("bucketline.store.write.seal._write_anew", fail)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5 << 10))
-    with pytest.raises(
-        StoreError, match=r"a\.lmdb cannot be sealed: .*; the disk is full \(5 KiB are free\): make room and rerun"
-    ):
+    with pytest.raises(StoreError, match=r"a\.lmdb cannot be sealed: .*; the disk is full \(5 KiB are free\)"):
         seal(tmp_path, "a")
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 10, 1 << 20])
-def test_a_shard_takes_whatever_is_written_to_it_however_long_the_captions_beside_its_rows(
-    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_takes_captions_of_any_length(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 0)
     manifest = empty_store(tmp_path)
     writer = ShardWriter(tmp_path, "a", manifest.groups, {TEXT_GROUP: caption_of("")}, 1 << 17)  # 256 KiB of addresses
@@ -251,7 +264,7 @@ def test_a_shard_takes_whatever_is_written_to_it_however_long_the_captions_besid
         publish(tmp_path, manifest, ["a"], ())
     store = Store.open(tmp_path)
     assert [store.sample(sample.id)[1].captions for sample in samples] == [sample.captions for sample in samples]
-    assert clean(store)
+    assert not faults(store)
 
 
 def test_a_store_at_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -266,68 +279,33 @@ def test_a_bucket_without_a_proper_name_never_reaches_a_manifest(name: str) -> N
         bucket_entry(BlockSpec(bucket=name, columns=spec_of(BUCKET).columns))
 
 
-def test_a_manifest_that_lists_a_bucket_twice_is_never_made(tmp_path: Path) -> None:
-    manifest = make_store(tmp_path, samples_of({BUCKET: 1})).manifest
-    with pytest.raises(ValueError, match="listed twice"):
-        replace(manifest, buckets=manifest.buckets * 2)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"source_mtime_ns": 1 << 63}, {"source_mtime_ns": -1}, {"source_bytes": -1}, {"source_bytes": 1 << 64}, {"content": b""}],
-)
-def test_a_writer_refuses_a_record_that_could_not_be_sealed(change: dict[str, object], tmp_path: Path) -> None:
-    manifest = empty_store(tmp_path)
-    good, bad = samples_of({BUCKET: 2})
-    writer = open_writer(tmp_path, "a")
-    add(writer, good)
-    with pytest.raises(StoreError, match=rf"sample '{bad.id}'.* {next(iter(change))}"):
-        add(writer, replace(bad, record=replace(bad.record, **change)))  # type: ignore[arg-type]
-    assert writer.seal()
-    with lock_store(tmp_path):
-        publish(tmp_path, manifest, ["a"], ())
-    assert ids_of(Store.open(tmp_path)) == [good.id]
-
-
-def write_pending(store: Path, name: str, samples: list[Sample]) -> Path:
-    """Leave a pending shard as a run that was killed after a commit leaves it."""
-    writer = open_writer(store, name)
-    for sample in samples:
-        add(writer, sample)
-    writer.commit()
-    writer.close()
-    return writer.path
-
-
 @pytest.mark.parametrize("page_bytes", [1 << 14, 1 << 16])
-def test_a_small_pending_shard_is_adopted_on_a_machine_of_larger_pages(
+def test_a_small_pending_shard_is_adopted_if_pages_are_larger(
     page_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mmap
 
-    manifest = empty_store(tmp_path)
+    empty_store(tmp_path)
     (sample,) = samples_of({"train/8x8": 1})
-    pending = write_pending(tmp_path, "a", [sample])
+    pending = leave_pending(tmp_path, "a", [sample])
     assert pending.stat().st_size < 2 << 16
     monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
-    with lock_store(tmp_path):
-        assert adopt(tmp_path, manifest) == ["a"]
-        publish(tmp_path, manifest, ["a"], ())
-    assert ids_of(Store.open(tmp_path)) == [sample.id]
+    assert adopted(tmp_path) == [sample.id]
 
 
-@pytest.mark.parametrize("left", [*(slice(n) for n in (0, 1, 100, 4096, 8191, 8192)), "zeros"])
+@pytest.mark.parametrize("left", [*(slice(n) for n in (0, 1, 100, 4096, 8191, 8192)), "zeros", "a zero", "8191 zeros"])
 def test_a_pending_shard_that_ends_before_its_first_commit_is_removed(left: slice | str, tmp_path: Path) -> None:
     """A power failure may leave only a length: zeros."""
     manifest = empty_store(tmp_path)
-    pending = write_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
-    pending.write_bytes(pending.read_bytes()[left] if isinstance(left, slice) else bytes(1 << 14))
+    pending = leave_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
+    zeros = {"zeros": 1 << 14, "a zero": 1, "8191 zeros": 8191}
+    pending.write_bytes(pending.read_bytes()[left] if isinstance(left, slice) else bytes(zeros[left]))
     with lock_store(tmp_path):
         assert adopt(tmp_path, manifest) == []
     assert not pending.exists()
 
 
-def test_the_first_pages_of_a_pending_shard_are_synced_before_any_other_is_written(
+def test_a_pending_shards_first_pages_are_synced_before_any_other_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a power failure may keep a later page and lose them: a file that cannot be sealed."""
@@ -352,18 +330,18 @@ def test_the_first_pages_of_a_pending_shard_are_synced_before_any_other_is_writt
 
     monkeypatch.setattr("lmdb.open", Environment)
     empty_store(tmp_path)
-    write_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
+    leave_pending(tmp_path, "a", samples_of({"train/8x8": 1}))
     assert synced
 
 
 @pytest.mark.parametrize(("page_bytes", "num_bytes", "expected"), [(1 << 15, 1 << 16, False), (1 << 15, (1 << 16) + 1, True)])
-def test_how_long_a_shard_without_a_commit_is_follows_from_the_pages_of_its_own_file(
+def test_a_shard_without_a_commit_is_known_by_its_files_pages(
     page_bytes: int, num_bytes: int, *, expected: bool, tmp_path: Path
 ) -> None:
     """On a machine of 64 KiB pages LMDB takes pages of 32 KiB; here such a file's head is made of one of this machine."""
     empty_store(tmp_path)
     data = bytearray(
-        write_pending(tmp_path, "a", samples_of({"train/8x8": 1})).read_bytes().ljust(num_bytes, b"\0")[:num_bytes]
+        leave_pending(tmp_path, "a", samples_of({"train/8x8": 1})).read_bytes().ljust(num_bytes, b"\0")[:num_bytes]
     )
     at = data.index((0xBEEFC0DE).to_bytes(4, "little")) + 24
     assert int.from_bytes(data[at : at + 4], "little") == os.sysconf("SC_PAGE_SIZE")
@@ -396,7 +374,7 @@ def test_what_is_live_after_many_shards_and_drops_is_what_the_last_word_on_each_
         for sample_id, (bucket, of) in live.items():
             record = store.sample(sample_id)[1]
             assert (record.bucket, record.content) == (bucket, make_sample(sample_id, bucket, version=of).record.content)
-        assert clean(store)
+        assert not faults(store)
 
 
 @pytest.mark.parametrize(("old", "new"), [(10, 1), (1, 10)])
@@ -424,3 +402,283 @@ def test_publishing_searches_no_more_than_there_is(old: int, new: int, tmp_path:
     searched.clear()
     assert publish(tmp_path, manifest, (), ()) is manifest
     assert not searched
+
+
+NAMES = ("struct", "json", "lmdb", "numpy", "msgpack", "xxhash", "hashlib", "pathlib", "subprocess", "bucketline")
+CODE = "import os, sys; open(os.environ['CANARY'], 'w').close(); sys.exit(0)"
+
+
+def test_python_files_of_the_current_folder_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unpacked data set may hold a file of any name."""
+    store, here = tmp_path / "s", tmp_path / "here"
+    empty_store(store)
+    leave_pending(store, "a", FIVE)
+    here.mkdir()
+    for name in NAMES:
+        (here / f"{name}.py").write_text(CODE, encoding="ascii")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("CANARY", str(tmp_path / "canary"))
+    assert len(adopted(store)) == 5
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_pending_shard_stays_if_the_process_that_seals_did_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = empty_store(tmp_path)
+    pending = leave_pending(tmp_path, "a", FIVE)
+    data = pending.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", shutil.which("true"))
+        with pytest.raises(StoreError, match=r"a\.lmdb is not sealed: .*rerun the command"):
+            adopt(tmp_path, manifest)
+    assert pending.read_bytes() == data
+    assert adopt(tmp_path, manifest) == ["a"]
+
+
+def test_a_pending_shard_goes_where_a_kill_came_between_moving_and_removing(tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    pending = leave_pending(tmp_path, "a", FIVE)
+    copy = shutil.copy(pending, tmp_path / "copy")
+    assert seal(tmp_path, "a")
+    sealed = tree(tmp_path / "shards")
+    shutil.move(copy, pending)
+    assert adopt(tmp_path, manifest) == ["a"]
+    assert not pending.exists()
+    assert tree(tmp_path / "shards") == sealed
+
+
+@pytest.mark.parametrize("kind", ["another shard's", "no LMDB file", "without sidecars"])
+def test_a_pending_shard_stays_where_the_sealed_one_of_its_name_is_another(kind: str, tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    if kind == "another shard's":
+        leave_pending(tmp_path, "a", samples_of({BUCKET: 5}, "other/"))
+        seal(tmp_path, "a")
+    pending = leave_pending(tmp_path, "a", FIVE)
+    if kind == "no LMDB file":
+        (tmp_path / "shards" / "a.lmdb").write_bytes(b"nonsense" * 1024)
+    elif kind == "without sidecars":
+        shutil.copy(pending, tmp_path / "shards" / "a.lmdb")
+    before = tree(tmp_path / "shards")
+    with pytest.raises(StoreError, match=r"shards/a\.lmdb .*rename the pending file to a-2\.lmdb"):
+        adopt(tmp_path, manifest)
+    assert pending.exists()
+    assert tree(tmp_path / "shards") == before
+
+
+def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_path: Path) -> None:
+    empty_store(tmp_path)
+    leave_pending(tmp_path, "a", samples_of({BUCKET: 5}, "other/"))
+    seal(tmp_path, "a")
+    pending = leave_pending(tmp_path, "a", FIVE)
+    pending.rename(pending.with_stem("a-2"))
+    assert len(adopted(tmp_path)) == 10
+    assert not faults(tmp_path)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
+@pytest.mark.parametrize("kind", ["extents", "index"])
+def test_a_shard_without_a_sound_sidecar_is_sealed_again_as_the_message_says(
+    tmp_path: Path, kind: str, *, is_damaged: bool
+) -> None:
+    empty_store(tmp_path)
+    pending, sealed = leave_pending(tmp_path, "a", FIVE), tmp_path / "shards" / "a.lmdb"
+    seal(tmp_path, "a")
+    if is_damaged:
+        sealed.with_suffix(f".{kind}").write_bytes(b"nonsense" * 100)
+    else:
+        sealed.with_suffix(f".{kind}").unlink()
+    with pytest.raises(StoreError, match=rf"a\.{kind}.*; move {sealed} to {pending} and rerun"):
+        adopted(tmp_path)
+    sealed.rename(pending)
+    assert len(adopted(tmp_path)) == 5
+
+
+def test_a_sealer_may_outlive_its_command_and_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command was killed, and its sealing process takes the shard's lock before the next command's does."""
+    manifest = empty_store(tmp_path)
+    leave_pending(tmp_path, "a", FIVE)
+    run = subprocess.run
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        assert run(*arguments, **more).returncode == 0
+        return run(*arguments, **more)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    assert adopt(tmp_path, manifest) == ["a"]
+    assert publish(tmp_path, manifest, ["a"], ()).samples == 5
+    assert tree(tmp_path / "pending") == {}
+
+
+@pytest.fixture
+def put_back(tmp_path: Path) -> Path:
+    """A store of two generations whose older manifest is in the place of the newest, as a restored backup's is."""
+    make_store(tmp_path / "s", samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
+    shutil.copy(tmp_path / "s" / "generations" / "1.json", tmp_path / "s" / "manifest.json")
+    return tmp_path / "s"
+
+
+def test_after_an_older_manifest_was_put_back_no_dropped_sample_comes_back(put_back: Path) -> None:
+    """The next writer continues from the newest generation: a crash between its two documents looks the same."""
+    first, second = samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/")
+    older = (put_back / "manifest.json").read_bytes()
+    drop(put_back, [second[0].id, first[0].id])
+    (put_back / "manifest.json").write_bytes(older)
+    assert drop(put_back, [first[1].id], dry_run=True).samples == drop(put_back, [first[1].id]).samples == 3
+    store = Store.open(put_back)
+    assert sorted(ids_of(store)) == sorted(sample.id for sample in (first[2], *second[1:]))
+    assert store.manifest.generation == 4
+    assert not faults(store)
+
+
+def test_a_generation_whose_manifest_a_crash_kept_from_its_place_is_finished(put_back: Path) -> None:
+    with changing(put_back) as manifest:
+        assert (manifest.generation, manifest.samples) == (2, 6)
+    assert (put_back / "manifest.json").read_bytes() == (put_back / "generations" / "2.json").read_bytes()
+
+
+def test_a_newer_generation_that_is_damaged_stops_what_would_change_the_store(put_back: Path) -> None:
+    flip_bit(put_back / "generations" / "2.json", 801)
+    before = without_locks(put_back)
+    with pytest.raises(StoreError, match=r"2\.json is newer than .*manifest\.json, generation 1, and .*move it elsewhere"):
+        drop(put_back, [samples_of({BUCKET: 3})[0].id])
+    assert without_locks(put_back) == before
+
+
+def test_a_generation_of_another_store_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+    make_store(tmp_path / "one", samples_of({BUCKET: 3}))
+    make_store(tmp_path / "other", samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
+    shutil.copy(tmp_path / "other" / "generations" / "2.json", tmp_path / "one" / "generations")
+    with pytest.raises(StoreError, match=r"2\.json belongs to another store.*move it elsewhere"):
+        drop(tmp_path / "one", [samples_of({BUCKET: 3})[0].id])
+
+
+def test_a_shard_that_any_generation_lists_is_never_adopted(tmp_path: Path) -> None:
+    """Somebody published the older manifest again, and retired nothing of what it left."""
+    store = make_store(tmp_path, samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
+    older = read_manifest(tmp_path, 1)
+    write_manifest(tmp_path, replace(older, generation=3))
+    with changing(tmp_path) as manifest:
+        assert manifest.samples == 3
+        assert adopt(tmp_path, manifest) == []
+    assert store.shards[1].paths.lmdb.exists()
+
+
+def captioned(*names: str) -> list[Sample]:
+    return [make_sample(name, "train/64x64", ("a cat",)) for name in names]
+
+
+def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    with IMAGES.writer(store) as writer:
+        begin_attempts(store, "run")
+        sealed = {}
+        for name, ids in (("a0", ["1.png", "2.png"]), ("a1", ["2.png", "3.png"])):
+            with IMAGES.part(begin_attempt(store, "run", name), f"run-{name}") as part:
+                IMAGES.add(part, captioned(*ids))
+            sealed[name] = part.sealed
+        assert not list((store / "shards").iterdir())
+        take_shards(store, attempt_path(store, "run", "a1"), sealed["a1"])
+        writer.publish(sealed["a1"])
+        strays = FolderCheck(Store.open(store).folder, Store.open(store).manifest, lambda _: None)
+        strays.run()
+        assert any("the next pack uses or removes it" in stray.what for stray in strays.strays)
+    assert sorted(ids_of(store)) == ["2.png", "3.png"]
+    with IMAGES.writer(store):
+        pass
+    assert not (store / "pending" / "attempts").exists()
+    assert sorted(ids_of(store)) == ["2.png", "3.png"]
+    assert not faults(store)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_taken_shard_that_was_not_published_is_adopted(tmp_path: Path, *, is_stopped: bool) -> None:
+    """Also one of an attempt that was stopped before it sealed what it had committed."""
+    store = tmp_path / "s"
+    with IMAGES.writer(store):
+        begin_attempts(store, "run")
+        folder = begin_attempt(store, "run", "a0")
+        part = IMAGES.part(folder, "run-a0")
+        IMAGES.add(part, captioned("1.png"))
+        part.commit()
+        if is_stopped:
+            part.close()
+        else:
+            part.seal()
+            part.close()
+        take_shards(store, folder, seal_rest(folder) if is_stopped else part.sealed)
+    assert adopted(store) == ["1.png"]
+
+
+def test_a_machine_that_does_not_see_the_runs_folder_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"pending/attempts/run is not on .*must be on a disk that all machines share"):
+        begin_attempt(tmp_path / "s", "run", "a0")
+
+
+def test_attempts_are_not_made_through_a_link(tmp_path: Path) -> None:
+    store, outside = tmp_path / "s", tmp_path / "outside"
+    outside.mkdir()
+    with IMAGES.writer(store):
+        (store / "pending" / "attempts").symlink_to(outside)
+        with pytest.raises(StoreError, match="pending/attempts is a link"):
+            begin_attempts(store, "run")
+    assert list(outside.iterdir()) == []
+
+
+SIZE = LINE_BYTES + 3 * READ_BYTES // 2
+PLACES = ((0, 5), (5, 100), (READ_BYTES - 3, 7), (READ_BYTES + 4, 1), (2 * READ_BYTES - 1, 3 * READ_BYTES), (SIZE - 9, 9))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> NDArray[np.uint8]:
+    made = np.random.default_rng(1).integers(0, 256, SIZE, dtype="u1")
+    (tmp_path / "file").write_bytes(made.tobytes())
+    return made
+
+
+def read_back(path: Path, data: NDArray[np.uint8], places: tuple[tuple[int, int], ...] = PLACES) -> list[int]:
+    """Read the file back as if LMDB had values of these offsets and lengths in `data`."""
+    rows = [(offset, length, data.ctypes.data + offset) for offset, length in reversed(places)]
+    placed = bytearray(np.array(rows, dtype="<u8").tobytes())
+    lines = LineSums()
+    with path.open("rb", buffering=0) as file:
+        _read_back(file, placed, lines)
+    return lines.finish()
+
+
+def test_values_that_are_there_are_confirmed_and_lines_have_the_files_checksums(
+    data: NDArray[np.uint8], tmp_path: Path
+) -> None:
+    whole = data.tobytes()
+    assert read_back(tmp_path / "file", data) == [checksum(whole[:LINE_BYTES]), checksum(whole[LINE_BYTES:])]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_with_a_changed_byte_is_not_confirmed(place: tuple[int, int], data: NDArray[np.uint8], tmp_path: Path) -> None:
+    offset, length = place
+    for at in {offset, offset + length // 2, offset + length - 1}:
+        data[at] ^= 1
+        with pytest.raises(_UnconfirmedError):
+            read_back(tmp_path / "file", data)
+        data[at] ^= 1
+    read_back(tmp_path / "file", data)
+
+
+def test_values_that_overlap_or_end_beyond_the_file_are_not_confirmed(data: NDArray[np.uint8], tmp_path: Path) -> None:
+    longer = np.concatenate([data, data[:9]])
+    for places in (((3, 9), (8, 9)), ((SIZE - 4, 5),), ((SIZE, 1),)):
+        with pytest.raises(_UnconfirmedError):
+            read_back(tmp_path / "file", longer, places)
+
+
+def test_a_shard_whose_values_cannot_be_located_stays_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with pages of another LMDB, which do not begin with their own numbers."""
+    real = ctypes.string_at
+    words = "g0 cannot be sealed: a read of g0.sealing gives other bytes than LMDB"
+    with monkeypatch.context() as patch, store_writer(tmp_path, shard_names="g{}") as writer:
+        patch.setattr(ctypes, "string_at", lambda address, size: bytes(byte ^ 0x55 for byte in real(address, size)))
+        add_samples(writer, samples_of({"train/8x8": 3}))
+        with pytest.raises(StoreError, match=words):
+            writer.publish()
+    assert not list((tmp_path / "shards").glob("*.lmdb"))
+    with store_writer(tmp_path) as writer:
+        writer.publish()
+    assert Store.open(tmp_path).bucket("train/8x8").num_rows == 3

@@ -19,8 +19,8 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
-from bucketline.files.run_marker import CHECKPOINTS, METRICS
-from bucketline.store.format.hashing import file_digest
+from bucketline.files.paths import CHECKPOINTS, METRICS
+from bucketline.store.format.block import file_digest
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import (
     Output,
@@ -35,7 +35,7 @@ from bucketline.train.checkpoint import (
     read_state,
     set_aside,
 )
-from bucketline.train.ema import Average
+from bucketline.train.optim import Average
 from bucketline.train.step import Training
 from bucketline.train.weight_layout import WholeModel
 from tests.commands import spawn
@@ -207,8 +207,15 @@ def test_a_full_disk_is_called_that_whichever_library_writes_when_it_is_full(tmp
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, parts(), state(1), keep=1)
-    with pytest.raises(StateError, match="does not fit this model"):
-        load(folder, parts(block_out_channels=[4, 8]))
+    narrow, shallow = parts(block_out_channels=[4, 8]), parts(layers_per_block=2)
+    for other in (narrow, shallow):
+        with pytest.raises(StateError, match=r"does not fit this model: its \d+ tensors differ"):
+            load(folder, other)
+    with pytest.raises(StateError, match=r"does not fit this model: Size mismatch .*\.exp_avg"):
+        load_optimizer(folder, narrow.model, narrow.optimizer)
+    folder = save(tmp_path, shallow, state(2), keep=1)
+    with pytest.raises(StateError, match=r"does not fit this model: the optimizer has no state\.\w+"):
+        load_optimizer(folder, narrow.model, narrow.optimizer)
 
 
 class _Ran:

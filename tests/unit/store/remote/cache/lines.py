@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bucketline.store.format.hashing import LINE_BYTES, checksum
+from bucketline.store.format.block import LINE_BYTES, checksum
 from bucketline.store.remote.cache.cached_shard import CachedShard
+from bucketline.store.remote.cache.fetch import LineFetcher
 from bucketline.store.remote.cache.folder import CacheFolder, StoreFolder
-from bucketline.store.remote.cache.line_fetcher import LineFetcher
 
 NUM_LINES = 5
 PIECE_BYTES = 3 << 20

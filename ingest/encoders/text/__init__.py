@@ -1,1 +1,0 @@
-"""Encode the captions of any model: of a known family, of classes, or of any transformers text encoder."""

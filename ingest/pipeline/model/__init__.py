@@ -1,1 +1,0 @@
-"""The model of a run: its device, loaded when it is needed, and noted in the store."""

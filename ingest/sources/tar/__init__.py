@@ -1,1 +1,0 @@
-"""WebDataset tars as a source, local or streamed; nothing is extracted."""

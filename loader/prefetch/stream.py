@@ -1,0 +1,407 @@
+"""Prefetch: threads fill buffers, a reorder buffer delivers them in turn, and CUDA copies run on a side stream."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+
+from bucketline.errors import DeliveryError
+from bucketline.forks import JoinableThread, OwnerProcess
+from bucketline.loader.collate.buffers import BufferPool
+from bucketline.loader.prefetch.ahead import Readahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bucketline.loader.collate.batch_builder import BatchBuilder
+    from bucketline.loader.collate.buffers import FilledBuffer
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.iteration import Stats
+    from bucketline.loader.plan.epoch_steps import Cursor
+
+
+# -------------------------------------------------------------------------------------------------------------- reorder buffer
+# A bounded reorder buffer between the prefetch threads and the training thread; either side can end it cleanly.
+#
+# Each prefetch thread fills the next micro-batch that no other one fills. None waits for another: a micro-batch that is
+# finished early stays in the buffer until the turns before it are taken.
+
+T = TypeVar("T")
+
+_LOOK_EVERY_S = 0.5  # while it waits, the consumer checks that a prefetch thread is still alive
+
+
+class ReorderBuffer(Generic[T]):
+    """Items in the order of their turns, at most `depth` at a time. A failure is raised for the consumer, in its turn.
+
+    The depth begins at `first_depth`. It is doubled, up to `depth`, when the consumer has to wait after the producers had to
+    wait for room: until then, more room would only be memory touched for nothing.
+
+    `take` needs no lock while the next item is ready, and `put` needs none while there is room.
+    """
+
+    def __init__(self, depth: int, first_depth: int | None = None) -> None:
+        self._max_depth = depth
+        self.depth = depth if first_depth is None else min(depth, first_depth)  # at present
+        self._items: dict[int, T] = {}  # by turn
+        self._taken = 0  # also the turn that is taken next
+        self._end: int | None = None  # the first turn that will have no item
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._fillers_waiting = 0
+        self._was_full = False  # a producer had to wait for room since the depth last changed
+        self._taker_waits, self._waits = False, 0  # the consumer, now; and how often it had to
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def note_queue(self, stats: Stats) -> None:
+        """Set how much is ready at this moment, and how often the consumer had to wait."""
+        stats.ready, stats.depth, stats.waits, stats.is_waiting = len(self), self.depth, self._waits, self._taker_waits
+
+    def put(self, turn: int, item: T) -> bool:
+        """Add the item of a turn, counted from 0, waiting for room. Return False if it is no longer needed."""
+        if turn >= self._taken + self.depth:
+            with self._changed:
+                self._fillers_waiting += 1
+                self._was_full = True
+                try:
+                    self._changed.wait_for(lambda: self._is_over(turn) or turn < self._taken + self.depth)
+                finally:
+                    self._fillers_waiting -= 1
+        if self._is_over(turn):
+            return False
+        self._items[turn] = item
+        if self._taker_waits and turn == self._taken:
+            with self._changed:
+                self._changed.notify_all()
+        return True
+
+    def _is_over(self, turn: int) -> bool:
+        return self._closed or (self._end is not None and turn >= self._end)
+
+    def end(self, turn: int, failure: BaseException | None = None) -> None:
+        """End the items before this turn, because all are done or because of a failure; the earliest end counts."""
+        with self._changed:
+            if not self._is_over(turn):
+                self._end, self._failure = turn, failure
+            self._changed.notify_all()
+
+    def take(self, is_filled: Callable[[], bool] = lambda: True) -> T | None:
+        """Wait for the next item and return it; None at the end. `is_filled` tells whether a producer is still alive."""
+        if self._closed:
+            return None
+        if self._taken not in self._items:
+            self._wait(is_filled)
+        turn = self._taken
+        item = self._items.get(turn)
+        if item is None:
+            if self._failure is not None and not self._closed:
+                raise self._failure from None
+            return None
+        # in this order, so that Ctrl-C in between leaves no turn that is awaited and that nobody fills
+        self._taken = turn + 1
+        self._items.pop(turn, None)
+        if self._fillers_waiting:
+            with self._changed:
+                self._changed.notify_all()
+        return item
+
+    def _wait(self, is_filled: Callable[[], bool]) -> None:
+        def is_ready() -> bool:
+            return self._taken in self._items or self._is_over(self._taken)
+
+        with self._changed:
+            if self._was_full and self.depth < self._max_depth:
+                self._was_full, self.depth = False, min(2 * self.depth, self._max_depth)
+            self._taker_waits = True
+            self._waits += 1
+            try:
+                while not self._changed.wait_for(is_ready, timeout=_LOOK_EVERY_S):
+                    if not is_filled() and not is_ready():
+                        raise DeliveryError("the prefetch threads are gone; start a new iteration")
+            finally:
+                self._taker_waits = False
+
+    def close(self) -> list[T]:
+        """Release waiting producers, and return the items that were not taken."""
+        with self._changed:
+            self._closed = True
+            left = list(self._items.values())
+            self._items.clear()
+            self._changed.notify_all()
+        return left
+
+
+# ------------------------------------------------------------------------------------------------------------------- cuda copy
+# Copying a filled buffer to a CUDA device on a side stream, with events and without a global synchronise.
+
+
+class CudaCopier:
+    """Copies pinned buffers to a device and releases each buffer once its copy is done.
+
+    The filling thread calls `copy`, one call at a time; the training thread calls `receive`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in_flight: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+
+    def copy(self, buffer: Tensor, num_bytes: int, let_go: Callable[[], None]) -> tuple[Tensor, torch.cuda.Event]:
+        """Start copying the first `num_bytes` of a pinned buffer; return the device's bytes and the event that ends the copy.
+
+        A later `copy` or `finish` calls `let_go` once the buffer may be overwritten.
+        """
+        self._let_go()
+        # The thread's current device is 0: leaving the stream alone would make a context on it, half a GB for each rank.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            flat.copy_(buffer[:num_bytes], non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._in_flight.append((event, let_go))
+        return flat, event
+
+    def receive(self, flat: Tensor, event: torch.cuda.Event) -> Tensor:
+        """Make the current stream wait for the copy, and record with the allocator that this stream uses the memory."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
+        flat.record_stream(stream)
+        return flat
+
+    def finish(self) -> None:
+        """Wait for the copies in flight. Their sources may be freed afterwards."""
+        while self._in_flight:
+            event, let_go = self._in_flight.popleft()
+            event.synchronize()
+            let_go()
+
+    def _let_go(self) -> None:
+        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
+            self._in_flight.popleft()[1]()
+
+
+# -------------------------------------------------------------------------------------------------------------------- delivery
+# Filled buffers of this process, and their copies on a CUDA device: each waits for its turn and the caller.
+
+FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
+
+
+class Buffers:
+    """A loader's buffers, made by its first iteration in each process: a parent's stay the parent's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._made_for = device, (-1, -1)
+
+    def get(self, buffer_bytes: int, num_buffers: int) -> tuple[BufferPool, CudaCopier | None]:
+        """Return buffers of `buffer_bytes`, and what copies them to the device."""
+        if self._made_for != (os.getpid(), buffer_bytes):
+            on_cuda = self._device.type == "cuda"
+            self._pool = BufferPool(buffer_bytes, num_buffers, pinned=on_cuda)
+            self._copier = CudaCopier(self._device) if on_cuda else None
+            self._made_for = os.getpid(), buffer_bytes  # last: after a failure or Ctrl-C above, the next iteration makes them
+        return self._pool, self._copier
+
+
+class Delivery:
+    """An iteration's filled buffers, of which at most `depth` are filled ahead; a copy to the device begins at once."""
+
+    def __init__(self, buffers: Buffers, buffer_bytes: int, num_buffers: int, depth: int) -> None:
+        self.pool, self._copier = buffers.get(buffer_bytes, num_buffers)
+        self._copying = threading.Lock()
+        self._ready: ReorderBuffer[tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]] = ReorderBuffer(
+            depth, FIRST_DEPTH
+        )  # with the copy on a CUDA device
+
+    def acquire(self) -> Tensor:
+        """Return a buffer to fill, `[buffer_bytes]` uint8."""
+        return self.pool.take()
+
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        """Let a filled buffer, or its copy on the device, wait for its turn and the caller; return False if nobody needs it."""
+        if self._copier is not None:
+            with self._copying:
+                copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self.pool.give_back, filled.buffer))
+            return self._ready.put(turn, (filled, copy))
+        is_wanted = self._ready.put(turn, (filled, None))
+        if not is_wanted:
+            self.pool.give_back(filled.buffer)
+        return is_wanted
+
+    def take(self, is_alive: Callable[[], bool]) -> tuple[FilledBuffer, Tensor] | None:
+        """Return the next micro-batch and its bytes on the caller's device; see `ThreadStream.next`."""
+        ready = self._ready.take(is_alive)
+        if ready is None:
+            return None
+        filled, copy = ready
+        if copy is None or self._copier is None:
+            return filled, self.pool.lend(filled.buffer)
+        return filled, self._copier.receive(*copy)
+
+    def end(self, turn: int, failure: BaseException | None) -> None:
+        """End the iteration before this turn."""
+        self._ready.end(turn, failure)
+
+    def note_queue(self, stats: Stats) -> None:
+        """Set what is ready at this moment, and how often the caller had to wait."""
+        self._ready.note_queue(stats)
+        stats.buffers = self.pool.num_made
+
+    def close(self) -> None:
+        """Return the buffers that the caller has not popped to the pool."""
+        for filled, copy in self._ready.close():
+            if copy is None:
+                self.pool.give_back(filled.buffer)
+
+
+# --------------------------------------------------------------------------------------------------------------------- threads
+
+MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
+
+
+def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
+    """Return how many micro-batches of `buffer_bytes` each are filled ahead at most."""
+    return min(max(config.prefetch_bytes // buffer_bytes, MIN_DEPTH), _MAX_DEPTH)
+
+
+class Sink(Protocol):
+    """The place that filled buffers go to: the caller in this process (`Delivery`), or another process."""
+
+    def acquire(self) -> Tensor:
+        """Return a buffer to fill, `[buffer_bytes]` uint8; never waits."""
+
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        """Deliver the buffer of a turn, counted from 0; waits for room. Return False if nobody needs it any more."""
+
+    def end(self, turn: int, failure: BaseException | None) -> None:
+        """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
+
+    def close(self) -> None:
+        """Release the threads that wait for room; nothing is delivered any more."""
+
+
+class PrefetchThreads:
+    """The threads of one iteration. They know nothing of the loader, so that a dropped loader ends them."""
+
+    def __init__(self, builder: BatchBuilder, cursor: Cursor, sink: Sink) -> None:
+        self._builder, self._sink = builder, sink
+        self._readahead = Readahead(builder, cursor.micro_steps(builder.config.accumulation))
+        self._copy_plans = self._readahead.__iter__()
+        self._order = threading.Lock()  # what comes next is located and planned by one thread at a time
+        self._next_turn = 0
+        self._owner = OwnerProcess()
+        self._started = threading.Semaphore(0)
+        self._threads = [JoinableThread(self._run, name="bucketline-builder") for _ in range(builder.config.threads)]
+
+    def start(self) -> None:
+        """Start the threads. The number of torch's own threads is unchanged when this returns."""
+        num_threads = torch.get_num_threads()
+        _RUNNING.add(self)
+        try:
+            for number, thread in enumerate(self._threads):
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    count = f"{number} of {len(self._threads)}"
+                    raise DeliveryError(
+                        f"only {count} prefetch threads could be started: {error}; use fewer threads, or end other processes"
+                    ) from error
+                self._started.acquire()
+        except BaseException:  # Ctrl-C too: nobody else knows of the threads that have started, which would wait for room
+            self.close()
+            raise
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def is_alive(self) -> bool:
+        """Return whether a thread still runs."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """End the iteration; the threads are gone when this returns. A forked child has none. Batches held stay valid."""
+        if not self._owner.is_current:
+            return
+        self._sink.close()
+        self._readahead.stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        if threading.current_thread() not in self._threads:
+            self._copy_plans.close()
+
+    def _run(self) -> None:
+        # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's and the
+        # default of later threads, which `start` restores. Torch reads that default at a thread's first call that could be
+        # divided, whatever was set before; the first line is such a call.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._started.release()
+        while self._fill_one():
+            pass
+
+    def _fill_one(self) -> bool:
+        """Fill the next micro-batch; return False if there is nothing more to do."""
+        turn = None
+        try:
+            with self._order:
+                turn, self._next_turn = self._next_turn, self._next_turn + 1
+                copy_plan = next(self._copy_plans, None)
+            if copy_plan is not None:
+                try:
+                    filled = self._builder.fill(self._sink.acquire(), copy_plan)
+                finally:
+                    copy_plan.batch.release()
+                del copy_plan  # or its window's arrays would be held while this waits for room
+                return self._sink.put(turn, filled)
+            failure: BaseException | None = None
+        except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
+            failure = error
+        except BaseException as error:  # noqa: BLE001 - what is meant for this thread must not end the caller's too
+            failure = DeliveryError(f"a prefetch thread was ended by {error!r}; start a new iteration")
+        self._sink.end(self._next_turn if turn is None else turn, failure)
+        return False
+
+
+_RUNNING: weakref.WeakSet[PrefetchThreads] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_RUNNING.clear)  # their threads are not in the child
+
+
+@atexit.register
+def _end_all() -> None:
+    """End every prefetch thread before the interpreter exits: one that is inside torch then would abort the process."""
+    for threads in list(_RUNNING):
+        threads.close()
+
+
+class ThreadStream(PrefetchThreads):
+    """An iteration whose batches are filled by threads of this process."""
+
+    def __init__(self, builder: BatchBuilder, buffers: Buffers, cursor: Cursor) -> None:
+        """Start the threads."""
+        depth = depth_of(builder.config, builder.buffer_bytes)
+        self._delivery = Delivery(buffers, builder.buffer_bytes, depth + 1 + builder.config.threads, depth)
+        super().__init__(builder, cursor, self._delivery)
+        self.start()
+
+    def next(self) -> tuple[FilledBuffer, Tensor] | None:
+        """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end."""
+        return self._delivery.take(self.is_alive)
+
+    def note_queue(self, stats: Stats) -> None:
+        """Set what is ready at this moment, and how often the caller had to wait since the stream began."""
+        self._delivery.note_queue(stats)
+
+    def release(self) -> None:
+        """Let no more be delivered; the threads end soon."""
+        self._delivery.close()

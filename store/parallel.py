@@ -1,0 +1,559 @@
+"""`write_store`: make a store of items by several processes, and continue where an earlier call was stopped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.sharedctypes import RawValue
+from pathlib import PurePath
+from pickle import PicklingError
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from bucketline import errors
+from bucketline.command_line import progress_bar
+from bucketline.errors import BucketlineError, RankError, SourceError, UsageError
+from bucketline.option_value import unlike
+from bucketline.store.commands.look import bar_of_bytes
+from bucketline.store.format.block import sample_digest
+from bucketline.store.sync.working import sender_to, target_at
+from bucketline.store.write.publish import unlisted
+from bucketline.store.write.store_writer import StoreWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkContext, SpawnContext
+    from multiprocessing.process import BaseProcess
+    from pathlib import Path
+    from types import TracebackType
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.urls import RemoteOptions
+    from bucketline.store.transfer import ShardSender
+    from bucketline.store.write.store_writer import PartWriter
+
+
+# ----------------------------------------------------------------------------------------------------------------- part worker
+# A worker of `write_store`: encode one item after another, and add its samples to a part of the store.
+
+READY = "ready"  # the first message of a worker
+_POLL_S = 1.0  # between two looks whether the process that publishes is still there
+ARGUMENTS = ("sample_id", "split", "columns", "captions", "ragged")  # of `PartWriter.add`
+
+
+class Flag(Protocol):
+    """A number in memory that the processes share."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """An item to encode. `ids` are the only ids that its samples may have."""
+
+    ids: tuple[str, ...]
+    item: Any
+
+    @property
+    def name(self) -> str:
+        """The item's name in messages."""
+        return f"item {self.ids[0]!r:.200}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a task, or of sealing the worker's last shard."""
+
+    num_samples: int
+    sealed: list[str]  # names of the shards that were sealed meanwhile
+    is_last: bool = False  # of no task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An error that ends the run; `kind` is the name of one of our errors."""
+
+    kind: str
+    message: str
+    trace: str  # of the worker
+
+
+@dataclass(slots=True)
+class ItemEncoder:
+    """Encodes items into a part."""
+
+    part: PartWriter
+    encode: Callable[[Any], Any]
+    num_told: int = 0  # sealed shards that an outcome has named
+
+    def run(self, task: Task) -> Outcome | Failure:
+        """Encode an item and add its samples; nothing of it is added after the first one that is refused."""
+        try:
+            num_samples = 0
+            for sample in self._samples(task):
+                self.part.add(**_arguments(task, sample))
+                num_samples += 1
+        except BucketlineError as error:
+            return _failure_of(error, "" if task.name.removeprefix("item ") in str(error) else f"{task.name}: ")
+        return self.outcome(num_samples)
+
+    def outcome(self, num_samples: int = 0, *, is_last: bool = False) -> Outcome:
+        """Return an outcome with the shards that were sealed since the last one."""
+        sealed = self.part.sealed[self.num_told :]
+        self.num_told += len(sealed)
+        return Outcome(num_samples=num_samples, sealed=sealed, is_last=is_last)
+
+    def _samples(self, task: Task) -> Iterator[object]:
+        """Yield what `encode` makes of an item."""
+        try:
+            made = self.encode(task.item)
+            if made is None:
+                return
+            if isinstance(made, Mapping) or (isinstance(made, tuple) and made and isinstance(made[0], str)):
+                yield made
+                return
+            if not isinstance(made, Iterable) or isinstance(made, str | bytes):
+                raise UsageError(
+                    f"{task.name}: encode returned a value of type {type(made).__name__}, expected a sample as "
+                    f"StoreWriter.add takes it, dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), several, or None"
+                )
+            yield from made
+        except BucketlineError:
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"{task.name}: encode raised {type(error).__name__}: {error}; what was written before is kept: correct it, or "
+                "have "
+                "encode return None to leave the item out, and call write_store again to continue"
+            ) from error
+
+
+def run_worker(
+    connection: Connection[Any, Any], part: PartWriter, encode: Callable[[Any], Any], is_stopped: Flag, parent: int
+) -> None:
+    """Encode the tasks that arrive until None does, or `is_stopped` is set; the process `parent` publishes.
+
+    If that is gone, what is committed stays for the store's next writer.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every process; the parent says when to stop
+    encoder = ItemEncoder(part, encode)
+    with suppress(BrokenPipeError, ConnectionResetError):
+        try:
+            connection.send(READY)
+            with part:
+                while is_parent_there := _has_message(connection, parent):
+                    task = connection.recv()
+                    if task is None or is_stopped.value:
+                        break
+                    connection.send(encoder.run(task))
+                if not is_parent_there:
+                    part.commit()
+                    part.close()
+                    return
+        except BucketlineError as error:
+            connection.send(_failure_of(error))
+        else:
+            connection.send(encoder.outcome(is_last=True))
+        connection.close()
+
+
+def _failure_of(error: BucketlineError, beginning: str = "") -> Failure:
+    """Return an error as a message to the parent."""
+    return Failure(kind=type(error).__name__, message=f"{beginning}{error}", trace=traceback.format_exc())
+
+
+def _has_message(connection: Connection[Any, Any], parent: int) -> bool:
+    """Wait for a message; return False if the parent is gone."""
+    while os.getppid() == parent:
+        if connection.poll(_POLL_S):
+            return True
+    return False
+
+
+def _arguments(task: Task, sample: object) -> dict[str, Any]:
+    """Return a sample as keyword arguments of `PartWriter.add`."""
+    expected = f"dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), or a tuple of them in this order"
+    if isinstance(sample, tuple) and len(sample) <= len(ARGUMENTS):
+        sample = dict(zip(ARGUMENTS, sample, strict=False))
+    if not isinstance(sample, Mapping):
+        raise UsageError(f"{task.name}: encode made a sample of type {type(sample).__name__}, expected {expected}")
+    missing = [name for name in ARGUMENTS[:3] if name not in sample]
+    unknown = [name for name in sample if name not in ARGUMENTS]
+    if missing or unknown:
+        what = f"lacks {missing[0]!r}" if missing else f"has the unknown {unknown[0]!r}"
+        raise UsageError(f"{task.name}: encode made a sample that {what}, expected {expected}")
+    if sample["sample_id"] not in task.ids:
+        raise UsageError(
+            f"{task.name}: encode made a sample of the id {sample['sample_id']!r:.200}, expected one of "
+            f"{list(task.ids)!s:.200}; a "
+            "rerun finds by these ids what is missing: let ids=… return the ids that encode gives the item's samples"
+        )
+    return dict(sample)
+
+
+# ----------------------------------------------------------------------------------------------------------------- worker pool
+# The pool of `write_store`: start the workers, hand each one task after another, and end them.
+
+StartMethod = Literal["spawn", "fork"]
+QUEUED = 2  # tasks of a worker, so that it need not wait for the next one
+_POOL_POLL_S = 0.2
+_NOT_PICKLED = (PicklingError, AttributeError, TypeError)
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection[Any, Any]
+    tasks: deque[Task] = field(default_factory=deque)  # handed over, without an outcome yet
+    is_ready: bool = False
+
+
+class WorkerPool:
+    """Processes with a part each. Use it in a `with` block; an error in it ends them between two items."""
+
+    def __init__(self, parts: Sequence[PartWriter], encode: Callable[[Any], Any], start: StartMethod) -> None:
+        if start == "spawn":
+            try:
+                ForkingPickler.dumps(encode)
+            except _NOT_PICKLED as error:
+                raise UsageError(
+                    f"encode={encode!r:.100} cannot be sent to other processes ({error}); define it at the top level of a "
+                    "module, "
+                    'or pass workers=0 or, in a process that has not used a GPU, start="fork"'
+                ) from error
+        self._parts, self._encode = parts, encode
+        self._context = _context(start)
+        self._is_stopped = RawValue("b", 0)  # without a lock, which a killed worker would keep
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> WorkerPool:
+        for part in self._parts:
+            ours, theirs = self._context.Pipe()
+            arguments = (theirs, part, self._encode, self._is_stopped, os.getpid())
+            process = self._context.Process(target=run_worker, args=arguments, name="bucketline-write")
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process=process, connection=ours))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for worker in self._workers:
+            if worker.process.is_alive():
+                worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+
+    def encode(self, tasks: Iterator[Task], has_room: Callable[[], None]) -> Iterator[Outcome]:
+        """Yield the outcome of each task. `has_room` is called before a task is handed out, and may wait."""
+        is_over = False
+        while not is_over or any(worker.tasks for worker in self._workers):
+            for worker in self._workers:
+                while not is_over and len(worker.tasks) < QUEUED:
+                    has_room()
+                    if (task := next(tasks, None)) is None:
+                        is_over = True
+                    else:
+                        self._send(worker, task)
+            for outcome in self._received():
+                yield raised(outcome)
+
+    def finish(self, *, at_once: bool = False) -> Iterator[Outcome]:
+        """Have the workers seal their last shards, and yield what became of the rest; `at_once`: without the tasks that wait.
+
+        An error is not raised if it is not the first.
+        """
+        self._is_stopped.value = at_once
+        left = list(self._workers)
+        for worker in left:
+            try:
+                worker.connection.send(None)
+            except OSError:
+                continue
+        while left:
+            for worker in [one for one in left if one.connection in wait([other.connection for other in left], _POOL_POLL_S)]:
+                try:
+                    message = worker.connection.recv()
+                except (EOFError, OSError):
+                    left.remove(worker)
+                    if not at_once and worker.tasks:
+                        raise self._ended(worker) from None
+                    continue
+                if isinstance(message, Outcome):
+                    yield message
+                elif isinstance(message, Failure) and not at_once:
+                    yield raised(message)
+
+    def _send(self, worker: _Worker, task: Task) -> None:
+        try:
+            worker.connection.send(task)
+        except _NOT_PICKLED as error:
+            raise UsageError(
+                f"{task.name} cannot be sent to a worker ({error}); let items be names or plain values, and open files in "
+                "encode"
+            ) from error
+        except OSError:
+            raise self._ended(worker) from None
+        worker.tasks.append(task)
+
+    def _received(self) -> Iterator[Outcome | Failure]:
+        by_connection = {worker.connection: worker for worker in self._workers}
+        for connection in wait(list(by_connection), _POOL_POLL_S):
+            worker = by_connection[connection]  # type: ignore[index] # only connections were given
+            try:
+                message = worker.connection.recv()
+            except (EOFError, OSError):
+                raise self._ended(worker) from None
+            if message == READY:
+                worker.is_ready = True
+                continue
+            worker.tasks.popleft()
+            yield message
+
+    def _ended(self, worker: _Worker) -> RankError:
+        """Return the error for a worker that has ended by itself."""
+        worker.process.join(5)
+        code = worker.process.exitcode
+        how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        if not worker.is_ready:
+            return RankError(
+                f"a worker of write_store {how} before its first item; see its own output above. With start='spawn', a worker "
+                "imports "
+                'your script: keep what runs in it under `if __name__ == "__main__":`, and encode in a file'
+            )
+        at = f" while it encoded {worker.tasks[0].name}" if worker.tasks else ""
+        return RankError(
+            f"a worker of write_store {how}{at}, perhaps for lack of memory; what it had committed is kept: call write_store "
+            "again "
+            "to continue, with fewer workers if memory was short"
+        )
+
+
+def _context(start: StartMethod) -> SpawnContext | ForkContext:
+    return multiprocessing.get_context("fork") if start == "fork" else multiprocessing.get_context("spawn")
+
+
+def encode_here(
+    part: PartWriter, encode: Callable[[Any], Any], tasks: Iterator[Task], has_room: Callable[[], None]
+) -> Iterator[Outcome]:
+    """Yield the outcome of each task, encoded in this process. Otherwise as `WorkerPool.encode`."""
+    encoder = ItemEncoder(part, encode)
+    for task in tasks:
+        has_room()
+        yield raised(encoder.run(task))
+    part.seal()
+    yield encoder.outcome(is_last=True)
+
+
+def raised(message: Outcome | Failure) -> Outcome:
+    """Return an outcome, or raise the error that a failure is, with the worker's own traceback as a note."""
+    if isinstance(message, Outcome):
+        return message
+    kind = getattr(errors, message.kind, RankError)
+    error = kind(message.message)
+    error.add_note(message.trace)
+    raise error
+
+
+# ----------------------------------------------------------------------------------------------------------------- write store
+
+MOST_WORKERS = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSummary:
+    """The result of a call of `write_store`."""
+
+    num_written: int  # samples that were added
+    num_unchanged: int  # items whose samples the store had
+    num_left_out: int  # items that `encode` made nothing of
+    manifest: Manifest = field(repr=False)  # the store's newest generation
+
+
+def write_store(
+    path: Path | str,
+    items: Iterable[Any] | Mapping[str, Any],
+    encode: Callable[[Any], Any],
+    *,
+    workers: int | None = None,
+    ids: Callable[[Any], str | Sequence[str]] | None = None,
+    start: StartMethod = "spawn",
+    remote: RemoteOptions | None = None,
+    work: Path | str | None = None,
+    **contents: Any,  # noqa: ANN401 - the arguments of StoreWriter
+) -> WriteSummary:
+    """Encode items by several processes, write their samples to a store, and publish them.
+
+        write_store("photos.store", names, encode, workers=8, columns=[…], text=[…], empty_caption=…)
+
+    Call it again to continue: only items are encoded whose samples the store lacks. Ctrl-C, a failing item or a killed worker
+    end the call after the items at hand, and what was encoded is published; after `kill -9`, the next call adopts what was
+    committed. A progress bar is on stderr if that is a terminal.
+
+    `path` is a folder or a URL; `remote` says how to reach the URL, and `work` is the folder on this machine in which its
+    shards are made and then sent. `items` are names (str or Path), which are their samples' ids, or a mapping from ids to
+    items. For others, `ids(item)` returns the id of the item's sample, or all ids if it has several. `encode(item)` returns the
+    arguments of `StoreWriter.add`, as `dict(sample_id=…, split=…, columns=…, captions=…, ragged=…)` or as a tuple in this
+    order; or several of these, or None to leave the item out, which the next call tries again. It is sent to each process once:
+    an object with `__call__` can load a model at its first call and keep it. `workers` is the number of processes, by default
+    that of the cores; 0 encodes in this one. `start` is how they start: `"fork"` needs no importable `encode`, and must not be
+    used once this process has used a GPU or started threads. `contents` are the keyword arguments of `StoreWriter`.
+
+    Raises:
+        UsageError: if an item has no id or two have the same; as `StoreWriter.add`, naming the item; or if `encode` or an item
+            cannot be sent to another process.
+        SourceError: if `encode` raises; the message names the item, and a note has the worker's traceback.
+        RankError: if a worker has ended by itself.
+        LockedError, FingerprintError, StoreError: as `StoreWriter`; or if the URL cannot be read or written.
+    """
+    workers = _checked_workers(workers)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            'write_store is called again while a worker imports your script; call it under `if __name__ == "__main__":`'
+        )
+    if not callable(encode):
+        raise unlike("encode", encode, "a function of an item, or an object with __call__")
+    if start not in get_args(StartMethod):
+        raise UsageError(f"start is {start!r:.80}, expected {' or '.join(map(repr, get_args(StartMethod)))}")
+    target = target_at(path, remote, work, partial(bar_of_bytes, "send"))
+    writer = StoreWriter.to(target, **contents)
+    with target.held(), writer, ExitStack() as held:
+        total = len(items) if isinstance(items, Sized) else None
+        update = held.enter_context(progress_bar("write", total))
+        sender = sender_to(target, writer.manifest, f"write-{secrets.token_hex(4)}", is_first=True)
+        held.enter_context(sender or nullcontext())
+        run = _Run(writer, sender, lambda: update(advance=1))
+        tasks = run.missing(_identified(items, ids))
+        run.write(tasks, encode, workers, start)
+        return WriteSummary(
+            num_written=run.num_written,
+            num_unchanged=run.num_unchanged,
+            num_left_out=run.num_left_out,
+            manifest=writer.publish(),
+        )
+
+
+class _Run:
+    """One call: counts, and sends shards of a store at a URL."""
+
+    def __init__(self, writer: StoreWriter, sender: ShardSender | None, on_item: Callable[[], None]) -> None:
+        self.num_written = self.num_unchanged = self.num_left_out = 0
+        self._writer, self._sender, self._on_item = writer, sender, on_item
+        self._put = set[str]()  # names of the shards that are to be sent
+
+    def missing(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        """Yield the tasks of which the store lacks a sample."""
+        seen = set[bytes]()
+        for task in tasks:
+            for digest, sample_id in ((sample_digest(sample_id), sample_id) for sample_id in task.ids):
+                if digest in seen:
+                    raise UsageError(
+                        f"two items give the id {sample_id!r:.200}; ids must be unique: leave one out, or rename it"
+                    )
+                seen.add(digest)
+            if all(sample_id in self._writer for sample_id in task.ids):
+                self.num_unchanged += 1
+                self._on_item()
+            else:
+                yield task
+
+    def write(self, tasks: Iterator[Task], encode: Callable[[Any], Any], workers: int, start: StartMethod) -> None:
+        """Encode all tasks and seal; if that is not possible, publish what there is and raise why."""
+        parts = [self._writer.part(f"w{n:03d}") for n in range(max(workers, 1))]
+        if workers:
+            self._write_by_workers(parts, tasks, encode, start)
+        else:
+            with parts[0] as part:
+                self._take_all(encode_here(part, encode, tasks, self._wait_for_room), part.seal)
+        self._send_rest()
+
+    def _write_by_workers(
+        self, parts: Sequence[PartWriter], tasks: Iterator[Task], encode: Callable[[Any], Any], start: StartMethod
+    ) -> None:
+        with WorkerPool(parts, encode, start) as pool:
+
+            def stop() -> None:
+                for outcome in pool.finish(at_once=True):
+                    self._take(outcome)
+
+            self._take_all(pool.encode(tasks, self._wait_for_room), stop)
+            for outcome in pool.finish():
+                self._take(outcome)
+
+    def _take_all(self, outcomes: Iterator[Outcome], stop: Callable[[], None]) -> None:
+        try:
+            for outcome in outcomes:
+                self._take(outcome)
+                if not outcome.is_last:
+                    self.num_left_out += not outcome.num_samples
+                    self._on_item()
+        except BaseException:
+            with suppress(BucketlineError):  # the first error is the one to raise; what is not published now stays pending
+                stop()
+                self._send_rest()
+                self._writer.publish()
+            raise
+
+    def _take(self, outcome: Outcome) -> None:
+        self.num_written += outcome.num_samples
+        self._send(outcome.sealed)
+
+    def _send(self, names: Iterable[str]) -> None:
+        if self._sender is not None:
+            for name in sorted(set(names) - self._put):
+                self._put.add(name)
+                self._sender.put(name)
+
+    def _wait_for_room(self) -> None:
+        if self._sender is not None:
+            self._sender.wait_for_room(lambda: None)
+
+    def _send_rest(self) -> None:
+        """Send what is left, with what a killed worker had sealed, before it is published."""
+        if self._sender is not None:
+            self._send(unlisted(self._writer.path, self._writer.manifest))
+            with bar_of_bytes("send", self._sender.bytes_left) as on_bytes:
+                self._sender.finish(lambda: None, on_bytes)
+
+
+def _checked_workers(workers: int | None) -> int:
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    if type(workers) is not int or not 0 <= workers <= MOST_WORKERS:
+        raise UsageError(
+            f"workers is {workers!r:.80}, expected a number of processes, 0 to {MOST_WORKERS}; 0 encodes in this one"
+        )
+    return workers
+
+
+def _identified(items: Iterable[Any] | Mapping[str, Any], ids: Callable[[Any], str | Sequence[str]] | None) -> Iterator[Task]:
+    """Yield the items with their samples' ids."""
+    given: object = items
+    if isinstance(given, str | bytes | PurePath) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"items is {items!r:.200} of type {type(items).__name__}, expected an iterable of items, or a mapping of them by id"
+        )
+    pairs = items.items() if isinstance(items, Mapping) and ids is None else ((None, item) for item in items)
+    for number, (key, item) in enumerate(pairs):
+        found = ids(item) if ids is not None else item if key is None else key
+        own = (found,) if isinstance(found, str) else (str(found),) if isinstance(found, PurePath) else found
+        if not isinstance(own, Sequence) or isinstance(own, bytes) or not own or not all(isinstance(one, str) for one in own):
+            raise UsageError(
+                f"item {number} has the ids {own!r:.200}, expected a str, or several: a rerun finds by them what is missing. "
+                "Give ids=…, which returns the ids of an item's samples, or a mapping from ids to items"
+            )
+        if ids is None and key is None and not isinstance(item, str | PurePath):
+            raise UsageError(
+                f"item {number} is of type {type(item).__name__}, expected a name (str or Path); give ids=…, which returns "
+                "the ids of an item's samples, or a mapping from ids to items"
+            )
+        yield Task(ids=tuple(own), item=item)
