@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.latent_scale import noise_like
+from bucketline.loader.batch import noise_like
 from bucketline.train.noise import draw_timesteps
 from tests.commands import BIN, ROOT, spawn
 from tests.photographs import crop_of

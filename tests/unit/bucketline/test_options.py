@@ -270,6 +270,8 @@ def test_the_options_that_sentences_name_exist() -> None:
         (INGEST["pack"], "--output_dir", "STORE is given without an option"),
         (INGEST["prompts"], "--random_flip", "`ingest pack` has --flip"),
         (LOADER["plan"], "--batch-size", "here it is --batch"),
+        (INGEST["pack"], "--clip_skip", "there is no option for another one"),
+        (TrainConfig, "--placeholder_token", "textual inversion is not done here"),
     ],
 )
 def test_an_option_of_another_program_is_answered_with_ours(command: type, option: str, answer: str) -> None:
@@ -277,6 +279,6 @@ def test_an_option_of_another_program_is_answered_with_ours(command: type, optio
     assert re.search(rf"{name}; .*{re.escape(answer)}", refusal(command, option))
 
 
-@pytest.mark.parametrize("option", ["--max_train_samples", "--clip_skip", "--learning_rate", "--verbose", "--xformers"])
+@pytest.mark.parametrize("option", ["--max_train_samples", "--learning_rate", "--verbose", "--xformers"])
 def test_what_packing_lacks_gets_no_guess(option: str) -> None:
     assert refusal(INGEST["pack"], option) == f"there is no option {option.replace('_', '-')} (`--help all` lists them)"
