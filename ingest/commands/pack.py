@@ -73,7 +73,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.packing.run import naming_packed_model, with_packed_model
+        from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
         from bucketline.ingest.parallel.ranks import exit_code_of
 
         if self.engine is not None:

@@ -12,7 +12,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import read_regular
 from bucketline.ingest.images.crop import crop_losses_as_json
 from bucketline.ingest.packed_index import NAMED_IDS, SampleChanges, StoredIds, sample_changes
-from bucketline.ingest.packing.run import note_model
+from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.pipeline.captions import remove_kept_captions
 from bucketline.ingest.pipeline.model import NOT_COMPARED
 from bucketline.ingest.pipeline.pool import slowest_of

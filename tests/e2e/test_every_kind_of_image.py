@@ -22,7 +22,7 @@ from tests.models import in_file
 from tests.photographs import encoded_by_hand
 
 GRID = "48x64,64x48,48x48"
-RULES = ("--grid", GRID, "--min-size-px", 16, "--dtype", "F32")
+RULES = ("--grid", GRID, "--min-size-px", 16)
 TOLERANCE = 0.005  # of the largest value of a latent; most are within a millionth
 TOLERANCE_OF_ROUNDING = 0.03  # where the colour engine and its arithmetic in floats may round to levels next to each other
 APART = 0.1  # what another image's latent differs by at the least, so that the tolerance means something
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
     rejected |= {"pipe.png": Reason.UNREADABLE, "dangling.jpg": Reason.UNREADABLE, "odd_caption.png": Reason.CAPTION}
     colour = "#{:02x}{:02x}{:02x}".format(*BACKGROUND)
     source = in_file(folder / "kinds.toml", photos, max_upscale=2.0, background=colour)
-    ran = call("ingest", "pack", source, store, "--model", model, *RULES, "--json").done()
+    ran = call("ingest", "pack", source, store, "--model", model, *RULES, "--dtype", "F32", "--json").done()
     return Run(store=store, report=ran.json, taken=taken, rejected=rejected, photos=photos, source=source)
 
 

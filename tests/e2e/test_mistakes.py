@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import bucketline.loader
 import bucketline.store
 from bucketline import cli, errors
-from bucketline.ingest.packing.run import PACKED_MODEL
+from bucketline.ingest.packing.packed_model import PACKED_MODEL
 from bucketline.store import Column, LatentColumn, RaggedGroup, RowColumn, Store, StoreWriter
 from bucketline.store.format.block import file_digest
 from tests.commands import call, called

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bucketline.ingest import pack as pack_module
-from bucketline.ingest.packing.run import PACKED_MODEL, PackedModel, packed_model
+from bucketline.ingest.packing.packed_model import PACKED_MODEL, PackedModel, packed_model
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import BIN, Ran, call, forked_ranks

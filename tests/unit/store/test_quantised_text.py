@@ -15,7 +15,6 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from bucketline.dtype_names import dtype_name
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
 from bucketline.store import Store
 from bucketline.store.change.commit import drop
@@ -164,8 +163,8 @@ def test_stores_of_other_text_are_not_merged_or_continued_and_the_error_says_how
     with store_writer(tmp_path / "F16", encoders=encoders), quantised(other).writer(tmp_path / other):
         pass
     for theirs in ("F16", other):
-        choice = rf"pack one of the sources again with the other's: --text-dtype {dtype_name(dtype)} or {dtype_name(theirs)}"
-        with pytest.raises(FingerprintError, match=rf"stored_dtype = {dtype}, .* with {theirs}; .* {choice}"):
+        advice = "pack one of the sources again with the other's"
+        with pytest.raises(FingerprintError, match=rf"stored_dtype = {dtype}, .* with {theirs}; .* {advice}"):
             merge(tmp_path / "out", [made.path, tmp_path / theirs])
 
 
