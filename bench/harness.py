@@ -1,4 +1,4 @@
-"""Timing: rounds by turns, medians, what a process used, and the results' file.
+"""Timing: rounds by turns, medians, what a process used, the speed of memory, and the results' file.
 
 Imports nothing heavy, so that a case's `--help` is fast.
 """

@@ -21,7 +21,7 @@ from bucketline.ingest.pack import pack_session, pack_source, ray_workers
 from bucketline.ingest.packed_index import PackedIndex, SampleChanges, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.exchange import take_apart
-from bucketline.ingest.parallel.ranks import Stopped, exit_code_of
+from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.progress import look_at, look_limits

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.packing.finish import PackResult
-    from bucketline.ingest.parallel.ranks import Interrupts
+    from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.store import Store
     from bucketline.store.sync.working import PartStore
     from bucketline.store.transfer import ShardSender

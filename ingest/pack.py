@@ -12,7 +12,8 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.ingest.packing.finish import Meanwhile, PackResult, finish
 from bucketline.ingest.packing.run import PackRun, target_of
 from bucketline.ingest.parallel.exchange import ItemParts
-from bucketline.ingest.parallel.ranks import ECHO_S, Interrupts, PackRanks, Stopped, exit_code_of
+from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.model import Encoders, facts_without_weights
 from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice_packer
 from bucketline.ingest.progress import caption_progress, packing_progress

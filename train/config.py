@@ -15,7 +15,7 @@ from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
 from bucketline.files.paths import redacted
-from bucketline.loader.commands.plan import BatchOptions
+from bucketline.loader.commands.batch_options import BatchOptions
 from bucketline.loader.config import ReadOptions
 from bucketline.option_value import (
     A_SHARE,

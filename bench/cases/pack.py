@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.apart import apart
-from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs
-from bucketline.bench.fixtures.trained_model import kept_random_model as kept_model
+from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs, kept_random_model
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, not_measured, summarise
 from bucketline.errors import BucketlineError
 
@@ -76,7 +75,7 @@ class Pack(Case):
         from bucketline.bench.pack_stages import Stages
 
         source = kept_photographs(folder, Pieces(count=self.images, sides_px=self.sides_px))
-        model = kept_model(folder, ModelShape(vae_widths=self.vae_widths))
+        model = kept_random_model(folder, ModelShape(vae_widths=self.vae_widths))
         with tempfile.TemporaryDirectory(dir=folder, prefix="stores-") as stores:
             stages = Stages(source, model, Path(stores), grid=self.grid, batch_size=self.batch_size)
             return self._measured(stages, has_gpu=torch.cuda.is_available())
@@ -124,7 +123,7 @@ class PackAgain(Case):
     """Images of the source, 64 px each, in folders of a thousand."""
 
     def measure(self, folder: Path) -> list[Result]:
-        model = kept_model(folder, TINY)
+        model = kept_random_model(folder, TINY)
         one, many = (kept_photographs(folder, Pieces(count=count, sides_px=(64, 64))) for count in (1, self.images))
         options = ["--model", str(model), "--grid", "64x64"]
         name = f"{self.images:,} images"
@@ -187,7 +186,7 @@ class PackMemory(Case):
     """Size at which a shard is sealed and the next one started."""
 
     def measure(self, folder: Path) -> list[Result]:
-        options = ["--model", str(kept_model(folder, TINY)), *ROWS]
+        options = ["--model", str(kept_random_model(folder, TINY)), *ROWS]
         store = folder / "memory.store"
 
         def packed(source: Path, count: int) -> Callable[[int], dict[str, float]]:

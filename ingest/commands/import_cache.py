@@ -21,7 +21,7 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         if (ranks := torchrun_ranks()["world_size"]) > 1:
             raise UsageError(f"ingest import is one process, and torchrun has started {ranks}; run it without torchrun")
         from bucketline.ingest.importers.run import import_cache, print_failures, print_import
-        from bucketline.ingest.parallel.ranks import exit_code_of
+        from bucketline.ingest.parallel.signals import exit_code_of
 
         try:
             result = import_cache(self)

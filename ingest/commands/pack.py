@@ -74,7 +74,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
     def run(self) -> int:
         from bucketline.ingest.packing.packed_model import naming_packed_model, with_packed_model
-        from bucketline.ingest.parallel.ranks import exit_code_of
+        from bucketline.ingest.parallel.signals import exit_code_of
 
         if self.engine is not None:
             _prepare_environment(self)
@@ -206,7 +206,7 @@ _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
-    from bucketline.ingest.parallel.ranks import Stopped
+    from bucketline.ingest.parallel.signals import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
         return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"

@@ -18,7 +18,7 @@ from bucketline.ingest.importers.planning import not_stored, plan_import
 from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_named, row_of
 from bucketline.ingest.packed_index import PackedIndex
 from bucketline.ingest.packing.run import target_of
-from bucketline.ingest.parallel.ranks import Interrupts
+from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress

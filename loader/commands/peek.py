@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bucketline.command_line import counted, print_json
-from bucketline.loader.commands.plan import PlannedOptions
+from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
 from bucketline.store.commands.look import shown
 

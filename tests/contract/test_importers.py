@@ -17,7 +17,7 @@ from bucketline.ingest.importers.cache import IMPORTERS, ListRequest
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import read_entry
-from bucketline.loader.commands.plan import BatchSize
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.train.config import TrainConfig
 from bucketline.train.log import read_metrics
 from bucketline.train.run import train

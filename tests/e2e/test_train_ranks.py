@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.loader.commands.plan import BatchSize
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.train.config import Base, MemoryLimit, Precision, Sharding, WeightDtype
 from bucketline.train.log import read_metrics

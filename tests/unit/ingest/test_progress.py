@@ -21,7 +21,8 @@ from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
 from bucketline.ingest.encoders.text_encoders import TextEncoder, load_caption_encoder
 from bucketline.ingest.images.crop import CropLoss, note_crop_loss
 from bucketline.ingest.images.decode import Reason, RejectedError
-from bucketline.ingest.parallel.ranks import Interrupts, PackRanks
+from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, StageTimer, slowest_of
 from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
 from bucketline.store import Store

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from bucketline.errors import BucketlineError, LockedError, ModelError, StateError, TrainError, UsageError
 from bucketline.loader import WeightedStore
-from bucketline.loader.commands.plan import BatchSize
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store
 from bucketline.store.change.compact import collect
 from bucketline.store.format.block import Column

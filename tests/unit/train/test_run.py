@@ -20,7 +20,7 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
-from bucketline.loader.commands.plan import BatchSize
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.loader.plan.plan import make_plan
 from bucketline.loader.seen import read_run
 from bucketline.store import Store

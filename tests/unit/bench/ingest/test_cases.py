@@ -14,8 +14,7 @@ from bucketline.bench import harness
 from bucketline.bench.cases.importing import Import
 from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
 from bucketline.bench.cases.scale import ScaleListing
-from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs
-from bucketline.bench.fixtures.trained_model import kept_random_model as kept_model
+from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs, kept_random_model
 from bucketline.bench.harness import run_case
 from bucketline.errors import BucketlineError
 from tests.unit.bench.measured import measured, read_results
@@ -104,7 +103,7 @@ def test_a_listing_is_compared_with_stores_of_each_size_and_its_memory_told(caps
 
 def test_a_run_that_did_something_else_is_no_figure(tmp_path: Path) -> None:
     source = kept_photographs(tmp_path, Pieces(count=2, sides_px=(64, 64)))
-    command = [str(source), str(tmp_path / "x.store"), "--model", str(kept_model(tmp_path, TINY)), "--grid", "64x64"]
+    command = [str(source), str(tmp_path / "x.store"), "--model", str(kept_random_model(tmp_path, TINY)), "--grid", "64x64"]
     with pytest.raises(BucketlineError, match=r"says \{'packed': 2\}, expected \{'packed': 3\}"):
         pack_apart(command, expected={"packed": 3})
     with pytest.raises(BucketlineError, match="ended with 2: error: --grid"):

@@ -19,7 +19,7 @@ from bucketline.ingest.encoders.model_folder import ModelFolder
 from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 from bucketline.ingest.importers import rows, run
 from bucketline.ingest.importers.rows import row_of
-from bucketline.loader.commands.plan import BatchSize
+from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store, transfer
 from bucketline.store.change import commit as commit_module
 from bucketline.store.remote.generations import newest_generation

@@ -19,7 +19,8 @@ from bucketline.errors import RankError, StoreError
 from bucketline.ingest.parallel import exchange as exchange_module
 from bucketline.ingest.parallel import ranks as module
 from bucketline.ingest.parallel.exchange import Exchange
-from bucketline.ingest.parallel.ranks import Interrupts, PackRanks
+from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.store.folder import Folder, LocalFolder
 from bucketline.typed_json import Json
 from tests.kit import tree
