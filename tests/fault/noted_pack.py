@@ -69,7 +69,7 @@ NOTED = threading.Event()  # a signal has come to the thread that hears signals
 
 
 def note_signals() -> None:
-    interrupts: Any = importlib.import_module("bucketline.ingest.parallel.ranks").Interrupts
+    interrupts: Any = importlib.import_module("bucketline.ingest.parallel.signals").Interrupts
     note = interrupts._note
 
     def noting(*args: Any) -> None:
