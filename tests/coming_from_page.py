@@ -15,7 +15,7 @@ HEAD = """# Coming from other programs
 
 What diffusers' scripts, kohya's sd-scripts, OneTrainer, ai-toolkit, SimpleTuner, img2dataset and torchrun call their options,
 and what they are here. A command line with one of theirs is answered with ours. Defaults that differ from diffusers' scripts
-are in [training](training.md#coming-from-diffusers-scripts). `python -m tests.coming_from_page --write` makes this page of
+are in [training](diffusers-scripts.md). `python -m tests.coming_from_page --write` makes this page of
 `bucketline/coming_from.toml`.
 """
 
