@@ -51,6 +51,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda one: one.name)
+def test_a_program_on_a_page_is_the_file_that_tests_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path, code in re.findall(r"^<!-- (\S+\.py) -->\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert (ROOT / path).read_text(encoding="utf-8") == code, f"copy {path} into {page.name}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "coming-from"], ids=lambda one: one.name)
 def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
     everywhere = {word for command in COMMANDS_OF.values() for one in options_of(command) for word in one.names} | OTHERS
