@@ -106,7 +106,7 @@ def judge(run: Path, folder: Path) -> bool:
     contact_sheet([(real[names[prompt]], image, prompt) for prompt, image in drawn.items()]).save(run / "subjects.png")
     least = min(likeness, key=likeness.__getitem__)
     print(f"{num_right} of {len(drawn)} drawn images are nearest to the photograph of their prompt; expected {len(CAPTIONS)}")
-    print(f'the least alike is "{least}": {likeness[least]:.1f} dB (PSNR at {COMPARED_PX} px); expected {LEAST_DB:.0f} or more')
+    print(f'the least alike is "{least}": PSNR {likeness[least]:.1f} dB at {COMPARED_PX} px; expected {LEAST_DB:.0f} or more')
     return num_right == len(drawn) == len(CAPTIONS) and likeness[least] >= LEAST_DB
 
 
