@@ -257,6 +257,8 @@ def _print_info(report: dict[str, Any]) -> None:
         f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}",
         soft_wrap=True,
     )
+    if report["withdrawn"]:
+        print(f"{counted(report['withdrawn'], 'sample')} withdrawn (store drop): packs leave them out")
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))

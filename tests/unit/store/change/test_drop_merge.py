@@ -321,6 +321,28 @@ def test_a_merged_store_is_changed_and_merged_again(tmp_path: Path, with_gaps: l
     expect(tmp_path / "again", [*with_gaps[1:], *second, *more, *samples_of({BUCKET: 1}, "c/")])
 
 
+def test_ids_stay_withdrawn_in_copies_unless_another_store_has_them(tmp_path: Path) -> None:
+    a, b = samples_of({BUCKET: 4}, "a/"), samples_of({BUCKET: 4}, "b/")
+    make_store(tmp_path / "a", a)
+    make_store(tmp_path / "b", [*b, make_sample(a[0].id, BUCKET, version=1)])
+    drop(tmp_path / "a", [a[1].id, a[0].id])
+    drop(tmp_path / "b", [b[0].id])
+    compact(tmp_path / "a", shard_bytes=1 << 30)
+    merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
+    assert read_manifest(tmp_path / "out").withdrawn == (a[1].id, b[0].id)
+    restore(tmp_path / "a", 1)
+    assert read_manifest(tmp_path / "a").withdrawn == ()
+    restore(tmp_path / "a", 2)
+    with IMAGES.writer(tmp_path / "a") as writer:
+        assert a[1].id in writer
+        with pytest.raises(UsageError, match=rf"'{a[1].id}' is withdrawn \(`store drop`\): leave it out, or call take_back"):
+            IMAGES.add(writer, [a[1]])
+        writer.take_back([a[1].id])
+        IMAGES.add(writer, [a[1]])
+    assert read_manifest(tmp_path / "a").withdrawn == (a[0].id,)
+    expect(tmp_path / "a", [*a[2:], a[1]])
+
+
 def test_one_store_alone_is_copied_without_its_past(tmp_path: Path, with_gaps: list[Sample]) -> None:
     merge(tmp_path / "out", [tmp_path / "a"])
     expect(tmp_path / "out", with_gaps)
