@@ -173,7 +173,7 @@ def drawn_by(pipeline: Any, trainer: Run, one: DrawingBatch) -> np.ndarray:
     pipeline.set_progress_bar_config(disable=True)
     if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
         assert isinstance(trainer.training.prep.schedule, FlowSchedule)
-    elif isinstance(trainer.training.prep.schedule, FlowSchedule):  # the sampler of a run's images, as docs/training.md has it
+    elif isinstance(trainer.training.prep.schedule, FlowSchedule):  # the sampler of a run's images, as docs/export.md has it
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(trainer.training.prep.schedule.config)
     else:
         options: dict[str, Any] = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False}
