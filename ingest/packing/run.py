@@ -267,7 +267,9 @@ class PackRun:
     def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int) -> PackPlan:
         """Open or create the store, and return the plan; see `prepare`."""
         manifest = prepare(self.config, model, facts, self.outline, held, self.target, num_making=num_making)
-        manifest = self.newest = self.target.publish(manifest, (), taken_back=self.config.taken_back)
+        if taken_back := self.config.taken_back:
+            manifest = self.target.publish(manifest, (), taken_back=taken_back)
+        self.newest = manifest
         self.plan = PackPlan(
             source=source_as_json(self.source),
             manifest=manifest,

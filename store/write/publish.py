@@ -6,14 +6,17 @@ Only one process at a time does this; it holds the store's writer lock.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import shutil
 import socket
 import uuid
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
+import lmdb
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
@@ -28,6 +31,7 @@ from bucketline.store.format.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    SAMPLE_PREFIX,
     SHARD_NAME,
     DroppedEntry,
     GroupEntry,
@@ -52,7 +56,7 @@ from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.describe import MAKING, describe_shard
-from bucketline.store.write.seal import SEALING, may_have_commits, seal, seal_apart
+from bucketline.store.write.seal import SEALING, may_have_commits, read_lmdb, seal, seal_apart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -302,6 +306,30 @@ def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",
     found = {path.stem for path in (store / "shards").glob("*.lmdb") if SHARD_NAME.fullmatch(path.stem)} - manifest.known_shards
     found = {name for name in found if name.startswith(beginnings) and not name.startswith(COPY_PREFIX)}
     return sorted(found - listed_by_any(store, found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpublished:
+    """What writers have committed to a store on a disk, and no generation lists yet."""
+
+    rows: int
+    is_being_written: bool  # by a running process, whose rows are not counted
+
+
+def unpublished(store: Path, manifest: Manifest) -> Unpublished:
+    """Return what an interrupted run has left in a store, which the next one adopts. Changes nothing, and holds no lock."""
+    found = [*(store / "pending").glob("*.lmdb"), *(shard_paths(store, name).lmdb for name in unlisted(store, manifest))]
+    found, rows = [path for path in found if not path.name.startswith(COPY_PREFIX)], 0
+    with suppress(OSError), (store / "pending" / WRITER_LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Unpublished(rows=0, is_being_written=True)
+    for path in found:  # which no later run changes
+        with suppress(lmdb.Error, OSError), read_lmdb(path) as (_, txn), txn.cursor() as cursor:
+            keys = cursor.iternext(values=False) if cursor.set_range(SAMPLE_PREFIX) else ()
+            rows += sum(1 for _ in takewhile(lambda key: bytes(key).startswith(SAMPLE_PREFIX), keys))
+    return Unpublished(rows=rows, is_being_written=False)
 
 
 def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:

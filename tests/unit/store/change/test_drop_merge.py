@@ -27,6 +27,7 @@ from tests.kit import (
     Sample,
     by_id,
     contents,
+    empty_store,
     faults,
     flip_bit,
     ids_of,
@@ -87,6 +88,23 @@ def test_a_sample_that_an_interrupted_run_left_pending_is_dropped_too(tmp_path: 
     drop(tmp_path, ["a.png"])
     assert ids_of(Store.open(tmp_path)) == ["b.png"]
     assert not (tmp_path / "pending" / "left.lmdb").exists()
+
+
+def test_what_an_interrupted_first_run_committed_is_said(tmp_path: Path) -> None:
+    empty_store(tmp_path)
+    leave_pending(tmp_path, "left", samples_of({BUCKET: 3, OTHER: 2}))
+    with lock_store(tmp_path):
+        assert "a process is writing to it now\n" in call("store", "info", tmp_path).out
+    before = tree(tmp_path)
+    assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 5, "is_being_written": False}
+    first, second, *_ = call("store", "info", tmp_path).out.splitlines()
+    assert first.startswith("no generation is published yet, so readers see no samples; ")
+    told = f"the same command continues it (`ingest pack SOURCE {tmp_path}`)"
+    assert second == f"an interrupted run committed 5 rows; {told}"
+    assert tree(tmp_path) == before
+    with changing(tmp_path):
+        pass
+    assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 0, "is_being_written": False}
 
 
 def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
