@@ -69,19 +69,19 @@ def noise_of(family: type[Family]) -> str:
     return ", ".join(f"{float(schedule.at(MIDDLE, side, side).noise):.2f}" for side in sides)
 
 
-def sizes_of(family: type[Family]) -> tuple[int, int]:
-    """Return the bytes of a sample's latent, and of its caption, in F16."""
+def sizes_of(family: type[Family]) -> tuple[int, int, int]:
+    """Return the bytes of a sample's latent, of its caption's tokens, and of what else a caption has, in F16."""
     made = made_of(family)
     channels = CHANNELS.get(family.name) or made.number("in_channels") // family.packing**2
     side = SIDE_PX // made.store.px_per_latent
     latent = channels * side * side * ITEM_BYTES
     if not family.parts:
-        return latent, 8  # a class, I64
+        return latent, 0, 8  # a class, I64
     width = TOKEN_WIDTHS.get(family.name) or getattr(made, "token_width", 0) or made.number(str(made.token_field))
     tokens = NUM_TOKENS if family.padding is Padding.VALID else family.usual_tokens
     pooled = POOLED_WIDTHS.get(family.name, made.pooled_width)
     assert width > 0, family.name
-    return latent, (tokens * width + pooled) * ITEM_BYTES
+    return latent, tokens * width * ITEM_BYTES, pooled * ITEM_BYTES
 
 
 def passed_checks() -> dict[str, list[bool]]:
@@ -107,12 +107,12 @@ def table(checks: dict[str, list[bool]]) -> list[str]:
     for family in sorted(FAMILIES, key=lambda one: one.name):
         stem = family.__module__.rpartition(".")[2]
         num_lines = len((ROOT / "bucketline" / "families" / f"{stem}.py").read_text(encoding="utf-8").splitlines())
-        latent, caption = sizes_of(family)
+        latent, tokens, pooled = sizes_of(family)
         stored = "its own" if family.padding is Padding.VALID else f"all {family.usual_tokens}"
         own = checks.get(family.name, [])
         lines.append(
             f"| {family.name} | {family.pipelines[0]} | {stem}.py | {num_lines} | {latent / 1024:,.0f} | "
-            f"{caption / 1024:,.1f} | {stored if family.parts else 'a class'} | {noise_of(family)} | "
+            f"{(tokens + pooled) / 1024:,.1f} | {stored if family.parts else 'a class'} | {noise_of(family)} | "
             f"{f'{sum(own)} of {len(own)}' if own else 'tests of training'} |"
         )
     return lines
