@@ -3,8 +3,8 @@
     python demo/album.py OUT
 
 OUT/photos has the demo's photographs, each with a caption next to it. OUT/small-sd is a whole Stable Diffusion pipeline of
-6 million parameters, trained for a minute or two on crops of such photographs: it knows their colours. OUT/small-sd.toml has the
-options that a LoRA of so small a model needs. Nothing is downloaded.
+6 million parameters, trained for a minute or two on crops of such photographs: it knows their colours. OUT/small-sd.toml
+has the options that a LoRA of so small a model needs. Nothing is downloaded.
 """
 
 from __future__ import annotations
