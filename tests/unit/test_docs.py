@@ -58,6 +58,14 @@ def test_a_program_on_a_page_is_the_file_that_tests_run(page: Path) -> None:
         assert (ROOT / path).read_text(encoding="utf-8") == code, f"copy {path} into {page.name}"
 
 
+def test_the_index_and_the_site_list_every_page() -> None:
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
+    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (docs / "index.md").read_text(encoding="utf-8")))
+    assert listed == pages - {"index.md"}
+    assert set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))) == pages
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "coming-from"], ids=lambda one: one.name)
 def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
     everywhere = {word for command in COMMANDS_OF.values() for one in options_of(command) for word in one.names} | OTHERS
