@@ -18,13 +18,14 @@ from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.crop import RejectedError, latent_sizes, model_grid
 from bucketline.ingest.other_options import recorded_rules, refuse_other_options
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
-from bucketline.ingest.packed_index import PackedIndex, SampleChanges, sample_changes
+from bucketline.ingest.packed_index import PackedIndex, SampleChanges, holds_out_any, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.progress import look_at, look_limits
+from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import (
     DatasetEntry,
     DatasetFile,
@@ -83,7 +84,9 @@ def dry_run(config: PackConfig) -> DryRun:
     text_family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid, existing)
-    outline, (items,) = take_apart(config.listing_of(source), 1)
+    listing = config.listing_of(source)
+    hold_out_one(listing.items, config.held_out, lambda ids: holds_out_any(store, ids))
+    outline, (items,) = take_apart(listing, 1)
     reader = ImageReader(source, store, PackedIndex(store), config, grid)
     account, changes, buckets = RunSummary(), Counter[Change](), Counter[str]()
 

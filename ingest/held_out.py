@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import ClassVar
 
+from bucketline.command_line import counted
 from bucketline.option_value import A_SHARE, OptionValue
 from bucketline.store.format.block import draw
 
@@ -39,9 +40,28 @@ def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
 
     The key (the id, or its parent folder, `.` at the source's root) is hashed to 64 bits;
     the lowest `val_fraction` of the range is held out. Adding samples never moves an existing one to the other split.
+    `hold_out_one` sees to it that a small source holds out at least one.
 
     >>> held_out("cats/a.png", 0.5, SplitBy.FOLDER) == held_out("cats/b.png", 0.5, SplitBy.FOLDER)
     True
     """
-    key = sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent)
-    return draw(key, "split") < int(val_fraction * 2**64)
+    return split_draw(sample_id, by) < int(val_fraction * 2**64)
+
+
+def split_draw(sample_id: str, by: SplitBy) -> int:
+    """Return the 64-bit hash that determines a sample's split."""
+    return draw(sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent), "split")
+
+
+def held_out_line(num_held_out: int, num_samples: int, rule: HeldOut) -> str:
+    """Return how many samples are held out; if none is though a fraction is set, also why.
+
+    >>> held_out_line(1, 20, HeldOut(fraction=0.02))
+    'held out for validation: 1 of 20 samples'
+    """
+    line = f"held out for validation: {num_held_out} of {counted(num_samples, 'sample')}"
+    if num_held_out or not num_samples or not rule.fraction:
+        return line
+    if rule.by is SplitBy.FOLDER:
+        return f"{line}: they are in one folder, and :folder holds out whole folders"
+    return f"{line}: add images, or fix those that were rejected, and pack again"

@@ -11,10 +11,20 @@ from bucketline.command_line import counted
 from bucketline.files.paths import redacted
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.crop import Grid, Reason, RejectedError, crop_losses_as_json, latent_sizes, model_grid, parse_grid
+from bucketline.ingest.images.crop import (
+    FewerBuckets,
+    Grid,
+    Reason,
+    RejectedError,
+    crop_losses_as_json,
+    fewer_buckets,
+    latent_sizes,
+    model_grid,
+    parse_grid,
+)
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.progress import look_at, look_limits
-from bucketline.ingest.rules import split_of
+from bucketline.ingest.rules import hold_out_one, split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import LatentKind
@@ -55,6 +65,7 @@ class ScanReport:
     buckets: list[ScannedBucket]
     enlarged: int  # images that would be enlarged to fill their bucket
     crop_loss: dict[str, dict[str, float]]  # by bucket: number of images, share cropped away (mean, max)
+    fewer_buckets: FewerBuckets | None  # a grid to advise for a source of few images
     rejected: int
     rejected_by_reason: dict[str, int]
     rejects: list[Reject]
@@ -112,6 +123,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     source = open_source(config.source, config)
     framing = framing_of(config, grid)
     listing = config.listing_of(source)
+    hold_out_one(listing.items, config.held_out)
     seen: list[_Seen] = []
     too_cropped: list[tuple[str, Placement]] = []
     account = RunSummary()
@@ -209,6 +221,7 @@ def _report(
         buckets=_buckets(account),
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
+        fewer_buckets=fewer_buckets([image.placement for image in seen if not image.bucket.startswith("val/")]),
         rejected=len(account.rejects),
         rejected_by_reason=by_reason(account),
         rejects=sorted(account.rejects, key=lambda reject: reject.id),

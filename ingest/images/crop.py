@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from bucketline.command_line import counted
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family, refuse_unsquare
 from bucketline.families.registry import family_of_model, square_only
@@ -18,7 +18,7 @@ from bucketline.store.format.block import draw
 from bucketline.store.format.schema import MAX_RESIZED_PX, box_in_source, kept_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
@@ -272,9 +272,6 @@ def crop_draw(sample_id: str) -> int:
     return draw(sample_id, "crop")
 
 
-SHOWN = 10  # worst buckets that the summary lists
-
-
 @dataclass(slots=True, kw_only=True)
 class CropLoss:
     """Number of images in one bucket, and the sum and maximum of the shares of source pixels cropped away."""
@@ -312,21 +309,68 @@ def crop_losses_as_json(losses: Mapping[str, CropLoss]) -> dict[str, dict[str, f
     }
 
 
-def crop_losses_as_lines(losses: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Format the result of `crop_losses_as_json` as lines of text, largest loss first.
+def crop_loss_line(losses: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the result of `crop_losses_as_json` in one line, with the bucket of the largest loss.
 
-    >>> crop_losses_as_lines({"train/64x64": {"images": 4, "mean": 0.25, "max": 0.5}})
-    ['cropped away in train/64x64: 25.0 % of the pixels on average, 50.0 % at most, of 4 images']
+    >>> crop_loss_line({"train/64x64": {"images": 4, "mean": 0.25, "max": 0.5}})
+    'crop loss: 25.0 % of the area on average, at most 50.0 % (train/64x64)'
     """
-    worst = sorted(losses.items(), key=lambda item: (-item[1]["mean"], item[0]))
-    lines = [
-        f"cropped away in {bucket}: {loss['mean']:.1%} of the pixels on average, {loss['max']:.1%} at most, "
-        f"of {counted(int(loss['images']), 'image')}".replace("%", " %")
-        for bucket, loss in worst[:SHOWN]
-    ]
-    if len(worst) > SHOWN:
-        lines.append(f"and less in {len(worst) - SHOWN} more buckets (--json lists them all)")
-    return lines
+    images = sum(loss["images"] for loss in losses.values())
+    mean = sum(loss["images"] * loss["mean"] for loss in losses.values()) / images
+    worst = max(losses, key=lambda bucket: losses[bucket]["max"])
+    return f"crop loss: {100 * mean:.1f} % of the area on average, at most {100 * losses[worst]['max']:.1f} % ({worst})"
+
+
+SMALL = 4  # images in a bucket of a small album: with fewer, they repeat within a batch of this many
+_SMALL_SHARE = 0.1  # of all images; what a large source has in rare buckets is not worth a word
+_MOST_IMAGES = 500
+_MOST_LOST = Fraction(1, 4)  # of an image's area, for the sake of fewer buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewerBuckets:
+    """A grid of some of the buckets that a source has images in, of which each has `SMALL` images or more if possible."""
+
+    grid: str
+    buckets: int
+    crop_loss: float  # of all images, on average
+    buckets_now: int
+    crop_loss_now: float
+    images: int
+    in_small_buckets: int  # images that share a bucket now with too few others
+
+
+def fewer_buckets(placed: Sequence[Placement]) -> FewerBuckets | None:
+    """Return a grid of fewer buckets for a small source of training images; None if it has no need of one, or none is found.
+
+    The bucket with the fewest images is left out first, unless an image would then lose more than a quarter.
+    """
+    counts = Counter(one.bucket for one in placed)
+    num_small = sum(number for number in counts.values() if number < SMALL)
+    if len(counts) < 2 or len(placed) > _MOST_IMAGES or num_small <= _SMALL_SHARE * len(placed):
+        return None
+    kept, found = counts, [*placed]
+    while small := sorted((number, size) for size, number in kept.items() if number < SMALL):
+        for _, size in small:
+            grid = Grid(name="", sizes=tuple(sorted(kept.keys() - {size})))
+            tried = [bucket_placement(*one.source, grid) for one in placed] if grid.sizes else []
+            if tried and max(one.cropped_share for one in tried) <= max(_MOST_LOST, *(one.cropped_share for one in found)):
+                kept, found = Counter(one.bucket for one in tried), tried
+                break
+        else:
+            break
+    if len(kept) == len(counts):
+        return None
+    loss, loss_now = (sum(one.cropped_away for one in each) / len(placed) for each in (found, placed))
+    return FewerBuckets(
+        grid=",".join(map(str, sorted(kept))),
+        buckets=len(kept),
+        crop_loss=loss,
+        buckets_now=len(counts),
+        crop_loss_now=loss_now,
+        images=len(placed),
+        in_small_buckets=num_small,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------------ grid

@@ -69,6 +69,8 @@ class PackResult(SampleChanges):
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
+    held_out: int  # of the store's samples
+    samples: int  # of the store, after this run
     text_error: TextError | None  # of the store's captions, if their tokens are quantised
     payload_bytes: int
     disk_bytes: int
@@ -117,6 +119,8 @@ def finish(run: PackRun) -> PackResult:
         passed_over=outline.listing.passed_over,
         rejected_by_reason=by_reason(account),
         **changes,
+        held_out=num_held_out(published),
+        samples=published.samples,
         text_error=published.text_error,
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),
@@ -126,6 +130,11 @@ def finish(run: PackRun) -> PackResult:
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=account.on_shared_cores),
     )
+
+
+def num_held_out(manifest: Manifest) -> int:
+    """Return the number of a store's samples in its validation split."""
+    return sum(rows for shard in manifest.shards for name, rows in shard.live.items() if name.startswith("val/"))
 
 
 def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSummary) -> list[str]:

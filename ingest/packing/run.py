@@ -18,10 +18,11 @@ from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
-from bucketline.ingest.packed_index import unknown
+from bucketline.ingest.packed_index import holds_out_any, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
+from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
 from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
@@ -249,7 +250,9 @@ class PackRun:
         held.enter_context(target.held())
         source = opened_source(config)
         newest_whole(target.folder)
-        listing = config.listing_of(source)
+        existing, listing = target.newest(), config.listing_of(source)
+        store = None if existing is None else target.open(existing)
+        hold_out_one(listing.items, config.held_out, lambda ids: store is not None and holds_out_any(store, ids))
         outline, slices = take_apart(listing, num_slices(listing))
         return cls(
             config=config,

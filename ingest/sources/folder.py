@@ -177,6 +177,7 @@ class FoundFiles:
             f"--captions-from {extension} uses only these"
             for extension, number in files.num_unused.items()
         ]
+        listing.notes += files.names.lines_note()
         refuse_unmet(files.options, listing.captions_from)
         return listing
 

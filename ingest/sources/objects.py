@@ -354,14 +354,16 @@ class ObjectTableSource(ObjectSource):
         """Read the table; see `TableSource.listing`."""
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
-            rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)
-            return listing_of_rows(
-                rows,
+            names = CaptionNames.of(self.options)
+            listing_of_rows(
+                read_rows(path, name, names, listing.notes),
                 lambda row: inside_id(row, (self.folder_url,), lambda _: False),
                 self.url,
                 Splits(self.options.dataset_splits),
                 listing,
             )
+            listing.notes += names.lines_note()
+            return listing
 
 
 def _is_hidden(name: str) -> bool:

@@ -410,6 +410,7 @@ class TarSource(Source):
         splits.finish(self.shards[0].shown if len(self.shards) == 1 else redacted(self.root), self.root, listing.notes)
         if not listing.items:
             raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars have no images")
+        listing.notes += names.lines_note()
         refuse_unmet(self.options, listing.captions_from)
         return listing
 
