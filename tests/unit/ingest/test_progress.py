@@ -37,7 +37,7 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
     ranks = PackRanks(rank=0, world_size=2, interrupts=Interrupts())
-    with progress.packing_progress(10, ranks, "pack", lambda: f"slowest: {stages.slowest}") as on_image:
+    with progress.packing_progress(10, ranks, "pack", lambda: f"bottleneck: {stages.slowest}") as on_image:
         on_image()
         monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
         on_image()
@@ -45,7 +45,7 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     assert out == ""
     assert err.startswith("pack (rank 0 of 2): 2 of 10, ")
     assert "images/s" in err
-    assert err.endswith("min left, slowest: decode\n")
+    assert err.endswith("min left, bottleneck: decode\n")
 
 
 def test_a_terminal_that_takes_no_bar_has_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
