@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------- dry run
-# `ingest pack --dry-run`: compare a source with a store, and say what a pack would do. Writes nothing, loads no encoder.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

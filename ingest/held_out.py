@@ -7,7 +7,6 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from bucketline.command_line import counted
 from bucketline.option_value import A_SHARE, OptionValue
 from bucketline.store.format.block import draw
 
@@ -51,17 +50,3 @@ def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
 def split_draw(sample_id: str, by: SplitBy) -> int:
     """Return the 64-bit hash that determines a sample's split."""
     return draw(sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent), "split")
-
-
-def held_out_line(num_held_out: int, num_samples: int, rule: HeldOut) -> str:
-    """Return how many samples are held out; if none is though a fraction is set, also why.
-
-    >>> held_out_line(1, 20, HeldOut(fraction=0.02))
-    'held out for validation: 1 of 20 samples'
-    """
-    line = f"held out for validation: {num_held_out} of {counted(num_samples, 'sample')}"
-    if num_held_out or not num_samples or not rule.fraction:
-        return line
-    if rule.by is SplitBy.FOLDER:
-        return f"{line}: they are in one folder, and :folder holds out whole folders"
-    return f"{line}: add images, or fix those that were rejected, and pack again"

@@ -144,7 +144,6 @@ def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict
 
 
 # ---------------------------------------------------------------------------------------------------------------- listing diff
-# Compare a listing with a store: which images are new, which are gone, and which of those may be dropped.
 
 NAMED_IDS = 10  # ids that a summary lists per count
 

@@ -21,7 +21,7 @@ from bucketline.command_line import (
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import is_folder_of_images, redacted
 from bucketline.ingest.config import FILE_TABLES, PackConfig
-from bucketline.ingest.held_out import held_out_line
+from bucketline.ingest.held_out import HeldOut, SplitBy
 from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
@@ -31,7 +31,6 @@ from bucketline.store.format.manifest import MANIFEST
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bucketline.ingest.config import ScanConfig
     from bucketline.ingest.dataset import DryRun
     from bucketline.ingest.packed_index import SampleChanges
     from bucketline.ingest.packing.finish import PackResult
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------------- printing
-# Lines that several commands of `ingest` print.
 
 
 def print_entry(entry: DatasetEntry | None) -> None:
@@ -66,10 +64,13 @@ def took(number: int, seconds: float, noun: str) -> str:
     return f"in {seconds:.1f} s{rate}"
 
 
-def print_held_out(num_held_out: int, num_samples: int, options: PackConfig | ScanConfig) -> None:
-    """Print how many samples are held out, if any are or are to be."""
-    if num_held_out or options.held_out.fraction:
-        print(f"  {held_out_line(num_held_out, num_samples, options.held_out)}")
+def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:
+    """Print how many samples are held out; if none is though a fraction is set, also why."""
+    if not number and not rule.fraction:
+        return
+    why = "add images, or fix those that were rejected, and pack again"
+    why = "they are in one folder, and :folder holds out whole folders" if rule.by is SplitBy.FOLDER else why
+    print(f"  held out for validation: {number} of {counted(num_samples, 'sample')}{'' if number else f': {why}'}")
 
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
@@ -277,7 +278,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     print_captions_and_notes(summary.captions_from, summary.notes)
     if summary.crop_loss:
         print(f"  {crop_loss_line(summary.crop_loss)}")
-    print_held_out(summary.held_out, summary.samples, config)
+    print_held_out(summary.held_out, summary.samples, config.held_out)
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)

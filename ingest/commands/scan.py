@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
 from bucketline.ingest.commands.pack import print_captions_and_notes, print_entry, print_held_out, print_warnings
 from bucketline.ingest.config import FILE_TABLES, ScanConfig
-from bucketline.ingest.images.crop import SMALL, crop_loss_line
+from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.store.commands.look import shown
 
 if TYPE_CHECKING:
@@ -58,22 +58,14 @@ def _print_scan(report: ScanReport, options: ScanConfig) -> None:
         sizes = zip(("smallest", "median", "largest"), (report.smallest, report.median, report.largest), strict=True)
         print("  " + ", ".join(f"{what} {height}x{width} px" for what, (height, width) in sizes) + " (height x width)")
     print(f"grid {report.grid}, {counted(len(report.buckets), 'bucket')}:")
-    if report.buckets:
-        print(f"  {'bucket':<22}{'images':>10}{'crop loss':>13}{'at most':>11}")
-    for bucket in report.buckets:
-        loss, most = (f"{100 * report.crop_loss[bucket.name][name]:.1f} %" for name in ("mean", "max"))
-        print(f"  {bucket.name:<22}{bucket.samples:>10}{loss:>13}{most:>11}")
+    print(f"  {'bucket':<22}{'images':>10}{'crop loss':>13}{'at most':>11}")
+    for bucket, number in report.buckets.items():
+        loss, most = (f"{100 * report.crop_loss[bucket][name]:.1f} %" for name in ("mean", "max"))
+        print(f"  {bucket:<22}{number:>10}{loss:>13}{most:>11}")
     if report.crop_loss:
         print(f"  {crop_loss_line(report.crop_loss)}")
-    if (better := report.fewer_buckets) is not None:
-        loss, loss_now = (f"{100 * share:.1f} %" for share in (better.crop_loss, better.crop_loss_now))
-        print(
-            f"  {better.in_small_buckets} of {better.images} training images are in buckets of fewer than {SMALL}, "
-            f"and repeat within batches of {SMALL}\n"
-            f"    now: {counted(better.buckets_now, 'bucket')}, crop loss {loss_now}\n"
-            f"    with --grid {better.grid}: {counted(better.buckets, 'bucket')}, crop loss {loss}"
-        )
-    print_held_out(sum(one.samples for one in report.buckets if one.split == "val"), report.found - report.rejected, options)
+    num_held_out = sum(number for name, number in report.buckets.items() if name.startswith("val/"))
+    print_held_out(num_held_out, report.found - report.rejected, options.held_out)
     enlarged = "would be enlarged to fill its bucket" if report.enlarged == 1 else "would be enlarged to fill their bucket"
     first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
     counts = (

@@ -10,6 +10,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from bucketline.command_line import counted
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Family, refuse_unsquare
 from bucketline.families.registry import family_of_model, square_only
@@ -136,7 +137,6 @@ def _round(numerator: int, denominator: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------- rejects
-# Reasons for rejecting an image: a reason to count by, and a detail that names what was found.
 
 
 class Reason(StrEnum):
@@ -272,7 +272,7 @@ def crop_draw(sample_id: str) -> int:
     return draw(sample_id, "crop")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CropLoss:
     """Number of images in one bucket, and the sum and maximum of the shares of source pixels cropped away."""
 
@@ -280,21 +280,8 @@ class CropLoss:
     total: float = 0.0
     most: float = 0.0
 
-    def add(self, images: int, total: float, most: float) -> None:
-        self.images += images
-        self.total += total
-        self.most = max(self.most, most)
-
-
-def note_crop_loss(losses: dict[str, CropLoss], bucket: str, cropped_away: float) -> None:
-    """Add one image to its bucket; `cropped_away` is the share of its pixels outside the crop, 0 to 1."""
-    losses.setdefault(bucket, CropLoss()).add(1, cropped_away, cropped_away)
-
-
-def add_crop_losses(whole: dict[str, CropLoss], part: Mapping[str, CropLoss]) -> None:
-    """Add the losses of one rank to the total."""
-    for bucket, loss in part.items():
-        whole.setdefault(bucket, CropLoss()).add(loss.images, loss.total, loss.most)
+    def __add__(self, other: CropLoss) -> CropLoss:
+        return CropLoss(images=self.images + other.images, total=self.total + other.total, most=max(self.most, other.most))
 
 
 def crop_losses_as_json(losses: Mapping[str, CropLoss]) -> dict[str, dict[str, float]]:
@@ -321,60 +308,37 @@ def crop_loss_line(losses: Mapping[str, Mapping[str, float]]) -> str:
     return f"crop loss: {100 * mean:.1f} % of the area on average, at most {100 * losses[worst]['max']:.1f} % ({worst})"
 
 
-SMALL = 4  # images in a bucket of a small album: with fewer, they repeat within a batch of this many
+_SMALL = 4  # images in a bucket: with fewer, they repeat within a batch of this many
 _SMALL_SHARE = 0.1  # of all images; what a large source has in rare buckets is not worth a word
 _MOST_IMAGES = 500
 _MOST_LOST = Fraction(1, 4)  # of an image's area, for the sake of fewer buckets
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewerBuckets:
-    """A grid of some of the buckets that a source has images in, of which each has `SMALL` images or more if possible."""
-
-    grid: str
-    buckets: int
-    crop_loss: float  # of all images, on average
-    buckets_now: int
-    crop_loss_now: float
-    images: int
-    in_small_buckets: int  # images that share a bucket now with too few others
-
-
-def fewer_buckets(placed: Sequence[Placement]) -> FewerBuckets | None:
-    """Return a grid of fewer buckets for a small source of training images; None if it has no need of one, or none is found.
+def fewer_buckets_note(placed: Sequence[Placement]) -> list[str]:
+    """Return a note with a grid of fewer buckets, if many of a small source's training images have a bucket with few others.
 
     The bucket with the fewest images is left out first, unless an image would then lose more than a quarter.
     """
-    counts = Counter(one.bucket for one in placed)
-    num_small = sum(number for number in counts.values() if number < SMALL)
+    counts = kept = Counter(one.bucket for one in placed)
+    num_small = sum(number for number in counts.values() if number < _SMALL)
     if len(counts) < 2 or len(placed) > _MOST_IMAGES or num_small <= _SMALL_SHARE * len(placed):
-        return None
-    kept, found = counts, [*placed]
-    while small := sorted((number, size) for size, number in kept.items() if number < SMALL):
-        for _, size in small:
-            grid = Grid(name="", sizes=tuple(sorted(kept.keys() - {size})))
-            tried = [bucket_placement(*one.source, grid) for one in placed] if grid.sizes else []
-            if tried and max(one.cropped_share for one in tried) <= max(_MOST_LOST, *(one.cropped_share for one in found)):
-                kept, found = Counter(one.bucket for one in tried), tried
-                break
-        else:
-            break
+        return []
+    found, small = placed, sorted(counts, key=lambda size: (counts[size], size))
+    while small and kept[small[0]] < _SMALL and len(kept) > 1:
+        grid = Grid(name="", sizes=tuple(sorted(kept.keys() - {small.pop(0)})))
+        tried = [bucket_placement(*one.source, grid) for one in placed]
+        if max(one.cropped_share for one in tried) <= max(_MOST_LOST, *(one.cropped_share for one in found)):
+            kept, found = Counter(one.bucket for one in tried), tried
+            small = sorted(kept, key=lambda size: (kept[size], size))
     if len(kept) == len(counts):
-        return None
-    loss, loss_now = (sum(one.cropped_away for one in each) / len(placed) for each in (found, placed))
-    return FewerBuckets(
-        grid=",".join(map(str, sorted(kept))),
-        buckets=len(kept),
-        crop_loss=loss,
-        buckets_now=len(counts),
-        crop_loss_now=loss_now,
-        images=len(placed),
-        in_small_buckets=num_small,
-    )
+        return []
+    now, then = (f"crop loss {100 * sum(one.cropped_away for one in each) / len(placed):.1f} %" for each in (placed, found))
+    few = f"{num_small} of {len(placed)} images are in buckets of fewer than {_SMALL}, and repeat within batches of {_SMALL}"
+    grid_text = f"--grid {','.join(map(str, sorted(kept)))}"
+    return [f"{few}. Now: {len(counts)} buckets, {now}; with {grid_text}: {counted(len(kept), 'bucket')}, {then}"]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ grid
-# Bucket grids: the sizes that images are sorted into, by default those of the model.
 
 MAX_SIDE_PX = 1 << 14
 MAX_BUCKETS = 1024
@@ -521,7 +485,6 @@ def _layouts(num_tokens: int) -> list[tuple[int, int]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------- model sizes
-# Image sizes of a model: its default grid, its latent sizes, and the sizes that it cannot take.
 
 
 def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:

@@ -119,7 +119,7 @@ def finish(run: PackRun) -> PackResult:
         passed_over=outline.listing.passed_over,
         rejected_by_reason=by_reason(account),
         **changes,
-        held_out=num_held_out(published),
+        held_out=sum(rows for shard in published.shards for name, rows in shard.live.items() if name.startswith("val/")),
         samples=published.samples,
         text_error=published.text_error,
         payload_bytes=published.payload_bytes,
@@ -130,11 +130,6 @@ def finish(run: PackRun) -> PackResult:
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=account.on_shared_cores),
     )
-
-
-def num_held_out(manifest: Manifest) -> int:
-    """Return the number of a store's samples in its validation split."""
-    return sum(rows for shard in manifest.shards for name, rows in shard.live.items() if name.startswith("val/"))
 
 
 def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSummary) -> list[str]:

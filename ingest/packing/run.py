@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------- prepare
-# Before packing: open the source, open or create the store, and check that the disk has room.
 
 
 def opened_source(config: PackConfig) -> Source:
@@ -170,7 +169,6 @@ def _text_bytes(facts: EncoderFacts, caption_chars: NDArray[np.int32]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- target
-# The store of a pack or an import: on a disk, or in object storage by way of a folder in which its shards are made.
 
 
 class Placed(Protocol):
@@ -305,7 +303,6 @@ class PackRun:
 
 
 # ---------------------------------------------------------------------------------------------------------------- stored rules
-# A pack into a store that exists takes the store's rules for the options that the command line left out.
 
 
 def with_stored_rules(config: PackConfig) -> PackConfig:

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- open source
-# Choose the kind of source by what SOURCE is; and sources as JSON, for ranks that do not choose again.
 
 _EXPECTED_KINDS = (
     "a folder of images, of tars or of Parquet files with images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, "

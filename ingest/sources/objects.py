@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- place
-# The place of a source in object storage, its objects' sizes and times of change, and errors of reading it.
 
 _SCHEMES = ("s3", "gs", "az", "memory", *NEAR)
 _SECOND_NS = 1_000_000_000
@@ -122,7 +121,6 @@ def refuse_overlapping_urls(source: str, store: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- object file
-# A range of bytes, in a local file or in object storage, as a file object.
 
 
 class ByteWindow(io.RawIOBase):
@@ -354,16 +352,14 @@ class ObjectTableSource(ObjectSource):
         """Read the table; see `TableSource.listing`."""
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
-            names = CaptionNames.of(self.options)
-            listing_of_rows(
-                read_rows(path, name, names, listing.notes),
+            rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)
+            return listing_of_rows(
+                rows,
                 lambda row: inside_id(row, (self.folder_url,), lambda _: False),
                 self.url,
                 Splits(self.options.dataset_splits),
                 listing,
             )
-            listing.notes += names.lines_note()
-            return listing
 
 
 def _is_hidden(name: str) -> bool:

@@ -187,7 +187,6 @@ class ParquetSource(Source):
 
 
 # ----------------------------------------------------------------------------------------------------------------------- table
-# A table as a source: a .jsonl, .csv or .parquet that names image files in its own folder or below.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,11 +201,8 @@ class TableSource(LocalFileSource):
         """Read the table. A named file that does not exist is listed, and rejected later."""
         inside = _Inside(self.folder, follow_links=self.options.follow_links)
         listing = Listing()
-        names = CaptionNames.of(self.options)
-        rows = read_rows(self.path, self.path.name, names, listing.notes)
-        listing_of_rows(rows, inside.id_of, str(self.path), Splits(self.options.dataset_splits), listing)
-        listing.notes += names.lines_note()
-        return listing
+        rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes)
+        return listing_of_rows(rows, inside.id_of, str(self.path), Splits(self.options.dataset_splits), listing)
 
 
 def listing_of_rows(

@@ -120,7 +120,6 @@ def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------- options
-# Options of a source, common to `ingest pack` and `ingest scan`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,6 @@ class SourceOptions(ObjectArguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------- local files
-# Local image files: their size, mtime and bytes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

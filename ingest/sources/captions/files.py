@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------- caption text
-# Parse captions from text (one per line) or a JSON field, and choose the names of columns and extensions to try.
 
 MAX_CAPTIONS_BYTES = 1 << 20  # per image
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "prompts")
@@ -103,15 +102,16 @@ class CaptionNames:
             self.several.append((name, lines))
         return lines
 
-    def lines_note(self) -> list[str]:
-        """Return a note about texts of several lines, with an example, if there are any."""
+    def note_lines(self, notes: list[str]) -> None:
+        """Add a note about the texts of several lines that were split since the last one, with an example."""
         if not self.several:
-            return []
+            return
         name, lines = min(self.several)
         shown = " | ".join(f"'{line[:60]}{'…' * (len(line) > 60)}'" for line in lines[:2]) + " | …" * (len(lines) > 2)
         found = "1 caption has" if len(self.several) == 1 else f"{len(self.several)} captions have"
         found += " several lines: each line is a caption of its own, and training draws one at each step"
-        return [f"{found} ({name}: {shown}); --caption-per file makes one caption of all lines"]
+        notes.append(f"{found} ({name}: {shown}); --caption-per file makes one caption of all lines")
+        self.several.clear()
 
 
 def refuse_unmet(options: SourceOptions, captions_from: Collection[str]) -> None:
@@ -313,7 +313,6 @@ class CaptionFiles:
 
 
 # --------------------------------------------------------------------------------------------------------------- caption rules
-# Caption rules: make stored captions from those of the source, by a trigger word, templates and shuffled tags.
 
 _CAPTION = "caption"  # the field of a template
 _SORT_KEY_BYTES = 8  # per tag

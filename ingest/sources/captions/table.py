@@ -113,6 +113,7 @@ def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> I
         yield row
     if row is not None:
         names.column_in([column for column in columns if column != FILE_NAME], name, notes)
+    names.note_lines(notes)
 
 
 def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:

@@ -19,7 +19,7 @@ from bucketline.ingest import progress
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
 from bucketline.ingest.encoders.text_encoders import TextEncoder, load_caption_encoder
-from bucketline.ingest.images.crop import CropLoss, note_crop_loss
+from bucketline.ingest.images.crop import CropLoss
 from bucketline.ingest.images.decode import Reason, RejectedError
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
@@ -100,7 +100,7 @@ def test_accounts_of_several_ranks_are_added_up_in_every_part() -> None:
     one.reject("é\n.png", RejectedError(Reason.TOO_SMALL, "1x1"))
     one.reject("a.png", RejectedError(Reason.EMPTY, "0 bytes"))
     for account, bucket, lost in ((one, "a", 0.0), (one, "a", 0.25), (other, "a", 0.5), (other, "b", 0.25)):
-        note_crop_loss(account.crop_losses, bucket, lost)
+        account.crop_losses[bucket] = account.crop_losses.get(bucket, CropLoss()) + CropLoss(images=1, total=lost, most=lost)
     whole = joined_summaries([one, other])
     assert whole.total == 3 + 1 + 1 + 5 + 3
     assert (whole.without_caption, whole.enlarged, whole.captions_truncated) == (3, 4, 4)
