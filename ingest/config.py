@@ -237,8 +237,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
-    A store keeps the rules that its first pack was given, and where its model is: later packs take from it what their options
-    leave out.
+    A store keeps the rules of its first pack, and where its model is: later packs reuse what their options leave out.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 

@@ -55,11 +55,7 @@ def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[s
 
 
 def took(number: int, seconds: float, noun: str) -> str:
-    """Return how long a run took, with its rate if it took a second or more.
-
-    >>> took(40, 20.0, "image"), took(1, 0.5, "image")
-    ('in 20.0 s (2 images/s)', 'in 0.5 s')
-    """
+    """Return how long a run took, with its rate if it took a second or more."""
     rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
     return f"in {seconds:.1f} s{rate}"
 
@@ -68,9 +64,9 @@ def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:
     """Print how many samples are held out; if none is though a fraction is set, also why."""
     if not number and not rule.fraction:
         return
-    why = "add images, or fix those that were rejected, and pack again"
-    why = "they are in one folder, and :folder holds out whole folders" if rule.by is SplitBy.FOLDER else why
-    print(f"  held out for validation: {number} of {counted(num_samples, 'sample')}{'' if number else f': {why}'}")
+    is_by_folder = rule.by is SplitBy.FOLDER
+    why = ": :folder holds out whole folders, and this is one" if is_by_folder else ": add images, and pack again"
+    print(f"  held out for validation: {number} of {counted(num_samples, 'sample')}{'' if number else why}")
 
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:

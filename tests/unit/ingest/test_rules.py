@@ -79,7 +79,7 @@ def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path:
     assert "held out for validation: 1 of 12 samples\n" in scanned.out
     assert "held out for validation: 1 of 12 samples\n" in call("ingest", "pack", tmp_path / "in", tmp_path / "s").out
     apart = call("ingest", "scan", tmp_path / "in", *SMALL, "--grid", "16x24,24x16", "--val-fraction", "0.0001:folder").done()
-    assert "held out for validation: 0 of 12 samples: they are in one folder" in apart.out
+    assert "held out for validation: 0 of 12 samples: :folder holds out whole folders, and this is one" in apart.out
 
 
 def test_a_table_and_a_saved_dataset_pack_to_the_same_latents_too(source: Path, tmp_path: Path, model: Path) -> None:
