@@ -435,12 +435,12 @@ class TrainConfig(
     Other commands: `bucketline train presets`, `bucketline train report`; each has its own --help.
     Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
 
-    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch 8 --max-steps 1000
+    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
     """
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
+        *("max_steps", "epochs", "batch_size", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
 

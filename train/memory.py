@@ -71,8 +71,8 @@ def built_to_fit(
         options, price = next(savings, ({}, ""))
         if not options:
             raise UsageError(
-                f"{rows}, with all that saves memory and is not given otherwise: {short[0]:.200}. Use a smaller --batch with a "
-                "larger --accumulation, --recompute 1, --lora-rank 16, a larger --memory, or --memory off to try nothing"
+                f"{rows}, with all that saves memory and is not given otherwise: {short[0]:.200}. Use a smaller --batch-size "
+                "with a larger --accumulation, --recompute 1, --lora-rank 16, a larger --memory, or --memory off to try nothing"
             )
         say(f"{rows}: trying {' '.join(f'{as_option(name)} {value}' for name, value in options.items())}; {price}")
         config = replace(config, **options)

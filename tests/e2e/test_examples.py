@@ -151,7 +151,7 @@ def test_a_script_of_the_example_runs_trains(packed: Ran, folder: Path) -> None:
     script = ROOT / "examples" / "runs" / "sd-lora.sh"
     needed = ("--store", "photos.store", "--model", "sd15", "--output-dir", "runs/lora", "--max-steps", "1")
     with_ours = f'cd {shlex.quote(str(folder))} && PATH={shlex.quote(str(BIN))}:$PATH exec "$0" "$@"'
-    spawn(["bash", "-c", with_ours, script, *needed, "--batch", "2", "--num-images", "0"]).done()
+    spawn(["bash", "-c", with_ours, script, *needed, "--batch-size", "2", "--num-images", "0"]).done()
     assert (folder / "runs" / "lora" / "checkpoints" / "step-00000001" / "lora_ema").is_dir()
 
 
@@ -190,23 +190,23 @@ def test_the_loops_of_readme_and_loader_page_run_as_they_stand(
     assert state["step"] >= 1
 
 
-def test_the_packing_pages_writer_runs_as_it_stands_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_own_writer_runs_as_it_stands_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        run_page("docs/packing.md")
+        run_page("docs/your-own-store.md")
     store = Store.open(tmp_path / "mine.store")
     assert (store.manifest.samples, store.sample("cats/a.png")[1].captions) == (1, ("a cat",))
 
 
-def test_the_packing_page_adds_a_column_to_its_writers_store(
+def test_the_page_adds_a_column_to_its_writers_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("docs/packing.md")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/packing.md").read_text(encoding="utf-8"), re.DOTALL)
+    run_page("docs/your-own-store.md")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-own-store.md").read_text(encoding="utf-8"), re.DOTALL)
     (number,) = (n for n, block in enumerate(blocks) if "add_column" in block)
-    run_page("docs/packing.md", number)
-    run_page("docs/packing.md", number)
+    run_page("docs/your-own-store.md", number)
+    run_page("docs/your-own-store.md", number)
     assert capsys.readouterr().out == "1 rows, generation 2\n0 rows, generation 2\n"
     assert Store.open(tmp_path / "mine.store").bucket("train/512x768").read(np.array([0]), "mask", verify=True).all()
 

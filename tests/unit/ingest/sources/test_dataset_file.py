@@ -194,7 +194,7 @@ def test_the_example_and_the_page_on_packing_are_read_as_they_stand(folder: Path
     names = [(entry.name, entry.repeats) for entry in read(folder, example).sources]
     expected = [("photos", 1), ("my dog", 10), ("scans", 1), ("held out", 1), ("10_sks dog", 10), ("2_barns", 2)]
     assert names == expected
-    page = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
     of_one, shown = (part.partition("```")[0] for part in page.split("```toml\n")[1:3])
     (folder / "one.toml").write_text(of_one, encoding="utf-8")
     asked = parse_options(Pack, [str(folder / "one.toml"), "s", "--model", "m"], "pack")
