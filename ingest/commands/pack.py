@@ -24,7 +24,7 @@ from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.held_out import HeldOut, SplitBy
 from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -131,7 +131,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if summary.too_many_rejects or summary.not_pruned_beyond_limit:
             _print_beyond_limits(summary, self)
             return 1
-        return 0 if summary.packed + summary.unchanged else 1
+        return 0 if summary.packed + summary.unchanged + summary.withdrawn else 1
 
     @classmethod
     def complete(cls, options: Pack, given: frozenset[str]) -> Pack:
@@ -239,7 +239,8 @@ def _refuse_swapped(source: str, place: Path | str) -> None:
 def _print_summary(summary: PackResult, config: PackConfig) -> None:
     print(
         f"{counted(summary.found, 'image')} found = {summary.packed} packed + {summary.unchanged} unchanged "
-        f"+ {summary.rejected} rejected, {took(summary.packed, summary.seconds, 'image')}"
+        f"+ {summary.rejected} rejected{plus_withdrawn(summary.withdrawn)}, "
+        f"{took(summary.packed, summary.seconds, 'image')}"
     )
     if summary.packed and (total := sum(summary.stage_seconds.values())):
         shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
@@ -248,6 +249,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
         print(f"  each with its reason in {shown(config.store / 'rejects.jsonl')}")
+    print_withdrawn(summary.withdrawn)
     listed = shown(config.store / WITHOUT_CAPTION)
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
@@ -286,7 +288,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         f"{shown(config.place)}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"
     )
-    if not summary.packed + summary.unchanged:
+    if not summary.packed + summary.unchanged + summary.withdrawn:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
@@ -299,14 +301,15 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         (report.unchanged, "unchanged"),
         (report.rejected, "rejected"),
     )
-    parts = " + ".join(f"{number} {what}" for number, what in counts if number) or "0"
-    print(f"dry run, nothing is written: {counted(report.found, 'image')} found = {parts}")
+    parts = " + ".join(f"{number} {what}" for number, what in counts if number) + plus_withdrawn(report.withdrawn)
+    print(f"dry run, nothing is written: {counted(report.found, 'image')} found = {parts.removeprefix(' + ') or 0}")
     for bucket, count in report.buckets.items():
         print(f"  to encode, in {bucket}: {counted(count, 'image')}")
     if report.recaptioned:
         print(f"  to encode, only the text: {counted(report.recaptioned, 'image')}")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
+    print_withdrawn(report.withdrawn)
     if report.too_many_rejects:
         print("  more rejects than --max-rejects allows: no sample would be dropped, exit code 1")
     _print_sample_changes(report, config)
