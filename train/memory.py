@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from bucketline.command_line import counted
 from bucketline.errors import UsageError
 from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
@@ -67,14 +68,14 @@ def built_to_fit(
         del made
         torch._dynamo.reset()  # compiled blocks keep tensors
         free_memory(device)
-        rows = f"memory is short for a step of {len(batch.latents)} rows of {batch.bucket}"
+        rows = f"out of memory in a step of {counted(len(batch.latents), 'sample')} of {batch.bucket}"
         options, price = next(savings, ({}, ""))
         if not options:
             raise UsageError(
-                f"{rows}, with all that saves memory and is not given otherwise: {short[0]:.200}. Use a smaller --batch with a "
+                f"{rows}, with every memory-saving option that you have not set: {short[0]:.200}. Use a smaller --batch with a "
                 "larger --accumulation, --recompute 1, --lora-rank 16, a larger --memory, or --memory off to try nothing"
             )
-        say(f"{rows}: trying {' '.join(f'{as_option(name)} {value}' for name, value in options.items())}; {price}")
+        say(f"{rows}; next try: {' '.join(f'{as_option(name)} {value}' for name, value in options.items())} ({price})")
         config = replace(config, **options)
 
 
@@ -86,22 +87,22 @@ def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str,
     has_torchao, is_whole = importlib.util.find_spec("torchao") is not None, not config.is_sharded(world_size)
     if config.recompute is None and not config.offload_blocks:
         for share in (0.25, 0.5, 0.75, 1.0):
-            yield {"recompute": share}, f"up to {share / 3:.0%} more time, and the same losses"
+            yield {"recompute": share}, f"up to {100 * share / 3:.0f} % more time, same losses"
     if config.lora_rank is None:
         if config.ema.decay is not None and config.ema.place is None:
             every = EMA_EVERY if config.ema.every == 1 else config.ema.every
-            price = f"the average moves every {every} steps, by a copy to the device and back"
+            price = f"the average is updated every {every} steps, in host memory"
             yield {"ema": replace(config.ema, place=EmaPlace.CPU, every=every)}, price
         if config.optimizer is None and has_torchao and is_whole:
-            yield {"optimizer": "adamw-8bit"}, "moments have 8 bits"
+            yield {"optimizer": "adamw-8bit"}, "optimizer state in 8 bits"
         return
     if config.sharding != DDP or config.dora:
         return
     if config.base is None and has_torchao:
-        yield {"base": Base.INT8}, "frozen weights have 8 bits"
-        yield {"base": Base.NF4}, "frozen weights have 4 bits"
+        yield {"base": Base.INT8}, "frozen weights in 8 bits"
+        yield {"base": Base.NF4}, "frozen weights in 4 bits"
     if config.offload_blocks is None and config.recompute in (None, 1):
-        yield {"offload_blocks": EVERY_BLOCK}, "frozen weights wait in host memory and are copied for each use"
+        yield {"offload_blocks": EVERY_BLOCK}, "frozen weights in host memory, copied for each use"
 
 
 def largest_batch(config: TrainConfig, ranks: TrainRanks, loader: Loader) -> Batch:

@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.files.paths import CHECKPOINTS, is_run, overlap
+from bucketline.files.paths import is_run, overlap
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import parse_stores
 from bucketline.option_value import OnResume, as_option, options_on_resume
 from bucketline.store.format.block import FLIPPED
+from bucketline.train.checkpoint import checkpoint_folders
 from bucketline.train.config import Objective
 from bucketline.train.log import has_steps
 from bucketline.train.model import checked, facts_of, open_model_config, refuse_other_encoders, schedule_of, store_channels
@@ -51,8 +52,9 @@ def refuse_place(config: TrainConfig) -> None:
 
 def refuse_former_run(output: Path) -> None:
     """Refuse a new run's folder that has a run with steps; of one without, validations and images are replaced."""
-    if any((output / CHECKPOINTS).glob("step-*")) or has_steps(output):
-        raise UsageError(f"{output} already has a run; continue it with --resume, or choose another --output-dir")
+    if checkpoint_folders(output) or has_steps(output):
+        first = "continue it with --resume, or " if checkpoint_folders(output) else ""
+        raise UsageError(f"{output} already has a run; {first}choose another --output-dir")
 
 
 def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> None:
@@ -76,7 +78,7 @@ def _refuse_past(config: TrainConfig, start: Start) -> None:
     if config.max_steps is not None and start.steps_done > config.max_steps:
         raise UsageError(
             f"--max-steps is {config.max_steps}, and {start.checkpoint} is already at step {start.steps_done}; use that many "
-            "or more"
+            "steps or more"
         )
 
 
