@@ -181,7 +181,7 @@ class EncodeOptions:
     that overflows in fp16 gets fp32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra
     `quantised`); what else they have computes in bf16, the VAE in fp32."""
     batch_size: int = 8
-    """Images per encoder batch; all images of a batch share one bucket."""
+    """Images encoded at once, all of one bucket; and captions. More need more memory."""
     device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     phases: Phases = field(default=Phases.AUTO, metadata=ONLY_IN_FILE)

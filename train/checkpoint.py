@@ -45,18 +45,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.fsdp import FSDPModule
 
-from bucketline.command_line import counted, human_bytes
 from bucketline.errors import StateError, TrainError
-from bucketline.files.atomic_write import failed_write, refuse_too_little_disk, sync_folder
+from bucketline.files.atomic_write import failed_write, sync_folder
 from bucketline.files.paths import CHECKPOINTS, METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.store.format.block import file_digest
-from bucketline.torch_dtypes import dtype_named
 from bucketline.train.log import NotFiniteError, WindowState, has_steps
-from bucketline.train.optim import traits_of
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
-from bucketline.train.weight_layout import Adapters, average_folder
+from bucketline.train.weight_layout import average_folder
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -274,12 +271,7 @@ def quiet() -> Iterator[None]:
 
 
 def copied(
-    weights: WeightLayout,
-    model: nn.Module,
-    average: Average,
-    optimizer: Optimizer | None,
-    *,
-    keeps: bool = True,
+    weights: WeightLayout, model: nn.Module, average: Average, optimizer: Optimizer | None, *, keeps: bool = True
 ) -> dict[str, Any]:
     """Return copies of the last weights, of their average and of an optimizer's state; without one, of the best weights.
 
@@ -350,32 +342,6 @@ def write_optimizer(aside: Path, entries: Mapping[str, Any], group: dist.Process
     with quiet():
         save_tensors(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     return {name: value for name, value in entries.items() if name not in tensors}
-
-
-def expect_disk(training: Training, weights: WeightLayout, steps_done: int) -> None:
-    """Refuse a disk without room for a checkpoint; warn of one without room for those that are kept, and for the exports.
-
-    A new one is written before the oldest is removed. The sizes are those of all ranks together, which share the folder.
-    """
-    config, output = training.config, training.config.output_dir
-    trained = weights.tensors(training.bare_model).values()
-    copies = (2 if training.average.is_kept else 1) * (2 if isinstance(weights, Adapters) else 1)  # adapters are in two files
-    state = traits_of(config).state_bytes * sum(one.numel() for one in training.trained)
-    one = copies * sum(tensor.nbytes for tensor in trained) + state
-    refuse_too_little_disk(output, one, "a checkpoint", "leave out the average (--ema off), or choose another --output-dir")
-    left, every, present = config.num_steps - steps_done, config.save_every, len(checkpoint_folders(output))
-    made = math.inf if every and every.seconds else -(-left // every.steps) if every and every.steps else 1
-    added = max(1, int(min(made + present, config.keep + 1)) - present)
-    export = dtype_named(config.export_dtype).itemsize * sum(tensor.numel() for tensor in trained)
-    exports = left // config.export_every if config.export_every else 0
-    if (needed := added * one + exports * export) > (free := shutil.disk_usage(output).free):
-        log.warning(
-            "the disk of %s has %s free, and the run writes about %s: %s of %s%s; use a smaller --keep%s, or another "
-            "--output-dir",
-            *(output, human_bytes(free), human_bytes(needed), counted(added, "checkpoint"), human_bytes(one)),
-            f" and {counted(exports, 'export')} of {human_bytes(export)}" if exports else "",
-            " or a larger --export-every" if exports else "",
-        )
 
 
 def aside_of(folder: Path) -> Path:

@@ -1,25 +1,30 @@
-"""Fit a run into a device's memory: try its largest step, and while memory ends, turn on what saves some, in order of cost."""
+"""Fit a run into its device's memory, by trying its largest step with ever more options that save some; and onto its disk."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from bucketline.command_line import counted
+from bucketline.command_line import counted, human_bytes
 from bucketline.errors import UsageError
+from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
 from bucketline.store.format.block import LATENT
 from bucketline.torch_setup import NoRoom, attempt, free_memory
+from bucketline.train.checkpoint import checkpoint_folders
 from bucketline.train.compile import example_batches, forward_backward
 from bucketline.train.config import BASE_OFF, DDP, Base, Ema, EmaPlace, TrainConfig
 from bucketline.train.model import build_training
-from bucketline.train.optim import make_optimizer
+from bucketline.train.optim import make_optimizer, traits_of
+from bucketline.train.weight_layout import Adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
     from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
 
 SPARE = 0.02  # of a device's memory, not used in the trial: for batches that wait there, and gaps between tensors
 EMA_EVERY = 10  # steps between updates of an average that was moved to the host
@@ -72,8 +79,9 @@ def built_to_fit(
         options, price = next(savings, ({}, ""))
         if not options:
             raise UsageError(
-                f"{rows}, with every memory-saving option that you have not set: {short[0]:.200}. Use a smaller --batch with a "
-                "larger --accumulation, --recompute 1, --lora-rank 16, a larger --memory, or --memory off to try nothing"
+                f"{rows}, with every memory-saving option that you have not set: {short[0]:.200}. Use a smaller "
+                "--batch-size with a larger --accumulation, --recompute 1, "
+                "--lora-rank 16, a larger --memory, or --memory off to try nothing"
             )
         say(f"{rows}; next try: {' '.join(f'{as_option(name)} {value}' for name, value in options.items())} ({price})")
         config = replace(config, **options)
@@ -155,6 +163,25 @@ def stepped_optimizer(training: Training) -> Optimizer:
             weight.grad = None
             weight.detach().copy_(kept)
     return optimizer
+
+
+def expect_disk(training: Training, weights: WeightLayout) -> None:
+    """Refuse a disk without room for a checkpoint, and warn of one without room for those that are kept.
+
+    A new one is written before the oldest is removed. The sizes are those of all ranks together, which share the folder.
+    """
+    config, output = training.config, training.config.output_dir
+    copies = (2 if training.average.is_kept else 1) * (2 if isinstance(weights, Adapters) else 1)  # adapters are in two files
+    size = copies * sum(tensor.nbytes for tensor in weights.tensors(training.bare_model).values())
+    size += traits_of(config).state_bytes * sum(weight.numel() for weight in training.trained)
+    refuse_too_little_disk(output, size, "a checkpoint", "leave out the average (--ema off), or choose another --output-dir")
+    added = 1 if config.save_every is None else config.keep + 1 - len(checkpoint_folders(output))
+    if added * size > (free := shutil.disk_usage(output).free):
+        log.warning(
+            "a checkpoint needs about %s, and %s are free in %s: room for %d of %d (--keep %d, and the one that is being "
+            "written); use a smaller --keep, or another --output-dir",
+            *(human_bytes(size), human_bytes(free), output, free // size, added, config.keep),
+        )
 
 
 def decided(config: TrainConfig) -> TrainConfig:

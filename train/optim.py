@@ -178,14 +178,7 @@ def decay_at(step: int, decay: float) -> float:
 class Average:
     """Moving averages of a model's trained weights, or of its shards: next to them, in host memory, or none."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        decay: float | None,
-        *,
-        place: EmaPlace = EmaPlace.DEVICE,
-        every: int = 1,
-    ) -> None:
+    def __init__(self, model: nn.Module, decay: float | None, *, place: EmaPlace = EmaPlace.DEVICE, every: int = 1) -> None:
         """Start from the model's current weights; update at every `every`-th step. `decay`: None: keep no averages."""
         self.is_kept = decay is not None
         self._decay, self._every, self._place = decay or 0.0, every, place

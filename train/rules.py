@@ -59,7 +59,6 @@ def refuse_former_run(output: Path) -> None:
 
 def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> None:
     """Refuse a run whose options, start, stores and model do not suit each other; the stores are open."""
-    _refuse_past(config, start)
     _refuse_changes(config, start)
     refuse_ignored(stores)
     _refuse_flips(config, stores)
@@ -72,14 +71,6 @@ def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> No
                 f"--lora-from {config.lora_from} cannot be read as a .safetensors file of adapters: {error}"
             ) from error
     _refuse_model(config, stores[0])
-
-
-def _refuse_past(config: TrainConfig, start: Start) -> None:
-    if config.max_steps is not None and start.steps_done > config.max_steps:
-        raise UsageError(
-            f"--max-steps is {config.max_steps}, and {start.checkpoint} is already at step {start.steps_done}; use that many "
-            "steps or more"
-        )
 
 
 def _refuse_changes(config: TrainConfig, start: Start) -> None:

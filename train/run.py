@@ -84,10 +84,10 @@ class TrainSummary:
 
     steps_done: int
     steps_before: int = 0  # of them, before a resume
-    stopped_by: str | None
-    validation: ValidationResult | None
+    stopped_by: str | None = None
+    validation: ValidationResult | None = None
     checkpoint: Path
-    images: tuple[Path, ...]
+    images: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         run, done = self.checkpoint.parent.parent, self.steps_done
@@ -116,9 +116,10 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         contextlib.ExitStack() as at_end,
     ):
         start = from_rank_zero(ranks, lambda: take_folder(config, at_end))
-        if (summary := from_rank_zero(ranks, lambda: finished(config, start))) is not None:
+        if start.checkpoint is not None and from_rank_zero(ranks, lambda: has_finished(config, start)):
             end_processes()
-            return summary
+            done = start.steps_done
+            return TrainSummary(steps_done=done, steps_before=done, checkpoint=start.checkpoint)
         with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run:
             summary = run.train(stop)
         end_processes()
@@ -177,21 +178,14 @@ def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
     return Start(checkpoint=folder, state=checkpoint.read_state(folder))
 
 
-def finished(config: TrainConfig, start: Start) -> TrainSummary | None:
-    """Return the summary of a resumed run that has ended, unless it has a step left or an output that is new to it."""
-    if start.state is None or start.checkpoint is None or config.new_plan or read_status(config.output_dir) != RunStatus.DONE:
-        return None
-    before, present = start.state.config, config_as_json(config)
-    if any(before.get(name) != present[name] for name in OUTPUTS):
-        return None
-    given = values_of_file(TrainConfig, str(config.output_dir / RUN_FILE))
-    is_same = config.max_steps == start.steps_done if config.epochs is None else config.epochs == given.get("epochs")
-    if not is_same or before["max_steps"] != start.steps_done:
-        return None
-    steps = start.steps_done
-    return TrainSummary(
-        steps_done=steps, steps_before=steps, stopped_by=None, validation=None, checkpoint=start.checkpoint, images=()
-    )
+def has_finished(config: TrainConfig, start: Start) -> bool:
+    """Return whether a resumed run has ended: it has no step left, and no output that is new to it."""
+    if start.state is None or config.new_plan or read_status(config.output_dir) != RunStatus.DONE:
+        return False
+    before, present, given = start.state.config, config_as_json(config), config.output_dir / RUN_FILE
+    steps = before["max_steps"]
+    is_same = config.max_steps == steps or (config.epochs or 0) == values_of_file(TrainConfig, str(given)).get("epochs")
+    return is_same and steps == start.steps_done and all(before.get(name) == present[name] for name in OUTPUTS)
 
 
 @contextlib.contextmanager
@@ -250,12 +244,12 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         first, after = (loader.plan.steps_before(int(whole) + n) for n in range(2))
         if (steps := first + round(part * (after - first))) == 0:
             raise PlanError(loader.plan.without_step())
-        if start.steps_done > steps:
-            raise UsageError(
-                f"--epochs is {config.epochs:g}, {counted(steps, 'step')}, and {start.checkpoint} is already at step "
-                f"{start.steps_done}; give more epochs"
-            )
         config = replace(config, max_steps=steps, epochs=None)
+    if start.steps_done > config.num_steps:
+        raise UsageError(
+            f"the run would end at step {config.num_steps}, and {start.checkpoint} is already at step {start.steps_done}; give "
+            "a larger --max-steps or --epochs"
+        )
     if (schedule := config.lr_schedule).end is None and schedule.ends:
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
@@ -304,11 +298,12 @@ class Run:
                     self._begin()
                 self.training, self._weights, self._prompts = self._build(config)
                 self.config = self.training.config
-                from_rank_zero(ranks, lambda: checkpoint.expect_disk(self.training, self._weights, start.steps_done))
                 self._tell_start()
                 self.loader.start()  # to read ahead while the rest compiles
                 from bucketline.train.compile import compile_and_count, step_work_of
+                from bucketline.train.memory import expect_disk
 
+                from_rank_zero(ranks, lambda: expect_disk(self.training, self._weights))
                 self.work = step_work_of(self.config, ranks, self.device)
                 compile_and_count(self.training, ranks, self.loader, self._progress.say, self.work)
                 if self.config.push_to_hub and ranks.is_main:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class BatchSize(OptionValue):
     """The size of a batch, by the fields of `LoaderConfig` that set it.
 
-    >>> BatchSize.parse("1.5MP/8", "--batch").sizes(), str(BatchSize(batch_tokens=16384))
+    >>> BatchSize.parse("1.5MP/8", "--batch-size").sizes(), str(BatchSize(batch_tokens=16384))
     ({'batch_pixels': 1572864, 'batch_multiple': 8}, '16ktok')
     """
 
@@ -46,31 +46,30 @@ class BatchOptions(OrderOptions):
 
     SECTION = OrderOptions.SECTION
 
-    batch: BatchSize | None = None
-    """Size of a rank's micro-batch: rows; or as many rows of a bucket as fit 4MP (megapixels of 1024 x 1024 px) or 16ktok (1024
-    latent positions, h x w, each), at least one. 4MP/8: in multiples of 8 rows. The global batch is ranks x this x
-    --accumulation."""
+    batch_size: BatchSize | None = None
+    """Batch size per GPU: rows; or as many rows of a bucket as fit 4MP (megapixels of 1024 x 1024 px) or 16ktok (1024 latent
+    positions, h x w, each), at least one. 4MP/8: in multiples of 8 rows. The global batch is GPUs x this x --accumulation."""
 
     def __post_init__(self) -> None:
         OrderOptions.__post_init__(self)
         self._expect_batch()
 
     def _expect_batch(self) -> None:
-        if self.batch is None:
-            raise UsageError(f"no batch size given: pass --batch: {BatchSize.EXPECTED}")
+        if self.batch_size is None:
+            raise UsageError(f"no batch size given: pass --batch-size: {BatchSize.EXPECTED}")
 
     def sizes(self) -> dict[str, int]:
         """Return the size as the fields of `LoaderConfig`."""
-        assert self.batch is not None
-        return self.batch.sizes()
+        assert self.batch_size is not None
+        return self.batch_size.sizes()
 
     def for_loader(self, **others: object) -> LoaderConfig:
         """Return a loader's configuration with the options that both have, and with the `others`."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name in LoaderConfig.__dataclass_fields__}
-        return LoaderConfig(**{**own, **self.sizes(), **others})
+        return LoaderConfig(**{**own, "batch_size": None, **self.sizes(), **others})
 
 
-_OF_A_RUN = ("batch", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
+_OF_A_RUN = ("batch_size", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
 """Fields that a run decides."""
 
 

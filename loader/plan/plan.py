@@ -465,7 +465,7 @@ class CacheNeeds:
             return None
         order = {None: "with all rows shuffled", 0: "in stored order"}.get(window, f"in windows of {window} rows")
         needed = cache_for(self.whole_bytes) if window is None else self.ring_bytes + self.kept_bytes
-        fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch)"
+        fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch-size)"
         other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
         return (
             f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "

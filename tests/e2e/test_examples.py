@@ -151,7 +151,7 @@ def test_a_script_of_the_example_runs_trains(packed: Ran, folder: Path) -> None:
     script = ROOT / "examples" / "runs" / "sd-lora.sh"
     needed = ("--store", "photos.store", "--model", "sd15", "--output-dir", "runs/lora", "--max-steps", "1")
     with_ours = f'cd {shlex.quote(str(folder))} && PATH={shlex.quote(str(BIN))}:$PATH exec "$0" "$@"'
-    spawn(["bash", "-c", with_ours, script, *needed, "--batch", "2", "--num-images", "0"]).done()
+    spawn(["bash", "-c", with_ours, script, *needed, "--batch-size", "2", "--num-images", "0"]).done()
     assert (folder / "runs" / "lora" / "checkpoints" / "step-00000001" / "lora_ema").is_dir()
 
 

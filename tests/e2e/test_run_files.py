@@ -34,7 +34,7 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     other.mkdir()
     monkeypatch.chdir(project)
     typed = [
-        *("sd-lora", "--store", "data/tiny.store:2", "--model", "model", "--batch", "2", "--accumulation", "2"),
+        *("sd-lora", "--store", "data/tiny.store:2", "--model", "model", "--batch-size", "2", "--accumulation", "2"),
         *("--log-every", "1", "--num-images", "0", "--learning-rate", "1e-3", "--validate-every", "2", "--max-steps", "5"),
     ]
     whole = [*typed, "--output-dir", "runs/typed", "--lr-schedule", "cosine"]

@@ -55,7 +55,7 @@ def first_line(store: Path) -> str:
 def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path) -> None:
     make_store(tmp_path / "s", [make_sample("a.png", BUCKET, ("snow",))])
     assert call("store", "get", tmp_path / "s", "a.png", "-o", tmp_path / "a").out.endswith(", 1 caption\n")
-    assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch", 1).out
+    assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch-size", 1).out
     assert " has 1 sample in 1 shard, " in call("store", "merge", tmp_path / "u", tmp_path / "s").out
 
 

@@ -272,7 +272,7 @@ def test_the_options_that_sentences_name_exist() -> None:
         (INGEST["pack"], "--num_workers", "it is decode_threads, in a data set file"),
         (INGEST["pack"], "--output_dir", "STORE is given without an option"),
         (INGEST["prompts"], "--random_flip", "`ingest pack` has --flip"),
-        (LOADER["plan"], "--batch-size", "here it is --batch"),
+        (LOADER["plan"], "--batch", "here it is --batch-size"),
         (INGEST["pack"], "--clip_skip", "there is no option for another one"),
         (TrainConfig, "--placeholder_token", "textual inversion is not done here"),
     ],

@@ -275,7 +275,7 @@ def training_of(made: Made) -> Training:
         "store": (made.folder,),
         "model": made.folder,
         "output_dir": made.folder,
-        "batch": "1",
+        "batch_size": "1",
         "max_steps": 1,
     }
     return Training(

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Run]:
     """Yield a trainer whose batches have both captions."""
-    asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch": "2"}
+    asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch_size": "2"}
     asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": "off", **changes}
     with contextlib.closing(built(TrainConfig(**asked))) as trainer:
         yield trainer

@@ -156,7 +156,9 @@ def test_a_run_that_never_fits_is_refused_and_another_error_is_its_own(folder: P
     asked = config(folder, memory="1GiB", recompute=0.0, optimizer="adamw", ema="off")
     with opened(asked) as loader:
         ends_unless(monkeypatch, lambda _: False)
-        with pytest.raises(UsageError, match=r"short for a step of 2 rows of .*: CUDA out of memory.* Use a smaller --batch"):
+        with pytest.raises(
+            UsageError, match=r"short for a step of 2 rows of .*: CUDA out of memory.* Use a smaller --batch-size"
+        ):
             fitted(asked, loader)
         monkeypatch.setattr(memory, "try_step", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
         with pytest.raises(RuntimeError, match="a bug"):

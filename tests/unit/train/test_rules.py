@@ -132,7 +132,7 @@ class Case(NamedTuple):
     error: type[BucketlineError] = UsageError
 
 
-AGAIN: dict[str, Any] = {"resume": True, "output_dir": "run", "accumulation": 1, "batch": "49152px"}
+AGAIN: dict[str, Any] = {"resume": True, "output_dir": "run", "accumulation": 1, "batch_size": "49152px"}
 BOTH: dict[str, Any] = {"resume": True, "output_dir": "both", "store": ("tiny.store:1", "other.store:3")}
 STEP = r"\S+/run/checkpoints/step-00000002"
 WITHOUT_CHANNELS = {"vae": {"scaling_factor": 0.5}, "text_encoder": dict(TEXT_ENCODER)}
@@ -157,7 +157,7 @@ CASES = (
     Case(f"--seed is 9, and {STEP} was trained with 0; use --seed 0, or start a new run", {**AGAIN, "seed": 9}),
     Case(f"--optimizer is muon, and {STEP} was trained with adamw", {**AGAIN, "optimizer": "muon"}),
     Case("--lora-rank is 2, .* was trained with None; leave out --lora-rank", {**AGAIN, "lora_rank": 2}),
-    Case("global_batch was .* and is .* now; .*--new-plan", {**AGAIN, "batch": "32768px"}, error=StateError),
+    Case("global_batch was .* and is .* now; .*--new-plan", {**AGAIN, "batch_size": "32768px"}, error=StateError),
     Case("global_batch was .* and is .* now", {**AGAIN, "accumulation": 2}, error=StateError),
     Case("store_id was .*--new-plan", {**AGAIN, "store": ("other.store",)}, error=BucketlineError),
     Case("repeats was 1 .* is 2 now", {**AGAIN, "store": ("tiny.store:2",)}, error=StateError),
@@ -203,7 +203,7 @@ def test_a_resume_that_breaks_no_rule_continues(begun: Path, tmp_path: Path) -> 
     same = in_folder(folder, AGAIN)
     assert train(dataclasses.replace(same, max_steps=3), ALONE).steps_done == 3
     without_its_generation(folder)
-    new = dataclasses.replace(same, batch=BatchSize(batch_size=2), new_plan=True, seed=9)
+    new = dataclasses.replace(same, batch_size=BatchSize(batch_size=2), new_plan=True, seed=9)
     assert train(new, ALONE).steps_done == 4
 
 

@@ -411,7 +411,7 @@ def test_a_resume_may_divide_a_global_batch_otherwise_and_a_new_plan_takes_the_n
     one = config(folder, max_steps=2)
     train(one, ALONE)
     one = replace(one, max_steps=4, resume=True)
-    other = replace(one, output_dir=folder / "other", batch=BatchSize(batch_size=4), accumulation=1)
+    other = replace(one, output_dir=folder / "other", batch_size=BatchSize(batch_size=4), accumulation=1)
     shutil.copytree(one.output_dir, other.output_dir)
     for asked in (one, other):
         train(asked, ALONE)
@@ -420,7 +420,7 @@ def test_a_resume_may_divide_a_global_batch_otherwise_and_a_new_plan_takes_the_n
             assert first[name] == pytest.approx(second[name], rel=1e-5)
     add_to_store(folder / "tiny.store", samples({"train/128x128": 20}, "later/"))
     assert str(train(one, ALONE)).startswith("already at step 4: nothing to train"), "on the generation of its plan"
-    new = replace(one, new_plan=True, batch=BatchSize(batch_size=3), accumulation=1, max_steps=5)
+    new = replace(one, new_plan=True, batch_size=BatchSize(batch_size=3), accumulation=1, max_steps=5)
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(new, resume=False)
     summary = train(new, ALONE)
@@ -435,7 +435,9 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_bf16_trains_w
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_training_store(folder / "all.store", {"train/128x128": 29, "train/192x128": 9})
-    asked = config(folder, store=(folder / "all.store",), batch=f"{2 * 128 * 192}px", max_steps=4, precision=Precision.BF16)
+    asked = config(
+        folder, store=(folder / "all.store",), batch_size=f"{2 * 128 * 192}px", max_steps=4, precision=Precision.BF16
+    )
     summary = train(asked, ALONE)
     assert summary.validation is None
     assert "has no held-out samples" in capsys.readouterr().err

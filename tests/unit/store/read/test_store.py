@@ -261,7 +261,7 @@ def test_a_loader_refuses_a_store_that_lost_a_file(store: Store, copy: Path, dam
     damage(copy / "shards" / "g1.lmdb")
     with pytest.raises(CorruptError, match=r"has lost files of 1 shard with 14 samples: .*store repair"):
         Loader(copy, LoaderConfig(batch_size=2))
-    assert call("loader", "plan", copy, "--batch", 2).code == 1
+    assert call("loader", "plan", copy, "--batch-size", 2).code == 1
 
 
 def test_an_older_generation_that_cannot_be_read_is_said_to_be_old(tmp_path: Path) -> None:
