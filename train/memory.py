@@ -79,7 +79,7 @@ def built_to_fit(
         options, price = next(savings, ({}, ""))
         if not options:
             raise UsageError(
-                f"{rows}, with every memory-saving option that you have not set: {short[0]:.200}. Use a smaller "
+                f"{rows}, with every memory-saving option that you have not set: {short[0].rstrip(' .'):.200}. Use a smaller "
                 "--batch-size with a larger --accumulation, --recompute 1, "
                 "--lora-rank 16, a larger --memory, or --memory off to try nothing"
             )

@@ -579,11 +579,8 @@ class Run:
             named = [f"{name.replace('_', ' ')} {value}" for name, value in chosen if name != "max_steps"]
             say(f"defaults: {', '.join(named) or 'none'}")
             if config.model.is_dir() and not weight_files(config.model / self.training.family.folder):
-                log.warning(
-                    "%s has a configuration but no weights: the model starts at random, from --seed %d; adapters fit only this "
-                    "random base",
-                    *(config.model, config.seed),
-                )
+                said = "%s has a configuration but no weights: the model starts at random; adapters fit only this random base"
+                log.warning(said, config.model)
             return
         if config.new_plan:
             log.warning("--new-plan: training continues from step %d in a new order, on the present stores", start.steps_done)
@@ -615,12 +612,8 @@ class Run:
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
         if config.caption_dropout and not family.is_guidable:
-            log.warning(
-                "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this "
-                "one learns for the empty caption is never a negative prompt there; leave it out, unless captions are to count "
-                "less",
-                *(config.caption_dropout, family.pipelines[0]),
-            )
+            said = "--caption-dropout is %g, and %s guides by a second model, which is not trained: it has little use here"
+            log.warning(said, config.caption_dropout, family.pipelines[0])
 
 
 def set_up_device(config: TrainConfig, device: torch.device) -> None:
