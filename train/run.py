@@ -185,7 +185,8 @@ def has_finished(config: TrainConfig, start: Start) -> bool:
     before, present, given = start.state.config, config_as_json(config), config.output_dir / RUN_FILE
     steps = before["max_steps"]
     is_same = config.max_steps == steps or (config.epochs or 0) == values_of_file(TrainConfig, str(given)).get("epochs")
-    return is_same and steps == start.steps_done and all(before.get(name) == present[name] for name in OUTPUTS)
+    names = {*OUTPUTS, *options_on_resume(TrainConfig, OnResume.FIXED)} - {"optimizer"}  # which the run has chosen
+    return is_same and steps == start.steps_done and all(before.get(name) == present[name] for name in names)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
     is_path = "/" in given or given.endswith(_SUFFIX)
     if not is_path and given not in preset_names():
         if answer := coming_from.answer("train", given):
-            raise UsageError(f"there is no preset {given!r:.80}: {answer} (docs/limits.md)")
+            raise UsageError(f"there is no preset {given!r:.80}: {answer}")
         raise UsageError(
             f"there is no preset {given!r:.80}{suggestion(given, [*preset_names(), *commands])}; expected "
             f"{', '.join(preset_names())}, or the path of a {_SUFFIX} file"

@@ -240,7 +240,7 @@ def start(precision: str | None) -> Start:
     if precision is None:
         return Start(checkpoint=None, state=None)
     fields: dict[str, Any] = dict.fromkeys(RunState.__dataclass_fields__)
-    return Start(checkpoint=None, state=RunState(**{**fields, "config": {"precision": precision}}))
+    return Start(checkpoint=None, state=RunState(**{**fields, "steps_done": 0, "config": {"precision": precision}}))
 
 
 @pytest.mark.parametrize(
