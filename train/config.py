@@ -366,7 +366,7 @@ class WatchingOptions:
     log_every: int = 10
     """Optimizer steps per window, that is per line of metrics.jsonl."""
     validate_every: int | None = None
-    """Optimizer steps between validations on the held-out samples. Default: before the first step and after the last."""
+    """Optimizer steps between validations; on the held-out samples. Default: before the first step and after the last."""
     val_timesteps: int = field(default=8, metadata=ONLY_IN_FILE)
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
