@@ -56,7 +56,7 @@ class Paint:
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ("", ["HOUSE", "paint --help"]),
+        ("", ["HOUSE", "--coats INT", "paint --help"]),
         ("villa", ["--coats INT", "paint --help"]),
         ("villa --coats", ["--coats", "INT"]),
         ("villa --coats --dry", ["--coats", "INT"]),
