@@ -215,7 +215,25 @@ class RayOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, ChangingArguments):
+class WithdrawnOptions:
+    """What becomes of ids that `store drop` withdrew."""
+
+    SECTION = "withdrawn: samples that `store drop` took"
+
+    take_back: Annotated[Repeated[tuple[str, ...]], Arg(metavar="ID")] = ()
+    """Pack an image again that `store drop` withdrew. Repeatable. Default: withdrawn images are left out."""
+    take_back_from: Annotated[Path | None, Arg(metavar="FILE")] = None
+    """Read more such ids from this file, one per line."""
+
+    @property
+    def taken_back(self) -> tuple[str, ...]:
+        from bucketline.store.change.commit import read_ids
+
+        return (*self.take_back, *(read_ids(self.take_back_from) if self.take_back_from else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, WithdrawnOptions, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a

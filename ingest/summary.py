@@ -1,4 +1,4 @@
-"""Summary of a run. Every image found is packed, unchanged or rejected; `check_identity` verifies the sum."""
+"""Summary of a run. Every image found is packed, unchanged, rejected or withdrawn; `check_identity` verifies the sum."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class RunSummary:
     packed: int = 0
     latents_kept: int = 0  # packed images whose latents were reused from the store
     unchanged: int = 0
+    withdrawn: int = 0  # left out, since `store drop` withdrew their ids
     rejects: list[Reject] = field(default_factory=list)
     without_caption: int = 0  # packed with the empty caption
     enlarged: int = 0  # packed images that were enlarged to fill their bucket
@@ -95,7 +96,7 @@ class RunSummary:
 
     @property
     def total(self) -> int:
-        return self.packed + self.unchanged + len(self.rejects)
+        return self.packed + self.unchanged + len(self.rejects) + self.withdrawn
 
 
 def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
@@ -122,11 +123,12 @@ def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
 
 
 def check_identity(found: int, account: RunSummary) -> None:
-    """Check that found = packed + unchanged + rejected."""
+    """Check that found = packed + unchanged + rejected + withdrawn."""
     if found != account.total:
         raise AccountError(
             f"the account does not add up: {found} images found, {account.packed} packed + {account.unchanged} unchanged "
-            f"+ {len(account.rejects)} rejected = {account.total}; nothing was published, please report this"
+            f"+ {len(account.rejects)} rejected + {account.withdrawn} withdrawn = {account.total}; nothing was published, "
+            "please report this"
         )
 
 
@@ -173,3 +175,14 @@ def as_line(sample_id: str) -> bytes:
 def by_reason(account: RunSummary) -> dict[str, int]:
     """Count the rejects by reason, most frequent first."""
     return dict(Counter(reject.reason for reject in account.rejects).most_common())
+
+
+def plus_withdrawn(count: int) -> str:
+    """Return the term of withdrawn images in the sum of a summary's first line; empty if there are none."""
+    return f" + {count} withdrawn" if count else ""
+
+
+def print_withdrawn(count: int) -> None:
+    """Print how many images were left out because `store drop` withdrew them, and how to take one back."""
+    if count:
+        print(f"  withdrawn: {count} (store drop); --take-back ID packs one again")

@@ -18,7 +18,7 @@ from bucketline.store.format.text import GROUP
 from bucketline.train.lora import adapted_layers
 from bucketline.train.parallel import repeated_blocks
 from tests.commands import ROOT
-from tests.families_page import made_of, sizes_of
+from tests.families_page import made_of, sizes_of, written
 
 PAGE = ROOT / "docs" / "requirements.md"
 NUM_IMAGES, RANK = 10_000, 16
@@ -110,9 +110,8 @@ def memory() -> list[str]:
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     for table in (disk, memory):
-        begin, end = f"<!-- python -m tests.requirements_page --write: {table.__name__} -->", "<!-- end -->"
-        before, _, rest = text.partition(begin)
-        text = "\n".join([before + begin, *table(), end]) + rest.partition(end)[2]
-        print("\n".join(table()))
+        lines = table()
+        print("\n".join(lines))
+        text = written(text, f"<!-- python -m tests.requirements_page --write: {table.__name__} -->", lines)
     if "--write" in sys.argv:
         PAGE.write_text(text, encoding="utf-8")

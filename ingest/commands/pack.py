@@ -23,7 +23,7 @@ from bucketline.files.paths import is_folder_of_images, redacted
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -118,7 +118,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if summary.too_many_rejects or summary.not_pruned_beyond_limit:
             _print_beyond_limits(summary, self)
             return 1
-        return 0 if summary.packed + summary.unchanged else 1
+        return 0 if summary.packed + summary.unchanged + summary.withdrawn else 1
 
     @classmethod
     def complete(cls, options: Pack, given: frozenset[str]) -> Pack:
@@ -227,7 +227,8 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     rate = summary.packed / max(summary.seconds, 1e-9)
     print(
         f"{counted(summary.found, 'image')} found = {summary.packed} packed + {summary.unchanged} unchanged "
-        f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({human_number(rate)} packed/s)"
+        f"+ {summary.rejected} rejected{plus_withdrawn(summary.withdrawn)}, "
+        f"in {summary.seconds:.1f} s ({human_number(rate)} packed/s)"
     )
     if summary.packed and (total := sum(summary.stage_seconds.values())):
         shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
@@ -236,6 +237,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
         print(f"  each with its reason in {shown(config.store / 'rejects.jsonl')}")
+    print_withdrawn(summary.withdrawn)
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
         (summary.latents_kept, "image", " unchanged but for a caption or mtime (its latents are kept)"),
@@ -274,7 +276,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         f"{shown(config.place)}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"
     )
-    if not summary.packed + summary.unchanged:
+    if not summary.packed + summary.unchanged + summary.withdrawn:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
@@ -282,7 +284,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
     print(
         f"dry run, nothing is written: {counted(report.found, 'image')} found = {report.new} new + {report.changed} changed "
         f"+ {report.moved} moved to the other split + {report.recaptioned} with other captions or mtime "
-        f"+ {report.unchanged} unchanged + {report.rejected} rejected"
+        f"+ {report.unchanged} unchanged + {report.rejected} rejected{plus_withdrawn(report.withdrawn)}"
     )
     for bucket, count in report.buckets.items():
         print(f"  to encode, in {bucket}: {counted(count, 'image')}")
@@ -290,6 +292,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         print(f"  to encode only the text, with the stored latents: {counted(report.recaptioned, 'image')}")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
+    print_withdrawn(report.withdrawn)
     if report.too_many_rejects:
         print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
     _print_sample_changes(report, config)

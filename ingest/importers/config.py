@@ -8,7 +8,12 @@ from typing import Annotated, Literal
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - commands read their annotations at run time
+from bucketline.ingest.config import (
+    Dtype,
+    EncodeDtype,
+    TextDtype,
+    WithdrawnOptions,
+)
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
@@ -25,7 +30,7 @@ _KINDS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusi
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig(ChangingArguments):
+class ImportConfig(WithdrawnOptions, ChangingArguments):
     """Import another trainer's latent cache, without images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,

@@ -57,6 +57,7 @@ class PackResult(SampleChanges):
     captions_as_before: int  # samples that --recaption kept with captions of the rules before, because it could not read them
     unchanged: int
     rejected: int
+    withdrawn: int  # left out, since `store drop` withdrew their ids
     without_caption: int
     captions_from: dict[str, int]  # number of images per origin of their captions
     notes: list[str]  # what was left out of the source, or may be a misunderstanding
@@ -97,13 +98,14 @@ def finish(run: PackRun) -> PackResult:
     as_before = changes["not_in_source"] + changes["kept_unreadable"] + changes["kept_beyond_limit"]
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
-        found=outline.num_items,
+        found=account.total,
         packed=account.packed,
         latents_kept=account.latents_kept,
         recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
         captions_as_before=as_before if change else 0,
         unchanged=account.unchanged,
         rejected=len(account.rejects),
+        withdrawn=account.withdrawn,
         without_caption=account.without_caption,
         captions_from=dict(outline.listing.captions_from.most_common()),
         notes=[*outline.listing.notes, *unnoted, *_notes_about_encoders(config, before, account)],

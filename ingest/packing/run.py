@@ -18,7 +18,7 @@ from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
-from bucketline.ingest.packed_index import unknown
+from bucketline.ingest.packed_index import leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
@@ -229,6 +229,7 @@ class PackRun:
     slices: list[ItemParts]
     started: float
     num_listed: int  # long captions that the summary may list
+    num_withdrawn: int  # images whose ids are withdrawn: they are in no slice
     plan: PackPlan | None = None
     newest: Manifest | None = None  # published meanwhile, or that of the plan
     num_meanwhile: int = 0  # generations published meanwhile
@@ -248,8 +249,9 @@ class PackRun:
         started = time.monotonic()
         held.enter_context(target.held())
         source = opened_source(config)
-        newest_whole(target.folder)
+        newest = newest_whole(target.folder)
         listing = config.listing_of(source)
+        num_withdrawn = leave_out_withdrawn(listing, newest, config.taken_back)
         outline, slices = take_apart(listing, num_slices(listing))
         return cls(
             config=config,
@@ -259,11 +261,14 @@ class PackRun:
             slices=slices,
             started=started,
             num_listed=num_workers * MAX_LONG_CAPTIONS,
+            num_withdrawn=num_withdrawn,
         )
 
     def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int) -> PackPlan:
         """Open or create the store, and return the plan; see `prepare`."""
         manifest = prepare(self.config, model, facts, self.outline, held, self.target, num_making=num_making)
+        if taken_back := self.config.taken_back:
+            manifest = self.target.publish(manifest, (), taken_back=taken_back)
         self.newest = manifest
         self.plan = PackPlan(
             source=source_as_json(self.source),
@@ -297,7 +302,8 @@ class PackRun:
     def account(self) -> RunSummary:
         """Return the summary of all slices."""
         whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
-        check_identity(self.outline.num_items, whole)
+        whole.withdrawn = self.num_withdrawn
+        check_identity(self.outline.num_items + self.num_withdrawn, whole)
         return whole
 
 

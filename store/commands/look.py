@@ -217,15 +217,18 @@ class Info(ReadingArguments):
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.store.read.files import lost_shards
         from bucketline.store.read.samples import info
+        from bucketline.store.write.publish import Unpublished, unpublished
 
         store = self.open_store(self.store)
         lost = lost_shards(store.folder, store.manifest.shards)
         if lost:
             _print_lost(shown(self.store), lost)
-        return info(store, lost), 1 if lost else 0
+        is_here = store.source is None
+        left = unpublished(store.path, store.manifest) if is_here else Unpublished(rows=0, is_being_written=False)
+        return {**info(store, lost), "unpublished": asdict(left)}, 1 if lost else 0
 
     def show(self, found: dict[str, Any]) -> None:
-        _print_info(found)
+        _print_info(found, shown(self.store))
 
 
 def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
@@ -243,20 +246,35 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
         )
 
 
-def _print_info(report: dict[str, Any]) -> None:
+def _print_samples(report: dict[str, Any], place: str) -> None:
+    """Print how many samples there are, and which are not published or withdrawn."""
+    disk, payload = report["disk_bytes"], report["payload_bytes"]
+    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
+    shards = counted(report["shards"], "shard")
+    if report["generation"]:
+        print(
+            f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {shards}, "
+            f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}"
+        )
+    else:
+        print(f"no generation is published yet, so readers see no samples; {human_bytes(disk)} on disk")
+    if report["unpublished"]["is_being_written"]:
+        print("a process is writing to it now")
+    elif rows := report["unpublished"]["rows"]:
+        told = f"`ingest pack SOURCE {place}`"
+        print(f"an interrupted run committed {counted(rows, 'row')}; the same command continues it ({told})")
+    if report["withdrawn"]:
+        print(f"{counted(report['withdrawn'], 'sample')} withdrawn (store drop): packs leave them out")
+
+
+def _print_info(report: dict[str, Any], place: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from bucketline.store.format.text import TextError
 
+    _print_samples(report, place)
     console = Console()
-    disk, payload = report["disk_bytes"], report["payload_bytes"]
-    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
-    console.print(
-        f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {counted(report['shards'], 'shard')}, "
-        f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}",
-        soft_wrap=True,
-    )
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
@@ -292,7 +310,8 @@ def _print_info(report: dict[str, Any]) -> None:
                 role = column.get("role", name) + (" (optional)" if column.get("optional") else "")
                 table.add_row(*first, role, "x".join(map(str, column["shape"])), column["dtype"])
                 first = ["", ""]
-    console.print(table)
+    if report["buckets"]:
+        console.print(table)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -242,6 +242,7 @@ class Manifest(Schema):
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
     text_error: TextError | None = None  # of its captions, measured when they were quantised; None if none was
+    withdrawn: tuple[str, ...] = ()  # sorted ids that `store drop` withdrew: a pack leaves their images out
 
     def __post_init__(self) -> None:
         Schema.__post_init__(self)
@@ -250,6 +251,8 @@ class Manifest(Schema):
             raise ValueError("a shard is listed twice")
         if not self.groups[TEXT_GROUP].is_quantised and self.text_error is not None:
             raise ValueError("it has an error of quantised text but no such text")
+        if list(self.withdrawn) != sorted({*self.withdrawn}):
+            raise ValueError("its withdrawn ids are not in order, or one is listed twice")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")

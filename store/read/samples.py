@@ -292,6 +292,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "generation": manifest.generation,
         "samples": manifest.samples,
+        "withdrawn": len(manifest.withdrawn),
         "payload_bytes": manifest.payload_bytes,
         "disk_bytes": _stored_bytes(store),
         "shards": len(manifest.shards),

@@ -51,6 +51,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}#{anchor}"
 
 
+def test_the_index_and_the_site_list_every_page() -> None:
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
+    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (docs / "index.md").read_text(encoding="utf-8")))
+    assert listed == pages - {"index.md"}
+    assert set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))) == pages
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "coming-from"], ids=lambda one: one.name)
 def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
     everywhere = {word for command in COMMANDS_OF.values() for one in options_of(command) for word in one.names} | OTHERS
