@@ -243,7 +243,7 @@ def parse_fields(command: type, args: Sequence[str], prog: str, files: Any = Non
         words = [*_with_values(command, args)]
         _, bound, _ = app_of(command, prog, files).parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise _refusal(command, prog, error) from error
+        raise _refusal(command, prog, error, args) from error
     options = {one.field: one for one in options_of(command)}
     groups = [*((one.field,) for one in options.values() if one.is_required), *getattr(command, "ONE_OF", ())]
     if needed := [group for group in groups if bound.arguments.keys().isdisjoint(group)]:
@@ -349,22 +349,16 @@ def _with_values(command: type, args: Sequence[str]) -> Iterator[str]:
             yield from words
 
 
-def _refusal(command: type, prog: str, error: cyclopts.CycloptsError) -> UsageError:
+def _refusal(command: type, prog: str, error: cyclopts.CycloptsError, args: Sequence[str]) -> UsageError:
     """Return the refusal of a command line that cyclopts does not take."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     options = options_of(command)
     known = [name for one in options for name in one.names]
     if isinstance(error, UnknownOptionError):
-        name = (error.token.keyword or error.token.value).partition("=")[0].replace("_", "-")
-        field = name.removeprefix("--").replace("-", "_")
-        if found := next((one for one in options if one.is_in_file and one.field == field), None):
-            return UsageError(f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]")
-        program = command.__module__.removeprefix("bucketline.").partition(".")[0]
-        answer = coming_from.answer(program, name, known)
-        return UsageError(
-            f"there is no option {name}" + (f"; {answer}" if answer else f"{suggestion(name, known)} (`--help all` lists them)")
-        )
+        typed = [word.partition("=")[0].replace("_", "-") for word in (error.token.keyword or error.token.value, *args)]
+        others = (name for name in typed[1:] if re.match("--[a-z]", name) and name.replace("--no-", "--") not in known)
+        return UsageError(*(_unknown(command, name, known) for name in dict.fromkeys([typed[0], *others])))
     if isinstance(error, UnusedCliTokensError):
         takes = " and ".join(one.metavar for one in options if one.by_place) or "only options"
         return UsageError(f"{prog} does not take {(error.unused_tokens or [''])[0]!r:.80}, it takes {takes}")
@@ -373,6 +367,15 @@ def _refusal(command: type, prog: str, error: cyclopts.CycloptsError) -> UsageEr
         return UsageError(f"{error.keyword} has no value, expected {asked.metavar}")
     message = " ".join(str(error).split()).removesuffix(".")
     return UsageError(f"{prog}: {message} (`{prog} --help` explains it)")
+
+
+def _unknown(command: type, name: str, known: Sequence[str]) -> str:
+    """Return the answer to an option that a command does not have."""
+    field = name.removeprefix("--").replace("-", "_")
+    if found := next((one for one in options_of(command) if one.is_in_file and one.field == field), None):
+        return f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]"
+    answer = coming_from.answer(command.__module__.removeprefix("bucketline.").partition(".")[0], name, known)
+    return f"there is no option {name}" + (f"; {answer}" if answer else f"{suggestion(name, known)} (`--help all` lists them)")
 
 
 # ----------------------------------------------------------------------------------------------------------------- help screen
