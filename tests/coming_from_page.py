@@ -17,14 +17,14 @@ from tests.every_command import COMMANDS_OF
 FOLDER = ROOT / "docs" / "coming-from"
 PROGRAMS = tomllib.loads((ROOT / "tests" / "data" / "coming_from.toml").read_text(encoding="utf-8"))
 OWN = {word for one in options_of(COMMANDS_OF["bucketline train"]) for word in one.names}
-NOT_DONE = re.compile(r"\bnot (done|trained)\b|\bno option for\b")
+NOT_DONE = re.compile(r"\bnot (done|trained)\b|docs/limits.md")
 BY_ITSELF = re.compile(r"is this cache|token is read|attention is|TF32|own files tell|hub's cache|no seed is needed")
 ONE_OPTION = re.compile(r"(?:say|it is in|they are) (--[\w-]+),? (?:as in )?(\S+?)(?:, (.*))?")
 NAMED = re.compile(r"^[^`]*?(\b(?:SOURCE|STORE)\b|(?<!\S)--[a-z][a-z-]+)|`(\w+)[^`]*`")
 FILES = {"run_file": "in a run file", "data_set_file": "in a data set file"}
 TITLES = {"ingest": "Packing: `ingest pack`", "train": "Training: `bucketline train`"}
 SAME = ("train", "", "")
-HEAD = "Options are those of {version}. A command line here with one of theirs is answered with ours.\n"
+HEAD = "Options are those of {version}. A command line here with one of theirs is answered with ours.\n\n"
 
 
 def cells(kind: str, ours: str) -> tuple[str, str]:
@@ -39,7 +39,7 @@ def cells(kind: str, ours: str) -> tuple[str, str]:
         return f"`{one[1]} {one[2]}`", one[3] or ""
     named = None if BY_ITSELF.search(ours) else NAMED.search(ours)
     here = "by itself" if named is None else f"`{named[1] or named[2]}`".replace("`bucketline`", "an argument")
-    return "not done" if NOT_DONE.search(ours) else here, note
+    return "not done" if NOT_DONE.search(ours) else here, note.replace("(docs/limits.md)", "([limits](../limits.md))")
 
 
 def page(name: str) -> str:
