@@ -69,7 +69,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "error: no batch size given: pass --batch-size: rows, such as 8, or as many as fit 4MP"),
+        ((), "error: loader plan needs either --batch-size N|4MP or --run RUN"),
         (("--batch-size", 0), "--batch-size is '0', expected rows, such as 8, or"),
         (("--batch-size", 1, "--epochs", 0), "--epochs is 0, expected 1 or more"),
         (("--batch-size", 1, "--window", "all"), "all"),
