@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +21,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "store/FORMAT.md", "bucketline/README.md")),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED),
 ]
-CLONING = ("README.md", "docs/installing.md")
 OTHERS = {"--help", "--long", "--rank", "--against", "--only"}  # of all commands, of tests here, of diffusers
 NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)?")
 
@@ -51,12 +49,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}#{anchor}"
-
-
-def test_the_placeholder_of_the_repositorys_address_is_the_same_everywhere() -> None:
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    clones = [re.findall(r"^git clone (\S+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) for page in CLONING]
-    assert clones == [[urls["Repository"]]] * len(CLONING)
 
 
 def test_the_index_and_the_site_list_every_page() -> None:
