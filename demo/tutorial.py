@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
@@ -38,7 +38,7 @@ BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```\n\n```text\n(.*?)^```\n", re.MUL
 PICTURE = re.compile(r"^<!-- from (\S+)(?: (\S+))? -->\n!\[[^\]]*\]\((\S+)\)$", re.MULTILINE)
 MEASURED = re.compile(r"(?<=^<!-- measured -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 PROGRESS = re.compile(r"^(pack: |step \d).*\n", re.MULTILINE)  # how many there are depends on the machine
-COLOURS = 256  # of a PNG's palette
+WIDTH_PX, COLOURS = 900, 256  # of a PNG, and of its palette
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,8 @@ def draw(text: str, home: Path) -> None:
             path, to = home / source, PAGE.parent / name
             if path.suffix == ".png":
                 with Image.open(path) as image:
-                    image.convert("RGB").quantize(COLOURS).save(to, optimize=True)
+                    small = ImageOps.contain(image.convert("RGB"), (WIDTH_PX, image.height))
+                    small.quantize(COLOURS).save(to, optimize=True)
             else:
                 program = find_browser()
                 if program is None:
