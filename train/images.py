@@ -126,7 +126,7 @@ def draw_images(
     drawn = _drawn(training, vae, batches, keeps=keeps)
     torch.cuda.empty_cache()  # for the next step
     if isinstance(drawn, NoRoom):
-        log.warning("no images: not enough device memory in addition to training (%.200s); training is not affected", drawn)
+        log.warning("no images: out of memory while drawing (%.200s); training is not affected", str(drawn).partition(". ")[0])
         return False
     if not drawn or sheet is None:
         return False
@@ -143,8 +143,8 @@ def _drawn(training: Training, vae: nn.Module, batches: Iterable[DrawingBatch], 
     if isinstance(sampled, NoRoom):
         if isinstance(training.model, FSDPModule):
             raise TrainError(
-                f"not enough device memory for images in addition to training ({sampled!s:.200}), and no rank can leave a "
-                f"sharded model by itself; {way_on(training.config.output_dir)}, with --num-images 0"
+                f"out of memory while drawing images ({sampled!s:.200}), and no rank can leave a sharded model by itself; "
+                f"{way_on(training.config.output_dir)}, with --num-images 0"
             )
         return sampled
     if not keeps:
