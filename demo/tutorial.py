@@ -77,7 +77,8 @@ def run(kind: str, text: str, home: Path) -> Ran:
         printed = out.read().decode().replace(str(home), HOME)
     if process.returncode != 0:
         raise SystemExit(f"this block of {PAGE.name} ended with {process.returncode}:\n{text}\n{printed}")
-    name = "Python" if kind == "python" else " ".join(text.split()[:2])
+    words = text.split()
+    name = "Python" if kind == "python" else " ".join(words[: 3 if words[0] == "bucketline" else 2])
     return Ran(name=name, printed=printed, seconds=time.monotonic() - start, peak_bytes=used.ru_maxrss * 1024)
 
 
