@@ -105,9 +105,9 @@ SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/6
 @pytest.mark.parametrize(
     ("remainder", "words"),
     [
-        ("carry", "fills a batch of 12 once in 12 passes (with copies), train/192x64 (2 images) fills"),
-        ("partial", "leaves 11 of a batch's 12 rows at weight 0, train/192x64 (2 images) leaves"),
-        ("drop", "never fills a batch of 12 and is not read, train/192x64 (2 images) never"),
+        ("carry", "has fewer images than the batch of 12, so images repeat within its batches; train/192x64 (2 images) has"),
+        ("partial", "has fewer images than the batch of 12, so 11 of its rows are padding of weight 0; train/192x64 (2 "),
+        ("drop", "has fewer images than the batch of 12, so it is not read; train/192x64 (2 images) has"),
     ],
 )
 def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
@@ -116,7 +116,7 @@ def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remaind
     ran = call(*asked)
     assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
     assert ran.err.count("\n") == 1
-    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
+    assert f"; and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer GPUs" in ran.err
     assert ("--split train:drop" in ran.err) is (remainder != "drop")
     assert call(*asked, "--json").err == ran.err
 
