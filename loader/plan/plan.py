@@ -298,16 +298,16 @@ class Plan:
         if len(small) > _NAMED_SMALL:
             named.append(f"and {counted(len(small) - _NAMED_SMALL, 'more such bucket')}")
         other = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
-        return f"{'; '.join(named)}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
+        return f"{', '.join(named)}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
 
     def _say_small(self, bucket: PlanBucket) -> str:
         n, size = bucket.num_rows, bucket.global_batch
-        what = f"{bucket.name} ({counted(n, 'image')})"
+        what = f"{bucket.name} has {counted(n, 'image')} for a batch of {size}"
         if self.remainder is Remainder.DROP:
-            return f"{what} has fewer images than the batch of {size}, so it is not read"
+            return f"{what} and is never read"
         if self.remainder is Remainder.PARTIAL:
-            return f"{what} has fewer images than the batch of {size}, so {size - n} of its rows are padding of weight 0"
-        return f"{what} has fewer images than the batch of {size}, so images repeat within its batches"
+            return f"{what}, so {size - n} rows of it have weight 0"
+        return f"{what}, so images repeat within it"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""
