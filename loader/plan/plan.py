@@ -307,7 +307,7 @@ class Plan:
             return f"{what} never fills a batch of {size} and is not read"
         if self.remainder is Remainder.PARTIAL:
             return f"{what} leaves {size - n} of a batch's {size} rows at weight 0"
-        return f"{what} fills a batch of {size} once in {size / n:.0f} passes (with copies)"
+        return f"{what} has fewer images than its batch of {size}, so images repeat within the batch"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""

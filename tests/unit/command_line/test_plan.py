@@ -105,7 +105,7 @@ SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/6
 @pytest.mark.parametrize(
     ("remainder", "words"),
     [
-        ("carry", "fills a batch of 12 once in 12 passes (with copies), train/192x64 (2 images) fills"),
+        ("carry", "has fewer images than its batch of 12, so images repeat within the batch, train/192x64 (2 images) has"),
         ("partial", "leaves 11 of a batch's 12 rows at weight 0, train/192x64 (2 images) leaves"),
         ("drop", "never fills a batch of 12 and is not read, train/192x64 (2 images) never"),
     ],
