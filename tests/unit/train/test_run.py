@@ -555,7 +555,7 @@ def test_a_run_in_epochs_is_that_of_its_steps_and_a_resume_needs_no_length_of_it
     assert losses(plain.output_dir) == losses(asked.output_dir)
     longer = replace(asked, epochs=1.5, resume=True, lr_schedule=LrSchedule.parse("cosine@99", "it"))
     assert train(longer, ALONE).steps_done == steps + round((steps_of(asked, 2) - steps) / 2)
-    with pytest.raises(UsageError, match=r"would end at step 9, and .*step-000000\d\d is already at step 15; give"):
+    with pytest.raises(UsageError, match=r"--epochs is 1: .* is 9, and .*step-000000\d\d is already at step 15; give more"):
         train(replace(longer, epochs=1), ALONE)
 
 
