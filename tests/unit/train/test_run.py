@@ -115,7 +115,7 @@ def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(
     assert status(output) == {"state": "done", "step": STEPS, "reason": None}
     assert checkpoints(whole.asked) == ["06", "08"]
     assert whole.summary.checkpoint == output / "checkpoints" / "step-00000008"
-    assert whole.err.count("warning: train/96x64 (1 image) ") == 1
+    assert whole.err.count("warning: train/96x64 has 1 image for a batch of ") == 1
     assert "training: 8 steps, 1.52 epochs of 21 samples in 3 buckets\nvalidation: 8 of 29 samples, held out by " in whole.err
     assert not [*output.glob("*.tmp")]
     assert [path.name for path in whole.summary.images] == ["loss.png", "images.png"]
