@@ -302,12 +302,12 @@ class Plan:
 
     def _say_small(self, bucket: PlanBucket) -> str:
         n, size = bucket.num_rows, bucket.global_batch
-        what = f"{bucket.name} ({counted(n, 'image')})"
+        what = f"{bucket.name} has {counted(n, 'image')} for a batch of {size}"
         if self.remainder is Remainder.DROP:
-            return f"{what} never fills a batch of {size} and is not read"
+            return f"{what} and is never read"
         if self.remainder is Remainder.PARTIAL:
-            return f"{what} leaves {size - n} of a batch's {size} rows at weight 0"
-        return f"{what} fills a batch of {size} once in {size / n:.0f} passes (with copies)"
+            return f"{what}, so {size - n} rows of it have weight 0"
+        return f"{what}, so images repeat within it"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""

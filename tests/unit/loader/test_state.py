@@ -348,8 +348,8 @@ def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str 
 
 def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
     state = saved(tmp_path / "s.json", state_after(store, 1))
-    for options in ([], ["--id", "a", "--all"]):
-        seen(state, store.path, *options).fails("expected either --id (or --ids) or --all", code=2)
+    seen(state, store.path).fails("needs either --id ID or --ids FILE or --all", code=2)
+    seen(state, store.path, "--id", "a", "--all").fails("--all is given with --id or --ids", code=2)
 
 
 def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> None:
