@@ -174,7 +174,7 @@ HOLD = "import sys; from pathlib import Path; from bucketline.files.atomic_write
 
 
 def test_a_second_holder_is_refused_with_the_first_one_named(tmp_path: Path) -> None:
-    with FileLock(tmp_path / "a.lock"), pytest.raises(LockedError, match=rf'pid: {os.getpid()}.*wait until it has finished'):
+    with FileLock(tmp_path / "a.lock"), pytest.raises(LockedError, match=rf"pid: {os.getpid()}.*wait until it has finished"):
         FileLock(tmp_path / "a.lock")
 
 
