@@ -23,7 +23,7 @@ from bucketline.files.paths import is_folder_of_images, redacted
 from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.images.crop import crop_losses_as_lines
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
+from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -247,7 +247,6 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
             "image",
             " enlarged to fill its bucket" if summary.enlarged == 1 else " enlarged to fill their bucket",
         ),
-        (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
         (summary.generations_meanwhile, "generation", " published during packing"),
     )
@@ -257,10 +256,9 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         if count:
             print(f"  {counted(count, noun)}{what}")
     for encoder, number in summary.captions_cut.items():
-        print(f"  {counted(number, 'caption')} cut by {encoder}")
+        print(f"  {counted(number, 'caption')} of the store cut by {encoder}")
     if summary.captions_cut:
-        first = ", ".join(map(one_line, summary.captions_cut_ids))
-        print(f"  images with cut captions: {first}; each with what was cut in {shown(config.store / LONG_CAPTIONS)}")
+        print(f"  what was cut: `store report {shown(config.place)}`, or `cuts` in `store ls {shown(config.place)} --json`")
     ids_are_in = f"each in {shown(config.store / WITHOUT_CAPTION)}" if summary.without_caption else None
     print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
     for line in crop_losses_as_lines(summary.crop_loss):
