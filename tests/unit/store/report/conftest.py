@@ -50,7 +50,7 @@ def latent_of(bucket: str, n: int, faults: frozenset[str]) -> NDArray[np.float32
 
 
 def write_store(path: Path, *faults: str, scaling_factor: float = 0.18215) -> Store:
-    """Write a store with faults: `constant`, `duplicates`, `nan`, `crops`, `scaled before`, `cut` captions; or as a pack, `encoded here`."""
+    """Write a store with faults, such as `cut` captions; or as a pack, `encoded here`."""
     known = frozenset(faults)
     assert known <= {"constant", "duplicates", "nan", "crops", "scaled before", "encoded here", "cut"}
     own = {"scaling_factor": scaling_factor, "dtype": "float32" if "encoded here" in known else None}
