@@ -20,7 +20,7 @@ from bucketline.ingest.images.crop import (
 )
 from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.files import CaptionRules
-from bucketline.ingest.sources.source import SourceOptions, caption_rest
+from bucketline.ingest.sources.source import CaptionPer, SourceOptions, caption_rest
 from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Hidden, Positional, Repeated
 from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
@@ -103,6 +103,9 @@ class SourceArguments(StorageArguments, SourceOptions):
     shuffle_tags: Annotated[str | None, Arg(metavar="N[:KEEP[:SEED]]")] = None
     """Store comma-separated tags in N orders, the first KEEP tags in place; the loader draws one at each step. The orders are
     drawn by sample id and SEED. Default: as they are."""
+    caption_per: CaptionPer = "line"
+    """line: each line of a text file, or of a cell of a CSV, is a caption, of which training draws one at each step. file: all
+    lines are one caption, joined by spaces."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
     caption: Annotated[str | None, Arg(metavar="TEXT")] = field(default=None, metadata=ONLY_IN_FILE)
@@ -114,7 +117,7 @@ class SourceArguments(StorageArguments, SourceOptions):
 
     @property
     def caption_rules(self) -> CaptionRules:
-        return CaptionRules.parse(self.caption_template, self.shuffle_tags)
+        return CaptionRules.parse(self.caption_template, self.shuffle_tags, self.caption_per)
 
     def listing_of(self, source: Source) -> Listing:
         """Return the listing of a source, with the captions that are stored."""
@@ -252,8 +255,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Withd
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
-    A store keeps the rules that its first pack was given, and where its model is: later packs take from it what their options
-    leave out.
+    A store keeps the rules of its first pack, and where its model is: later packs reuse what their options leave out.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 

@@ -130,6 +130,11 @@ class PackedIndex:
         return samples
 
 
+def holds_out_any(store: Store, sample_ids: Sequence[str]) -> bool:
+    """Return True if one of these samples is in the store's validation split."""
+    return any(sample is not None and sample.is_held_out for sample in PackedIndex(store).find_all(sample_ids))
+
+
 def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict[str, NDArray[Any]]:
     """Return columns of a shard's live samples: digests as keys, contents as bytes `[samples, 16]`."""
     samples, is_kept, digests = shard.entry.samples, shard.live_entries(), shard.keys()
@@ -141,7 +146,6 @@ def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict
 
 
 # ---------------------------------------------------------------------------------------------------------------- listing diff
-# Compare a listing with a store: which images are new, which are gone, and which of those may be dropped.
 
 NAMED_IDS = 10  # ids that a summary lists per count
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
-from bucketline.ingest.images.crop import CropLoss, add_crop_losses, note_crop_loss
+from bucketline.ingest.images.crop import CropLoss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,7 +56,8 @@ class RunSummary:
         self.without_caption += not captions
         self.enlarged += placed.enlarged
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
-        note_crop_loss(self.crop_losses, bucket, placed.cropped_away)
+        lost = CropLoss(images=1, total=placed.cropped_away, most=placed.cropped_away)
+        self.crop_losses[bucket] = self.crop_losses.get(bucket, CropLoss()) + lost
         if len(captions) > max_captions:
             self.captions_beyond.append(sample_id)
 
@@ -77,18 +78,13 @@ class RunSummary:
 def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
     """Merge the summaries of all ranks into one."""
     whole = RunSummary()
-    by_key, either = ("stage_seconds", "buckets", "left_out"), ("has_encoded", "on_shared_cores")
-    summed = [field.name for field in fields(RunSummary) if field.name not in ("crop_losses", *by_key, *either)]
     for account in accounts:
-        for name in summed:  # counts and lists
-            setattr(whole, name, getattr(whole, name) + getattr(account, name))
-        for name in either:
-            setattr(whole, name, getattr(whole, name) or getattr(account, name))
-        add_crop_losses(whole.crop_losses, account.crop_losses)
-        for name in by_key:
-            mine = getattr(whole, name)
-            for key, number in getattr(account, name).items():
-                mine[key] = mine.get(key, 0) + number
+        for name in (one.name for one in fields(RunSummary)):
+            mine, own = getattr(whole, name), getattr(account, name)
+            if isinstance(mine, dict):
+                mine.update({key: mine[key] + value if key in mine else value for key, value in own.items()})
+            else:  # counts and lists; of what is true or false, whether it is for one of them
+                setattr(whole, name, mine or own if isinstance(mine, bool) else mine + own)
     whole.rejects.sort(key=lambda reject: reject.id)
     whole.dropped.sort()
     whole.kept.sort()

@@ -186,7 +186,6 @@ class _EncoderLinear(QuantisedLinear):
 
 
 # ----------------------------------------------------------------------------------------------------------------- text limits
-# Caption length limits of a family and the number of stored tokens, from its tokenizers and its pipeline.
 
 MOST_TOKENS = 4096  # upper bound of --max-tokens; far beyond what any family was trained on
 

@@ -9,9 +9,10 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
+from bucketline.command_line import counted, human_bytes, one_line, printable
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
+from bucketline.ingest.commands.pack import took
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
@@ -281,21 +282,20 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
         f"{result.imported} {'to import' if is_dry else 'imported'} + {result.unchanged} unchanged + {result.rejected} rejected"
         f"{plus_withdrawn(result.withdrawn)}"
     )
-    rate = human_number(result.imported / max(result.seconds, 1e-9))
-    took = "dry run, nothing is written: " if is_dry else ""
-    print(f"{took}{counted(result.found, 'sample')} found = {sums}, in {result.seconds:.1f} s ({rate} per s)")
+    before = "dry run, nothing is written: " if is_dry else ""
+    print(f"{before}{counted(result.found, 'sample')} found = {sums}, {took(result.imported, result.seconds, 'sample')}")
     variant = f" of {one_line(result.variant)}" if result.variant else ""
-    print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}, as you say; scaling undone: {result.scaling_undone}")
+    print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}; scaling undone: {result.scaling_undone}")
     if result.spread is not None:
         print(f"  the latents' spread is {result.spread:.3g} times the VAE's")
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
     for bucket, count in result.buckets.items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (
-        ("replaced, which the store had with other values or captions", result.replaced),
+        ("with new values or captions, replaced in the store", result.replaced),
         ("without a caption", result.without_caption),
-        ("rejected now, with the row that the store has kept", result.kept),
-        ("no longer in the cache, with the row that the store has kept", result.not_in_source),
+        ("rejected now, but kept in the store", result.kept),
+        ("no longer in the cache, but kept in the store", result.not_in_source),
         *((f"with {one_line(what)}, which is not imported", count) for what, count in result.left_out.items()),
     ):
         if count:

@@ -57,6 +57,8 @@ class PackResult(SampleChanges):
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
+    held_out: int  # of the store's samples
+    samples: int  # of the store, after this run
     text_error: TextError | None  # of the store's captions, if their tokens are quantised
     payload_bytes: int
     disk_bytes: int
@@ -103,6 +105,8 @@ def finish(run: PackRun) -> PackResult:
         passed_over=outline.listing.passed_over,
         rejected_by_reason=by_reason(account),
         **changes,
+        held_out=sum(rows for shard in published.shards for name, rows in shard.live.items() if name.startswith("val/")),
+        samples=published.samples,
         text_error=published.text_error,
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),

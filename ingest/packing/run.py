@@ -18,10 +18,11 @@ from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
-from bucketline.ingest.packed_index import leave_out_withdrawn, unknown
+from bucketline.ingest.packed_index import holds_out_any, leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
+from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
 from bucketline.ingest.summary import check_identity, joined_summaries
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------- prepare
-# Before packing: open the source, open or create the store, and check that the disk has room.
 
 
 def opened_source(config: PackConfig) -> Source:
@@ -169,7 +169,6 @@ def _text_bytes(facts: EncoderFacts, caption_chars: NDArray[np.int32]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- target
-# The store of a pack or an import: on a disk, or in object storage by way of a folder in which its shards are made.
 
 
 class Placed(Protocol):
@@ -250,6 +249,9 @@ class PackRun:
         newest = newest_whole(target.folder)
         listing = config.listing_of(source)
         num_withdrawn = leave_out_withdrawn(listing, newest, config.taken_back)
+        existing = target.newest()
+        store = None if existing is None else target.open(existing)
+        hold_out_one(listing.items, config.held_out, lambda ids: store is not None and holds_out_any(store, ids))
         outline, slices = take_apart(listing, num_slices(listing))
         return cls(
             config=config,
@@ -302,7 +304,6 @@ class PackRun:
 
 
 # ---------------------------------------------------------------------------------------------------------------- stored rules
-# A pack into a store that exists takes the store's rules for the options that the command line left out.
 
 
 def with_stored_rules(config: PackConfig) -> PackConfig:

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------ row writer
-# Writer thread: writes encoded rows to shards while the next ones are decoded and encoded.
 
 BATCHES_WAITING = 4  # encoded batches in the queue
 _POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------- kohya folders
-# Folders named as kohya's trainers have them: `10_sks dog` is read ten times per pass, `reg` is for prior preservation.
 
 _REPEATED = re.compile(r"([1-9][0-9]{0,2})_(.+)")  # not 2019_summer
 _REGULARIZATION = re.compile(r"([0-9]+_)?reg(ulari[sz]ation)?([ _-].*)?", re.IGNORECASE)
@@ -177,6 +176,7 @@ class FoundFiles:
             f"--captions-from {extension} uses only these"
             for extension, number in files.num_unused.items()
         ]
+        files.names.note_lines(listing.notes)
         refuse_unmet(files.options, listing.captions_from)
         return listing
 

@@ -188,17 +188,6 @@ def run_page(page: str, number: int = 0) -> dict[str, object]:
     return names
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/loader.md"])
-def test_the_loops_of_readme_and_loader_page_run_as_they_stand(
-    page: str, packed: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert packed.code == 0
-    monkeypatch.chdir(folder)
-    state = run_page(page)["state"]
-    assert isinstance(state, dict)
-    assert state["step"] >= 1
-
-
 def test_the_pages_own_writer_runs_as_it_stands_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

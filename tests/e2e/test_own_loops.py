@@ -160,6 +160,7 @@ def test_a_loop_of_the_docs_runs_on_packed_photographs(
     exec(compile(block, page, "exec"), names)
     for loader in (own for own in names.values() if isinstance(own, Loader)):
         loader.close()
+    assert names.get("state", {"step": 1})["step"] >= 1
 
 
 @pytest.mark.slow

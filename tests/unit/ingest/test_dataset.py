@@ -78,8 +78,8 @@ def test_the_rules_that_each_store_keeps_are_printed_before_it_is_packed(folder:
     ran = call("ingest", "pack", folder / "data.toml", folder / "data", "--model", model).done()
     lines = ran.out.splitlines()
     for name, repeats in (("photos", 1), ("dogs", 3)):
-        (at,) = [n for n, line in enumerate(lines) if line.startswith(f"{name}: as the store was packed: ")]
-        assert {"--grid 16x24,24x16", "--flip", "--min-size-px 8"} <= {*lines[at].partition("packed: ")[2].split(", ")}
+        (at,) = [n for n, line in enumerate(lines) if line.startswith(f"{name}: from the store: ")]
+        assert {"--grid 16x24,24x16", "--flip", "--min-size-px 8"} <= {*lines[at].partition("store: ")[2].split(", ")}
         assert lines[at + 1].startswith(f"{name} x {repeats}: ")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import re
 import sys
 import time
@@ -330,3 +332,24 @@ def test_stores_are_given_by_the_option_again_and_again_and_a_failure_ends_with_
     assert (done.code, done.out) == (1, "")
     assert f"{tmp_path / 'one.store'} is not a store" in done.err
     assert "Traceback" not in done.err
+
+
+def test_the_model_is_the_one_that_the_store_was_packed_with_unless_another_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.store").mkdir()
+    (tmp_path / "m").mkdir()
+    asked = [*NEEDED[:2], *NEEDED[4:], "--batch-size", "2"]
+    with pytest.raises(UsageError, match="needs --model"):
+        parse(asked, "train")
+    for model, found in (
+        (tmp_path / "m", None),
+        (tmp_path / "gone", "was packed with .*/gone, which is no"),
+        ("org/m", "org/m"),
+    ):
+        note = {"model": str(model), "model_config": None}
+        (tmp_path / "a.store" / "packed_model.json").write_text(json.dumps(note), encoding="utf-8")
+        with pytest.raises(UsageError, match=f"{found}.*; give --model") if found else contextlib.nullcontext():
+            assert parse(asked, "train").model == model
+        assert parse([*asked, "--model", "other"], "train").model == Path("other")

@@ -205,7 +205,7 @@ def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> 
         "train/24x16": {"images": 1, "mean": 0.0, "max": 0.0},
     }
     again = call("ingest", "pack", photos, tmp_path / "t", "--model", model, *SMALL)
-    assert "cropped away in train/16x24: 25.0 % of the pixels on average, 50.0 % at most, of 3 images" in again.out
+    assert "crop loss: 18.8 % of the area on average, at most 50.0 % (train/16x24)" in again.out
     assert pack(photos, tmp_path / "s", model).json["crop_loss"] == {}
 
 
@@ -391,8 +391,8 @@ def test_what_a_recaption_cannot_reach_is_counted(packed: Path, tmp_path: Path, 
     before = captions_of(tmp_path / "s")
     ran = call("ingest", "pack", packed, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
     change = "caption_template = [], now ['dog', '{caption} of the house']"
-    assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
-    assert "with the captions of the rules before: 2 samples" in ran.out
+    assert f"caption rules changed: {change}; only text is encoded" in ran.out
+    assert "kept with captions of the old rules: 2 samples" in ran.out
     after = captions_of(tmp_path / "s")
     assert {sample_id for sample_id in before if before[sample_id] == after[sample_id]} == {"a/000.png", "b/001.png"}
 
