@@ -47,7 +47,7 @@ class PackResult(SampleChanges):
     unchanged: int
     rejected: int
     withdrawn: int  # left out, since `store drop` withdrew their ids
-    without_caption: int
+    without_caption: int  # of the source's images that are not rejected or withdrawn
     captions_from: dict[str, int]  # number of images per origin of their captions
     notes: list[str]  # what was left out of the source, or may be a misunderstanding
     enlarged: int
@@ -77,7 +77,8 @@ def finish(run: PackRun) -> PackResult:
     before = run.plan.manifest
     dropped, changes = sample_changes(config, target.open(before), outline, account)
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
-    write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
+    without_caption = without_caption_as_lines(outline.without_caption, account)
+    write_or_explain(config.store / WITHOUT_CAPTION, without_caption)
     published = target.publish(run.newest, run.sealed, dropped, {**run.newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
     target.send_lists()
@@ -94,7 +95,7 @@ def finish(run: PackRun) -> PackResult:
         unchanged=account.unchanged,
         rejected=len(account.rejects),
         withdrawn=account.withdrawn,
-        without_caption=account.without_caption,
+        without_caption=without_caption.count(b"\n"),
         captions_from=dict(outline.listing.captions_from.most_common()),
         notes=[*outline.listing.notes, *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,

@@ -146,6 +146,7 @@ def test_counts_of_cut_captions_are_those_of_the_store(
     call("store", "compact", stopped).done()  # which adopts what there is
     again = pack(source, stopped, model).done().json
     assert (again["packed"], again["unchanged"], again["captions_cut"]) == (8, 6, {"text_encoder": 2})
+    assert again["without_caption"] == len((whole / "without_caption.jsonl").read_bytes().splitlines())
     assert said(stopped) == expected
     assert Store.open(stopped).manifest.captions_cut == Store.open(whole).manifest.captions_cut
     (source / "a" / "000.txt").write_text("a cat", encoding="ascii")
