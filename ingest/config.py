@@ -132,7 +132,7 @@ class RulesOptions:
 
     SECTION = "rules: what is stored of an image, kept in the manifest"
 
-    grid: Annotated[str | None, Arg(metavar="GRID")] = None
+    grid: Annotated[str | None, Arg(metavar="GRID", words=("sd15", "sdxl", "square:512", "area:1024:64"))] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
@@ -185,7 +185,7 @@ class EncodeOptions:
     `quantised`); what else they have computes in bf16, the VAE in fp32."""
     batch_size: int = 8
     """Images encoded at once, all of one bucket; and captions. More need more memory."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     phases: Phases = field(default=Phases.AUTO, metadata=ONLY_IN_FILE)
     """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,

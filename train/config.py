@@ -15,7 +15,7 @@ from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
 from bucketline.files.paths import redacted
-from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.loader.commands.batch_options import BatchOptions, BatchSize
 from bucketline.loader.config import ReadOptions
 from bucketline.option_value import (
     A_SHARE,
@@ -30,7 +30,7 @@ from bucketline.option_value import (
 )
 from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, asked_for_help, parse_fields
 from bucketline.store.remote.urls import is_url
-from bucketline.train.run_file import files_of
+from bucketline.train.run_file import files_of, preset_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -236,7 +236,9 @@ class MethodOptions:
     """Train only LoRA adapters of this rank. Default: the full model."""
     lora_alpha: float | None = None
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank. Default: the rank."""
-    lora_targets: str | None = field(default=None, metadata=RESUME_FIXED)
+    lora_targets: Annotated[str | None, Arg(metavar="TEXT", words=("attention", "attention+mlp", "all"))] = field(
+        default=None, metadata=RESUME_FIXED
+    )
     """Layers that get an adapter: attention, attention+mlp, all (linear layers and convolutions of the blocks), or
     comma-separated ends of names. Default: those of diffusers' script for the family."""
     lora_dropout: float = 0.0
@@ -279,7 +281,9 @@ class OptimizerOptions:
 
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
-    optimizer: Annotated[str | None, Arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
+    optimizer: Annotated[str | None, Arg(metavar="NAME", words=("adamw", "adamw-8bit", "muon", "prodigy"))] = field(
+        default=None, metadata=RESUME_FIXED
+    )
     """Optimizer: adamw; adamw-8bit; muon (adamw outside the blocks' matrices); prodigy, which finds its rate; or any other, as
     module:Class (torch.optim:NAdam). adamw-8bit and prodigy need the extra `optimizers`. Default: adamw, or --memory's
     choice."""
@@ -382,7 +386,9 @@ class WatchingOptions:
     pipeline's."""
     images_every: int | None = None
     """Optimizer steps between images in images/. Default: only at the end."""
-    track_with: Repeated[tuple[str, ...]] = field(default=(), metadata=RESUME_FREE)
+    track_with: Annotated[Repeated[tuple[str, ...]], Arg(words=("tensorboard", "wandb", "mlflow", "swanlab"))] = field(
+        default=(), metadata=RESUME_FREE
+    )
     """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
 
@@ -398,7 +404,7 @@ class MachineOptions:
     keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FREE)
     """With fsdp: keep a block's gathered weights for the backward pass. Half the gathering, and every GPU holds all of the
     model's weights once, in the compute precision."""
-    service: str = field(default=IN_PROCESS, metadata=RESUME_FREE)
+    service: Annotated[str, Arg(words=("none", "auto"))] = field(default=IN_PROCESS, metadata=RESUME_FREE)
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
     on this machine, shared by its ranks, or tcp://HOST:PORT. The batches are identical."""
     service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
@@ -434,6 +440,7 @@ class TrainConfig(
         *("max_steps", "epochs", "batch_size", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
+    ONE_OF = (("batch_size",), ("max_steps", "epochs"))
 
     store: Repeated[tuple[Annotated[str | Path, Arg(metavar="STORE")], ...]] = field(metadata=RESUME_FREE)
     """Store to train on, as written by `ingest pack`; a folder that it made from a data set file; or a URL after `store push`
@@ -454,8 +461,8 @@ class TrainConfig(
     """Total optimizer steps, including those before a resume."""
     epochs: float | None = field(default=None, metadata=RESUME_FREE)
     """Epochs to train, instead of --max-steps: passes over all samples of the stores, with repeats; also a part of one, such as
-    0.5. Their steps are computed from the plan and recorded."""
-    files: Annotated[Positional[tuple[str, ...]], Arg(metavar="PRESET|FILE …")] = field(
+    steps are computed from the plan and recorded."""
+    files: Annotated[Positional[tuple[str, ...]], Arg(metavar="PRESET|FILE …", words=(*preset_names(),))] = field(
         default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
     )
     """Presets and run files (TOML): names of `bucketline train presets`, and paths. The last one that has an option counts, and
@@ -508,7 +515,8 @@ class TrainConfig(
     def __post_init__(self) -> None:
         """Validate the options."""
         ReadOptions.__post_init__(self)
-        self._expect_batch()
+        if self.batch_size is None:
+            raise UsageError(f"no batch size given: pass --batch-size: {BatchSize.EXPECTED}")
         self.service_address()
         if not self.store:
             raise UsageError("no --store is given, expected one or more")

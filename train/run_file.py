@@ -73,7 +73,9 @@ def values_of_file(options: type, given: str, commands: Collection[str] = ()) ->
         for name, value in (entries if isinstance(entries, dict) else {top: entries}).items():
             field = name.replace("-", "_")
             if field not in known:
-                answer = coming_from.answer("train", name, [f"--{one.replace('_', '-')}" for one in known])
+                answer = coming_from.answer("train", name, [f"--{one.replace('_', '-')}" for one in known]) or ""
+                if answer.startswith("here it is --"):  # as a file has it
+                    answer = answer.replace("--", "", 1).replace("-", "_")
                 raise UsageError(
                     f"{given} has {name!r:.80}, which is not an option of a file"
                     + (f"; {answer}" if answer else suggestion(name, sorted(known)))

@@ -33,7 +33,7 @@ class Peek(ReadingArguments):
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     output: Annotated[Path, Arg(aliases=("-o",), metavar="PNG")]
     """PNG file to write, which must not exist yet."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""

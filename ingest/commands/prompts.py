@@ -39,7 +39,7 @@ class Prompts(ChangingArguments):
     """File to write, NAME.safetensors. Default: FILE with that suffix."""
     size: Annotated[str | None, Arg(metavar="HEIGHTxWIDTH")] = None
     """Size in px of prompts without one. Default: that of the bucket with the most training samples."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""

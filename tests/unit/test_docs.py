@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -51,6 +52,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda one: one.name)
+def test_a_program_on_a_page_is_the_file_that_tests_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path, code in re.findall(r"^<!-- (\S+\.py) -->\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert (ROOT / path).read_text(encoding="utf-8") == code, f"copy {path} into {page.name}"
+
+
 def test_the_index_and_the_site_list_every_page() -> None:
     docs = ROOT / "docs"
     pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
@@ -73,6 +81,17 @@ def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
             continue
         asked = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {line.partition(' -- ')[0]}"))
         assert asked <= known, (line, asked - known)
+
+
+def test_pages_name_the_repository_that_the_package_does() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    own = urls["Repository"]
+    assert all(one.startswith(own) for one in urls.values())
+    cloned = {
+        page.relative_to(ROOT).as_posix(): re.findall(r"git clone (\S+)", page.read_text(encoding="utf-8")) for page in PAGES
+    }
+    assert cloned["README.md"]
+    assert {url.removesuffix(".git") for found in cloned.values() for url in found} == {own}
 
 
 def test_every_command_is_documented() -> None:

@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 
 import bucketline
+from bucketline.ingest.importers.cache import IMPORTERS
 from bucketline.options import command_help, options_of
+from bucketline.store.export.exporter import EXPORTERS
+from bucketline.train.optim import NAMED
 from tests.commands import BIN, ROOT, call, spawn
 from tests.devices import ASKED
 from tests.every_command import COMMANDS_OF
@@ -173,6 +176,16 @@ def completed(script: Path, *words: str) -> list[str]:
         (("bucketline", "train", "--precision", ""), ["auto", "fp32", "bf16", "fp8"]),
         (("bucketline", "completion", ""), ["bash", "zsh", "fish"]),
         (("store", "ver"), ["verify"]),
+        (("bucketline", "train", "sd"), ["sd", "sd-lora", "sd3", "sd3-lora", "sdxl", "sdxl-lora"]),
+        (("bucketline", "train", "presets", "flux"), ["flux", "flux-lora"]),
+        (("bucketline", "train", "--optimizer", ""), [*NAMED]),
+        (("bucketline", "train", "--lr-schedule", "co"), ["constant", "cosine", "cosine-restarts"]),
+        (("bucketline", "train", "--loss-weight", "min"), ["min-snr"]),
+        (("ingest", "import", ""), [*IMPORTERS]),
+        (("ingest", "pack", "--grid", "sd"), ["sd15", "sdxl"]),
+        (("ingest", "pack", "--dtype", ""), ["fp16", "bf16", "fp32"]),
+        (("store", "export", "a", "b", "--format", ""), [*EXPORTERS]),
+        (("store", "info", "tests/un"), []),  # then bash completes paths
     ],
 )
 def test_bash_completes_commands_options_and_values(script: Path, words: tuple[str, ...], expected: list[str]) -> None:

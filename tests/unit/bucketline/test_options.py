@@ -56,7 +56,7 @@ class Paint:
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ("", ["HOUSE", "paint --help"]),
+        ("", ["HOUSE", "--coats INT", "paint --help"]),
         ("villa", ["--coats INT", "paint --help"]),
         ("villa --coats", ["--coats", "INT"]),
         ("villa --coats --dry", ["--coats", "INT"]),
@@ -273,7 +273,7 @@ def test_the_options_that_sentences_name_exist() -> None:
         (INGEST["pack"], "--output_dir", "STORE is given without an option"),
         (INGEST["prompts"], "--random_flip", "`ingest pack` has --flip"),
         (LOADER["plan"], "--batch", "here it is --batch-size"),
-        (INGEST["pack"], "--clip_skip", "there is no option for another one"),
+        (INGEST["pack"], "--clip_skip", "by no other one (docs/limits.md)"),
         (TrainConfig, "--placeholder_token", "textual inversion is not done here"),
     ],
 )

@@ -69,7 +69,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "error: no batch size given: pass --batch-size: rows, such as 8, or as many as fit 4MP"),
+        ((), "error: loader plan needs either --batch-size N|4MP or --run RUN"),
         (("--batch-size", 0), "--batch-size is '0', expected rows, such as 8, or"),
         (("--batch-size", 1, "--epochs", 0), "--epochs is 0, expected 1 or more"),
         (("--batch-size", 1, "--window", "all"), "all"),
@@ -105,18 +105,18 @@ SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/6
 @pytest.mark.parametrize(
     ("remainder", "words"),
     [
-        ("carry", "fills a batch of 12 once in 12 passes (with copies), train/192x64 (2 images) fills"),
-        ("partial", "leaves 11 of a batch's 12 rows at weight 0, train/192x64 (2 images) leaves"),
-        ("drop", "never fills a batch of 12 and is not read, train/192x64 (2 images) never"),
+        ("carry", "has 1 image for a batch of 12, so images repeat within it, train/192x64 has 2 images for"),
+        ("partial", "has 1 image for a batch of 12, so 11 rows of it have weight 0, train/192x64 has 2 images for"),
+        ("drop", "has 1 image for a batch of 12 and is never read, train/192x64 has 2 images for"),
     ],
 )
 def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
     make_store(tmp_path, samples_of(SMALL_BUCKETS))
     asked = ("loader", "plan", tmp_path, "--batch-size", 6, "--world-size", 2, "--split", f"train:{remainder}")
     ran = call(*asked)
-    assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
+    assert ran.err.startswith(f"warning: train/128x64 {words}")
     assert ran.err.count("\n") == 1
-    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
+    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer GPUs" in ran.err
     assert ("--split train:drop" in ran.err) is (remainder != "drop")
     assert call(*asked, "--json").err == ran.err
 

@@ -107,7 +107,7 @@ save-every = "None"
     [
         ("[optimizer]\nlorra_rank = 4", r"own\.toml has 'lorra_rank', .*'lora_rank'"),
         ("qqq = 4", "has 'qqq', which is not an option of a file$"),
-        ("lr_warmup_steps = 9", "'lr_warmup_steps', .* here it is --warmup-steps"),
+        ("lr_warmup_steps = 9", "'lr_warmup_steps', .* here it is warmup_steps"),
         ('preset = "sd"', "has 'preset', .*name a preset or a run file without an option"),
         ("resume = true", "has 'resume', which is not an option of a file"),
         ("seed = 1\n[batches]\nseed = 2", r"own\.toml has seed twice"),
