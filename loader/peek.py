@@ -69,7 +69,7 @@ def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: 
             )
             for row in rows
         ]
-        groups.append((f"rank {rank}, micro-batch {batch.micro_step}", f"{len(rows)} rows", cards))
+        groups.append((f"rank {rank}, micro-batch {batch.micro_step}", counted(len(rows), "row"), cards))
     _, first, _ = batches[0]
     facts = [
         ("stores", ", ".join(stores)),

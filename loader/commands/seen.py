@@ -91,8 +91,8 @@ class SeenCommand(RemoteArguments):
             print_json({"steps": steps, "samples": samples, "unknown": seen.unknown})
         for sample_id, sightings, buckets in found if not self.json else ():
             where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
-            times = {0: "never", 1: "once"}.get(len(sightings), f"{len(sightings)} times")
-            print(f"{one_line(sample_id)}: seen {times} in {counted(steps, 'step')}, {where}")
+            times = {0: "never seen", 1: "seen once"}.get(len(sightings), f"seen {len(sightings)} times")
+            print(f"{one_line(sample_id)}: {times} in {counted(steps, 'step')}, {where}")
             for one in sightings:
                 print(f"  {printable(_said(one))}")
         missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]

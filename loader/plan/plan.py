@@ -296,9 +296,9 @@ class Plan:
         small.sort(key=lambda bucket: bucket.num_rows / bucket.global_batch)
         named = [self._say_small(bucket) for bucket in small[:_NAMED_SMALL]]
         if len(small) > _NAMED_SMALL:
-            named.append(f"and {len(small) - _NAMED_SMALL} more such buckets")
+            named.append(f"and {counted(len(small) - _NAMED_SMALL, 'more such bucket')}")
         other = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
-        return f"{', '.join(named)}; use a smaller batch or fewer ranks, or pack with a coarser --grid{other}"
+        return f"{', '.join(named)}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
 
     def _say_small(self, bucket: PlanBucket) -> str:
         n, size = bucket.num_rows, bucket.global_batch
@@ -311,15 +311,15 @@ class Plan:
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""
-        named = [f"{bucket.name} has {bucket.num_rows} rows" for bucket in self.buckets[:MAX_NAMED]]
+        named = [f"{bucket.name} has {counted(bucket.num_rows, 'row')}" for bucket in self.buckets[:MAX_NAMED]]
         if len(self.buckets) > MAX_NAMED:
-            named.append(f"and {len(self.buckets) - MAX_NAMED} more buckets")
+            named.append(f"and {counted(len(self.buckets) - MAX_NAMED, 'more bucket')}")
         sizes = sorted({bucket.global_batch for bucket in self.buckets})
         size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
         is_carried = self.remainder is Remainder.CARRY  # to later epochs
         others = "more epochs" if is_carried else "a remainder of carry or partial"
         return (
-            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks, or "
+            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer GPUs, or "
             f"{others}"
         )
 

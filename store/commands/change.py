@@ -408,9 +408,9 @@ class Cache:
         for store in removed:
             print(f"removed {shown(store.url)} ({shown(store.folder)}): {human_bytes(store.num_bytes)}")
         for store in kept:
-            use = "open" if store.is_open else "not open"
+            use = "in use" if store.is_open else "not in use"
             pinned, ring = human_bytes(store.pinned_bytes), human_bytes(store.ring_bytes)
-            about = f"{human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}"
+            about = f"{human_bytes(store.num_bytes)}, {pinned} kept, {ring} passing through, {use}"
             print(f"{shown(store.url)} ({shown(store.folder)}): {about}")
         print(f"{shown(path)}: {counted(len(kept), 'store')}, {human_bytes(sum(store.num_bytes for store in kept))}")
         return 0

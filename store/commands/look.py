@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from contextlib import contextmanager
@@ -267,6 +266,17 @@ def _print_samples(report: dict[str, Any], place: str) -> None:
         print(f"{counted(report['withdrawn'], 'sample')} withdrawn (store drop): packs leave them out")
 
 
+def _shown_rule(rule: object) -> str:
+    """Return a rule without JSON's marks.
+
+    >>> _shown_rule({"orders": 8, "keep": 1}), _shown_rule(["a photo of {caption}", "sks"])
+    ('orders 8 keep 1', 'a photo of {caption} | sks')
+    """
+    if isinstance(rule, dict):
+        return " ".join(f"{name} {_shown_rule(value)}" for name, value in rule.items())
+    return " | ".join(map(_shown_rule, rule)) if isinstance(rule, list) else str(rule)
+
+
 def _print_info(report: dict[str, Any], place: str) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -277,13 +287,13 @@ def _print_info(report: dict[str, Any], place: str) -> None:
     console = Console()
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
-        about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
+        about = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None and not key.endswith("hash"))
         console.print(printable(f"{name}: {about}"), highlight=False, soft_wrap=True, markup=False)
     if isinstance(imported := report["rules"].get("import"), dict):
         about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "val_fraction")
         console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
     elif rules := {name: rule for name, rule in report["rules"].items() if rule not in (None, False, [])}:
-        about = ", ".join(f"{name} {json.dumps(rule, ensure_ascii=False)}" for name, rule in rules.items())
+        about = ", ".join(f"{name} {_shown_rule(rule)}" for name, rule in rules.items())
         console.print(printable(f"rules: {about}"), highlight=False, soft_wrap=True, markup=False)
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])

@@ -116,7 +116,7 @@ def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remaind
     ran = call(*asked)
     assert ran.err.startswith(f"warning: train/128x64 {words}")
     assert ran.err.count("\n") == 1
-    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
+    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer GPUs" in ran.err
     assert ("--split train:drop" in ran.err) is (remainder != "drop")
     assert call(*asked, "--json").err == ran.err
 
