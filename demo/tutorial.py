@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
@@ -37,8 +37,8 @@ HOME = "/home/you"  # as the home of the run is called on the page
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```\n\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"^<!-- from (\S+)(?: (\S+))? -->\n!\[[^\]]*\]\((\S+)\)$", re.MULTILINE)
 MEASURED = re.compile(r"(?<=^<!-- measured -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
-PROGRESS = re.compile(r"^(pack: |step \d).*\n", re.MULTILINE)  # how many there are depends on the machine
-COLOURS = 256  # of a PNG's palette
+PROGRESS = re.compile(r"^(pack: |step \d|  warning: some steps took ).*\n", re.MULTILINE)  # depends on the machine's speed
+WIDTH_PX, COLOURS = 900, 256  # of a PNG, and of its palette
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,8 @@ def run(kind: str, text: str, home: Path) -> Ran:
         printed = out.read().decode().replace(str(home), HOME)
     if process.returncode != 0:
         raise SystemExit(f"this block of {PAGE.name} ended with {process.returncode}:\n{text}\n{printed}")
-    name = "Python" if kind == "python" else " ".join(text.split()[:2])
+    words = text.split()
+    name = "Python" if kind == "python" else " ".join(words[: 3 if words[0] == "bucketline" else 2])
     return Ran(name=name, printed=printed, seconds=time.monotonic() - start, peak_bytes=used.ru_maxrss * 1024)
 
 
@@ -98,7 +99,8 @@ def draw(text: str, home: Path) -> None:
             path, to = home / source, PAGE.parent / name
             if path.suffix == ".png":
                 with Image.open(path) as image:
-                    image.convert("RGB").quantize(COLOURS).save(to, optimize=True)
+                    small = ImageOps.contain(image.convert("RGB"), (WIDTH_PX, image.height))
+                    small.quantize(COLOURS).save(to, optimize=True)
             else:
                 program = find_browser()
                 if program is None:

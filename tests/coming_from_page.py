@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
-from typing import NamedTuple
 
 from bucketline.coming_from import words
 from bucketline.options import options_of
@@ -19,92 +17,53 @@ from tests.every_command import COMMANDS_OF
 FOLDER = ROOT / "docs" / "coming-from"
 PROGRAMS = tomllib.loads((ROOT / "tests" / "data" / "coming_from.toml").read_text(encoding="utf-8"))
 OWN = {word for one in options_of(COMMANDS_OF["bucketline train"]) for word in one.names}
-NOT_DONE = re.compile(r"\bnot (done|trained)\b|\bno option for\b")
-ONE_OPTION = re.compile(r"(?:say|it is in|they are) (--[\w-]+),? (?:as in )?(\S+?)(?:, (.*))?")
+NOT_DONE = re.compile(r"\bnot (done|trained)\b|docs/limits.md")
 BY_ITSELF = re.compile(r"is this cache|token is read|attention is|TF32|own files tell|hub's cache|no seed is needed")
+ONE_OPTION = re.compile(r"(?:say|it is in|they are) (--[\w-]+),? (?:as in )?(\S+?)(?:, (.*))?")
+NAMED = re.compile(r"^[^`]*?(\b(?:SOURCE|STORE)\b|(?<!\S)--[a-z][a-z-]+)|`(\w+)[^`]*`")
 FILES = {"run_file": "in a run file", "data_set_file": "in a data set file"}
-TABLES = ("ingest", "train")
-SAME = "same"
-HEAD = "Options are those of {version}. A command line here with one of theirs is answered with ours.\n"
+TITLES = {"ingest": "Packing: `ingest pack`", "train": "Training: `bucketline train`"}
+SAME = ("train", "", "")
+HEAD = "Options are those of {version}. A command line here with one of theirs is answered with ours.\n\n"
 
 
-class Answer(NamedTuple):
-    """Where an option's answer stands: in the words of a command, by kind, and Bucketline's word or sentence."""
-
-    table: str
-    kind: str
-    ours: str
-
-    def cells(self) -> tuple[str, str]:
-        """Return what Bucketline has (an option, an argument, "by itself" or "not done") and a note."""
-        if self.kind == SAME:
-            return "the same name", ""
-        if self.kind != "answers":
-            name, _, note = self.ours.partition(", ")
-            return f"`{name}`", note or FILES.get(self.kind, "")
-        if NOT_DONE.search(self.ours):
-            return "not done", in_code(self.ours)
-        if one := ONE_OPTION.fullmatch(self.ours):
-            return f"`{one[1]} {one[2]}`", in_code(one[3] or "")
-        return self._named(), in_code(self.ours)
-
-    def _named(self) -> str:
-        """Return what the sentence of an answer is about."""
-        named = re.search(r"\b(SOURCE|STORE)\b|(?<!\S)--[a-z][a-z-]+", self.ours.partition("`")[0])
-        code = named or re.search(r"(?<=`)\w+(?=[^`]*`)", self.ours)
-        if code is None or BY_ITSELF.search(self.ours):
-            return "by itself"
-        return "an argument" if code[0] == "bucketline" else f"`{code[0]}`"
-
-
-def in_code(note: str) -> str:
-    """Return a note with its options in backticks.
-
-    >>> in_code("--crop and `train --flip 1`")
-    '`--crop` and `train --flip 1`'
-    """
-    parts = note.split("`")
-    parts[::2] = [re.sub(r"(--[a-z][\w-]*)", r"`\1`", part) for part in parts[::2]]
-    return "`".join(parts)
-
-
-def answer_of(option: str) -> Answer:
-    """Return the answer to an option: the trainer's own option, else that of the command which does not send to the other one.
-
-    Raises:
-        ValueError: if nothing knows the option.
-    """
-    name = option.replace("_", "-")
-    if f"--{name}" in OWN:
-        return Answer("train", SAME, SAME)
-    every = [Answer(table, kind, ours) for table in TABLES for kind, entries in words()[table].items() for ours in entries]
-    found = [one for one in every if name in words()[one.table][one.kind][one.ours]]
-    if not found:
-        raise ValueError(f"{option} has no answer in bucketline/coming_from.toml; add one, or take it out of the page")
-    trains = [one for one in found if one.table == "train" and one.kind != "answers"]
-    return (trains or found)[0]
-
-
-def lines_of(options: list[str], dashes: str) -> Iterator[str]:
-    by_answer: dict[tuple[str, str, str], list[str]] = {}
-    of_cells: dict[tuple[str, str, str], Answer] = {}
-    for option in options:
-        answer = answer_of(option)
-        key = (answer.table, *answer.cells())
-        by_answer.setdefault(key, []).append(f"`{dashes}{option}`")
-        of_cells.setdefault(key, answer)
-    for table, title in (("ingest", "Packing: `ingest pack`"), ("train", "Training: `bucketline train`")):
-        order = [SAME, *(ours for entries in words()[table].values() for ours in entries)]
-        yield f"\n## {title}\n\n| theirs | here | |\n|---|---|---|\n"
-        for key in sorted((key for key in of_cells if key[0] == table), key=lambda key: order.index(of_cells[key].ours)):
-            yield f"| {', '.join(by_answer[key])} | {key[1]} | {key[2]} |\n"
+def cells(kind: str, ours: str) -> tuple[str, str]:
+    """Return what Bucketline has (an option, an argument, "by itself", "not done") and a note, of an entry of the words."""
+    note = re.sub(r"(`[^`]*`)|(--[a-z][\w-]*)", lambda found: found[1] or f"`{found[2]}`", ours)
+    if kind == "":
+        return "the same name", ""
+    if kind != "answers":
+        name, _, more = ours.partition(", ")
+        return f"`{name}`", more or FILES.get(kind, "")
+    if one := ONE_OPTION.fullmatch(ours):
+        return f"`{one[1]} {one[2]}`", one[3] or ""
+    named = None if BY_ITSELF.search(ours) else NAMED.search(ours)
+    here = "by itself" if named is None else f"`{named[1] or named[2]}`".replace("`bucketline`", "an argument")
+    return "not done" if NOT_DONE.search(ours) else here, note.replace("(docs/limits.md)", "([limits](../limits.md))")
 
 
 def page(name: str) -> str:
-    """Return the page of a program."""
+    """Return the page of a program: of two answers to an option, the one of the command that has it.
+
+    Raises:
+        ValueError: if nothing knows an option.
+    """
     program = PROGRAMS[name]
-    head = f"# Coming from {program['title']}\n\n{HEAD.format(version=program['version'])}\n{program['text']}"
-    return head + "".join(lines_of(program["options"], program["dashes"]))
+    entries = [(table, kind, ours) for table in TITLES for kind, those in words()[table].items() for ours in those]
+    theirs: dict[tuple[str, str, str], list[str]] = {SAME: []}
+    for option in program["options"]:
+        word = option.replace("_", "-")
+        found = [one for one in entries if word in words()[one[0]][one[1]][one[2]]]
+        if not found and f"--{word}" not in OWN:
+            raise ValueError(f"{option} has no answer in bucketline/coming_from.toml; add one, or take it out of the page")
+        trains = [one for one in found if one[0] == "train" and one[1] != "answers"]
+        theirs.setdefault(SAME if f"--{word}" in OWN else (trains or found)[0], []).append(f"`{program['dashes']}{option}`")
+    parts = [f"# Coming from {program['title']}\n\n{HEAD.format(version=program['version'])}{program['text']}"]
+    for table, title in TITLES.items():
+        parts.append(f"\n## {title}\n\n| theirs | here | |\n|---|---|---|\n")
+        order = [one for one in (SAME, *entries) if one[0] == table and one in theirs]
+        parts.extend("| {} | {} | {} |\n".format(", ".join(theirs[one]), *cells(*one[1:])) for one in order)
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,8 @@ def expect_disk(training: Training, weights: WeightLayout) -> None:
     copies = (2 if training.average.is_kept else 1) * (2 if isinstance(weights, Adapters) else 1)  # adapters are in two files
     size = copies * sum(tensor.nbytes for tensor in weights.tensors(training.bare_model).values())
     size += traits_of(config).state_bytes * sum(weight.numel() for weight in training.trained)
-    refuse_too_little_disk(output, size, "a checkpoint", "leave out the average (--ema off), or choose another --output-dir")
+    remedy = "leave out the average (--ema off), " if training.average.is_kept else ""
+    refuse_too_little_disk(output, size, "a checkpoint", f"{remedy}or choose another --output-dir")
     added = 1 if config.save_every is None else config.keep + 1 - len(checkpoint_folders(output))
     if added * size > (free := shutil.disk_usage(output).free):
         log.warning(

@@ -237,6 +237,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         usual = Precision.BF16 if has_bf16 else Precision.FP32
         config = replace(config, precision=Precision(str(recorded.get("precision") or usual)))
+    length = "--max-steps" if config.epochs is None else f"--epochs is {config.epochs:g}: the number of steps"
     if config.epochs is not None:
         plans = read_plans(config.output_dir / PLANS) if start.state is not None else []
         if config.new_plan or len({line.state.plan for line in plans}) > 1:  # lines may also be of one on other ranks
@@ -248,8 +249,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         config = replace(config, max_steps=steps, epochs=None)
     if start.steps_done > config.num_steps:
         raise UsageError(
-            f"the run would end at step {config.num_steps}, and {start.checkpoint} is already at step {start.steps_done}; give "
-            "a larger --max-steps or --epochs"
+            f"{length} is {config.num_steps}, and {start.checkpoint} is already at step {start.steps_done}; give more"
         )
     if (schedule := config.lr_schedule).end is None and schedule.ends:
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")

@@ -52,6 +52,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda one: one.name)
+def test_a_program_on_a_page_is_the_file_that_tests_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path, code in re.findall(r"^<!-- (\S+\.py) -->\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert (ROOT / path).read_text(encoding="utf-8") == code, f"copy {path} into {page.name}"
+
+
 def test_the_index_and_the_site_list_every_page() -> None:
     docs = ROOT / "docs"
     pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}

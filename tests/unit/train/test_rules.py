@@ -154,7 +154,7 @@ CASES = (
     Case("run cannot be resumed: there is no checkpoint yet: start over in another", AGAIN, without_checkpoints),
     Case("has no complete checkpoint to resume; start over", AGAIN, without_digests, TrainError),
     # a resume
-    Case(f"would end at step 1, and {STEP} is already at step 2; give a larger", {**AGAIN, "max_steps": 1}),
+    Case(f"--max-steps is 1, and {STEP} is already at step 2; give more", {**AGAIN, "max_steps": 1}),
     Case(f"--seed is 9, and {STEP} was trained with 0; use --seed 0, or start a new run", {**AGAIN, "seed": 9}),
     Case(f"--optimizer is muon, and {STEP} was trained with adamw", {**AGAIN, "optimizer": "muon"}),
     Case("--lora-rank is 2, .* was trained with None; leave out --lora-rank", {**AGAIN, "lora_rank": 2}),

@@ -115,7 +115,7 @@ def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(
     assert status(output) == {"state": "done", "step": STEPS, "reason": None}
     assert checkpoints(whole.asked) == ["06", "08"]
     assert whole.summary.checkpoint == output / "checkpoints" / "step-00000008"
-    assert whole.err.count("warning: train/96x64 (1 image) ") == 1
+    assert whole.err.count("warning: train/96x64 has 1 image for a batch of ") == 1
     assert "training: 8 steps, 1.52 epochs of 21 samples in 3 buckets\nvalidation: 8 of 29 samples, held out by " in whole.err
     assert not [*output.glob("*.tmp")]
     assert [path.name for path in whole.summary.images] == ["loss.png", "images.png"]
@@ -555,7 +555,7 @@ def test_a_run_in_epochs_is_that_of_its_steps_and_a_resume_needs_no_length_of_it
     assert losses(plain.output_dir) == losses(asked.output_dir)
     longer = replace(asked, epochs=1.5, resume=True, lr_schedule=LrSchedule.parse("cosine@99", "it"))
     assert train(longer, ALONE).steps_done == steps + round((steps_of(asked, 2) - steps) / 2)
-    with pytest.raises(UsageError, match=r"would end at step 9, and .*step-000000\d\d is already at step 15; give"):
+    with pytest.raises(UsageError, match=r"--epochs is 1: .* is 9, and .*step-000000\d\d is already at step 15; give more"):
         train(replace(longer, epochs=1), ALONE)
 
 
