@@ -491,7 +491,8 @@ def _row(typed: str, text: str) -> str:
     lines = textwrap.wrap(text, _width() - _INDENT, break_on_hyphens=False, break_long_words=False) or [""]
     head = f"  {typed}"
     if len(head) >= _INDENT - 1:
-        return "\n".join([head, *(" " * _INDENT + line for line in lines)])
+        heads = textwrap.wrap(head.replace("|", "| "), _width() - 2, subsequent_indent="      ", break_on_hyphens=False)
+        return "\n".join([*(one.replace("| ", "|") for one in heads), *(" " * _INDENT + line for line in lines)])
     return "\n".join([f"{head:<{_INDENT}}{lines[0]}", *(" " * _INDENT + line for line in lines[1:])])
 
 

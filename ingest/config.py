@@ -139,8 +139,8 @@ class RulesOptions:
     max_crop: Annotated[float, Arg(metavar="SHARE")] = DEFAULT_MAX_CROP
     """Reject images whose crop would lose a larger share of their area; 1 sets no limit."""
     val_fraction: Annotated[str, Arg(metavar="SHARE[:folder]")] = "0.0"
-    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the image's folder
-    instead of its id, so that crops of one image stay in one split."""
+    """Fraction of the samples to hold out, at least one, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the
+    image's folder instead of its id, so that crops of one image stay in one split."""
     min_size_px: int = 64
     """Reject images whose shorter side has fewer pixels."""
     dtype: Dtype = "F16"

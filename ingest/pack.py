@@ -120,7 +120,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     with ExitStack() as held:
 
         def listed() -> list[list[bytes]]:
-            runs.append(PackRun.listed(config, target, held, lambda _: ranks.world_size, ranks.world_size))
+            runs.append(PackRun.listed(config, target, held, lambda _: ranks.world_size))
             return [own.parts for own in runs[0].slices]
 
         own = ItemParts(ranks.deal(listed))

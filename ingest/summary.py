@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
 from bucketline.ingest.images.crop import CropLoss
-from bucketline.typed_json import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.crop import Placement, RejectedError
 
 WITHOUT_CAPTION = "without_caption.jsonl"
-LONG_CAPTIONS = "long_captions.jsonl"
-MAX_LONG_CAPTIONS = 100_000  # long captions of a run and rank; some 25 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +25,6 @@ class Reject:
     id: str
     reason: str
     detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongCaption:
-    """A caption of a packed image that an encoder cut; the fields are those of `Cut`."""
-
-    id: str
-    encoder: str
-    tokens: int
-    limit: int
-    cut: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,9 +42,6 @@ class RunSummary:
     buckets: dict[str, int] = field(default_factory=dict)  # packed images
     left_out: dict[str, int] = field(default_factory=dict)  # what imported samples have that a store does not take
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
-    captions_truncated: int = 0  # captions longer than the text encoder's limit
-    long_captions: list[LongCaption] = field(default_factory=list)  # the first MAX_LONG_CAPTIONS of this rank
-    num_cut: dict[str, int] = field(default_factory=dict)  # captions of packed images that an encoder cut, by encoder
     dropped: list[str] = field(default_factory=list)  # ids whose existing row is dropped, because the image is now rejected
     unreadable: int = 0  # rejects that could not be read at present, though the image may be fine
     unreadable_first: list[str] = field(default_factory=list)  # their ids, of each rank the first
@@ -78,13 +60,6 @@ class RunSummary:
         self.crop_losses[bucket] = self.crop_losses.get(bucket, CropLoss()) + lost
         if len(captions) > max_captions:
             self.captions_beyond.append(sample_id)
-
-    def note_cuts(self, sample_id: str, cuts: Iterable[Cut]) -> None:
-        """Record which encoders cut a caption of a packed image."""
-        for cut in cuts:
-            self.num_cut[cut.encoder] = self.num_cut.get(cut.encoder, 0) + 1
-            if len(self.long_captions) < MAX_LONG_CAPTIONS:
-                self.long_captions.append(LongCaption(id=sample_id, **asdict(cut)))
 
     def reject(self, sample_id: str, error: RejectedError, *, is_stored: bool = False) -> None:
         """Record a rejected image, and whether its existing row, if any, is dropped or kept."""
@@ -114,7 +89,6 @@ def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
     whole.dropped.sort()
     whole.kept.sort()
     whole.unreadable_first.sort()
-    whole.long_captions.sort(key=lambda caption: caption.id)
     return whole
 
 
@@ -141,26 +115,6 @@ def without_caption_as_lines(listed: bytes, account: RunSummary) -> bytes:
     """
     rejected = {as_line(reject.id) for reject in account.rejects}
     return b"".join(line for line in listed.splitlines(keepends=True) if line not in rejected)
-
-
-def long_captions_as_lines(listed: bytes, is_replaced: Callable[[list[str]], list[bool]], account: RunSummary) -> bytes:
-    """Return the content of `long_captions.jsonl`: the lines of images that are still as they were, then those of this run.
-
-    `listed` is the content before; damaged lines are left out. `is_replaced` tells for ids whether a sample was packed again or
-    is gone.
-    """
-    old = [caption for caption in map(_parsed, listed.splitlines()) if caption is not None]
-    kept = [caption for caption, is_gone in zip(old, is_replaced([caption.id for caption in old]), strict=True) if not is_gone]
-    lines = (json.dumps(asdict(caption)) + "\n" for caption in [*kept, *account.long_captions])
-    return "".join(lines).encode("ascii")
-
-
-def _parsed(line: bytes) -> LongCaption | None:
-    """Return a line of `long_captions.jsonl`; None if it is anything else."""
-    try:
-        return decode(LongCaption, json.loads(line))
-    except (ValueError, RecursionError):
-        return None
 
 
 def as_line(sample_id: str) -> bytes:

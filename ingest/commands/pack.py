@@ -24,7 +24,7 @@ from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.held_out import HeldOut, SplitBy
 from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
+from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -269,10 +269,9 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         if count:
             print(f"  {counted(count, noun)}{what}")
     for encoder, number in summary.captions_cut.items():
-        print(f"  {counted(number, 'caption')} cut by {encoder}")
+        print(f"  {counted(number, 'caption')} of the store cut by {encoder}")
     if summary.captions_cut:
-        first = ", ".join(map(one_line, summary.captions_cut_ids))
-        print(f"  images with cut captions: {first}; what was cut is in {shown(config.store / LONG_CAPTIONS)}")
+        print(f"  what was cut: `store report {shown(config.place)}`, or `cuts` in `store ls {shown(config.place)} --json`")
     print_captions_and_notes(summary.captions_from, summary.notes)
     if summary.crop_loss:
         print(f"  {crop_loss_line(summary.crop_loss)}")

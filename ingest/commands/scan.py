@@ -58,7 +58,8 @@ def _print_scan(report: ScanReport, options: ScanConfig) -> None:
         sizes = zip(("smallest", "median", "largest"), (report.smallest, report.median, report.largest), strict=True)
         print("  " + ", ".join(f"{what} {height}x{width} px" for what, (height, width) in sizes) + " (height x width)")
     print(f"grid {report.grid}, {counted(len(report.buckets), 'bucket')}:")
-    print(f"  {'bucket':<22}{'images':>10}{'crop loss':>13}{'at most':>11}")
+    if report.buckets:
+        print(f"  {'bucket':<22}{'images':>10}{'crop loss':>13}{'at most':>11}")
     for bucket, number in report.buckets.items():
         loss, most = (f"{100 * report.crop_loss[bucket][name]:.1f} %" for name in ("mean", "max"))
         print(f"  {bucket:<22}{number:>10}{loss:>13}{most:>11}")

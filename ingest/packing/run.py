@@ -25,7 +25,7 @@ from bucketline.ingest.pipeline.slice_worker import PackPlan
 from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
-from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
+from bucketline.ingest.summary import check_identity, joined_summaries
 from bucketline.store import Store
 from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.folder import LocalFolder
@@ -227,7 +227,6 @@ class PackRun:
     outline: Outline
     slices: list[ItemParts]
     started: float
-    num_listed: int  # long captions that the summary may list
     num_withdrawn: int  # images whose ids are withdrawn: they are in no slice
     plan: PackPlan | None = None
     newest: Manifest | None = None  # published meanwhile, or that of the plan
@@ -242,7 +241,6 @@ class PackRun:
         target: StoreTarget,
         held: ExitStack,
         num_slices: Callable[[Listing], int],
-        num_workers: int,
     ) -> PackRun:
         """List the source, and cut it into slices; the store's folder is this process's until `held` is closed."""
         started = time.monotonic()
@@ -262,7 +260,6 @@ class PackRun:
             outline=outline,
             slices=slices,
             started=started,
-            num_listed=num_workers * MAX_LONG_CAPTIONS,
             num_withdrawn=num_withdrawn,
         )
 
@@ -288,9 +285,6 @@ class PackRun:
 
     def take(self, number: int, packed: PackedSlice) -> None:
         """Count a slice, whose shards are in the store's folder."""
-        listed = packed.account.long_captions
-        del listed[max(0, self.num_listed) :]
-        self.num_listed -= len(listed)
         self.sealed += packed.sealed
         self.accounts[number] = packed.account
         self.slices[number].parts.clear()  # memory

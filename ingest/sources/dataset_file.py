@@ -222,12 +222,8 @@ class DatasetEntry:
         return {**self._own(), "val_fraction": str(HeldOut(fraction=float(self.split == "val"), by=by))}
 
     def _own(self) -> dict[str, Any]:
-        text = ("caption", "captions_from", "caption_per", "caption_template", "shuffle_tags")
-        return {
-            name: value
-            for name in (*text, "dataset_splits", "follow_links")
-            if (value := getattr(self, name)) not in (None, ())
-        }
+        names = ("caption_template", "shuffle_tags", *(one.name for one in fields(SourceOptions)))
+        return {name: value for name in names if (value := getattr(self, name, None)) not in (None, ())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,9 +109,8 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     if not found.images:
         if (source / MANIFEST).is_file():
             raise SourceError(f"{source} is a store, which has no images; name the folder of its images")
-        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         skipped = f"; {_skipped(source, links)}" if links else ""
-        raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")
+        raise SourceError(f"{source} has no images, in none of its folders; expected .jpg, .png, .webp or others{skipped}")
     listing = found.listing(_read_tables(found.tables, captions), str(source))
     listing.empty_folders = sorted(empty)
     if links:

@@ -264,6 +264,8 @@ def _print_samples(report: dict[str, Any], place: str) -> None:
         print(f"an interrupted run committed {counted(rows, 'row')}; the same command continues it ({told})")
     if report["withdrawn"]:
         print(f"{counted(report['withdrawn'], 'sample')} withdrawn (store drop): packs leave them out")
+    for encoder, count in report["captions_cut"].items():
+        print(printable(f"{counted(count, 'caption')} cut by {encoder}; `store report` shows them"))
 
 
 def _shown_rule(rule: object) -> str:
@@ -369,6 +371,7 @@ def _report(store: Store, listed: Listed) -> dict[str, Any]:
         "row": listed.row,
         "shard": store.shards[listed.shard].name,
         "captions": record.captions,
+        "cuts": record.cuts,
         "original_size": record.original_size,
         "source": record.source,
         "source_bytes": record.source_bytes,

@@ -178,6 +178,7 @@ class ShardEntry:
     max_tokens: int  # of the longest caption
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
+    cut: dict[str, int] = field(default_factory=dict)  # by text encoder: captions of live rows that it did not see to their end
 
     def __post_init__(self) -> None:
         if not (COLUMN_SHARD_NAME if self.is_of_column else SHARD_NAME).fullmatch(self.name):
@@ -353,6 +354,12 @@ class Manifest(Schema):
     def samples(self) -> int:
         """Live rows of all buckets."""
         return sum(shard.live_samples for shard in self.shards)
+
+    @property
+    def captions_cut(self) -> dict[str, int]:
+        """By text encoder, the captions of live rows that it did not see to their end."""
+        names = sorted({name for shard in self.shards for name in shard.cut})
+        return {name: sum(shard.cut.get(name, 0) for shard in self.shards) for name in names}
 
 
 def sealed(manifest: Manifest) -> Manifest:

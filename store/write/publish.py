@@ -496,13 +496,14 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
     if int(bucket.max()) >= len(names):
         raise CorruptError(f"{shard.paths.index}: an entry names a bucket that the shard does not have; run `store verify`")
     rows: dict[str, NDArray[np.uint32]] = {}
-    record_bytes = entry.record_bytes
+    record_bytes, gone = entry.record_bytes, np.zeros(len(positions), dtype=bool)
     for number in np.unique(bucket).tolist():
         own = bucket == number
         is_new = own & ~np.isin(row, shard.dropped_rows(names[number]))
         if is_new.any():
             rows[names[number]] = row[is_new]
             record_bytes -= int(num_bytes[is_new].sum(dtype=np.int64))
+            gone |= is_new
     if not rows:
         return entry
     merged = {
@@ -515,9 +516,11 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
     groups: Mapping[str, GroupEntry] = {
         name: group._replace(dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }
+    lost = shard.captions_cut(positions[gone])
     return dataclasses.replace(
         entry,
         groups=dict(groups),
+        cut={name: count - lost.get(name, 0) for name, count in entry.cut.items() if count > lost.get(name, 0)},
         record_bytes=record_bytes,
         dropped=DroppedEntry(generation=base.number, num_bytes=len(data), digest=bytes_digest(data)),
     )

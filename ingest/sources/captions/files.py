@@ -143,7 +143,7 @@ def whole_text(name: str, data: bytes) -> Captions:
     try:
         text = _plain_ends(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return (), f"{name} is not UTF-8 (byte {error.start})"
+        return (), f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8"
     return ((text,), None) if text.strip() else NOTHING
 
 

@@ -66,7 +66,7 @@ def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:
     (tmp_path / "photos" / "a.png").write_bytes(png(20, 30, 1))
     out = call("ingest", "scan", tmp_path / "photos", "--grid", "16x24", "--min-size-px", 8).out
     assert out.startswith("1 image, ")
-    assert "  1 image without a caption\n" in out
+    assert "  1 image without a caption: a.png; --json names all\n" in out
 
 
 def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subprocess.CompletedProcess[bytes]:

@@ -211,7 +211,9 @@ def test_a_command_takes_the_words() -> None:
     assert found == Paints(first=PaintValue(end=3), second=PaintValue(name=Kind.FALLING, floor=0.1))
     with pytest.raises(UsageError, match="--second is 'fast', expected plain"):
         parse_options(Paints, ["--second", "fast"], "paint")
-    assert "plain[@END]|two-words:MEAN,STD|falling[:FLOOR][:red|dark_blue][@END]" in command_help("paint", Paints)
+    assert "plain[@END]|two-words:MEAN,STD|falling[:FLOOR][:red|dark_blue][@END]" in "".join(
+        command_help("paint", Paints).split()
+    )
     assert "[falling:0.5]" in command_help("paint", Paints)
 
 

@@ -270,5 +270,5 @@ def test_a_second_writer_is_refused_with_the_first_one_named(source: Path, tmp_p
     with lock_store(tmp_path / "s"):
         ran = pack(source, tmp_path / "s", model)
     assert ran.code == 1
-    assert f'"pid": {os.getpid()}' in ran.err
+    assert f"pid: {os.getpid()}" in ran.err
     assert "wait until it has finished" in ran.err

@@ -94,7 +94,7 @@ def test_what_is_long_ago_is_forgotten() -> None:
 
 
 def test_accounts_of_several_ranks_are_added_up_in_every_part() -> None:
-    one = RunSummary(packed=3, unchanged=1, without_caption=2, enlarged=1, captions_beyond=["a"], captions_truncated=4)
+    one = RunSummary(packed=3, unchanged=1, without_caption=2, enlarged=1, captions_beyond=["a"])
     other = RunSummary(packed=1, unchanged=5, without_caption=1, enlarged=3, captions_beyond=["b"], dropped=["c"])
     other.reject("z.png", RejectedError(Reason.EMPTY, "0 bytes"))
     one.reject("é\n.png", RejectedError(Reason.TOO_SMALL, "1x1"))
@@ -103,7 +103,7 @@ def test_accounts_of_several_ranks_are_added_up_in_every_part() -> None:
         account.crop_losses[bucket] = account.crop_losses.get(bucket, CropLoss()) + CropLoss(images=1, total=lost, most=lost)
     whole = joined_summaries([one, other])
     assert whole.total == 3 + 1 + 1 + 5 + 3
-    assert (whole.without_caption, whole.enlarged, whole.captions_truncated) == (3, 4, 4)
+    assert (whole.without_caption, whole.enlarged) == (3, 4)
     assert (whole.captions_beyond, whole.dropped) == (["a", "b"], ["c"])
     check_identity(13, whole)
     assert whole.crop_losses == {"a": CropLoss(images=3, total=0.75, most=0.5), "b": CropLoss(images=1, total=0.25, most=0.25)}

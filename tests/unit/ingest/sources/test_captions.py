@@ -333,7 +333,7 @@ def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alon
     items = [
         SourceItem(id="a.png", captions=("a cat",)),
         SourceItem(id="b.png", captions=()),
-        SourceItem(id="c.png", captions=(), caption_error="c.txt is not UTF-8 (byte 0)"),
+        SourceItem(id="c.png", captions=(), caption_error="c.txt is not UTF-8 (byte 0); save it as UTF-8"),
         SourceItem(id="d.png", captions=("x" * (MAX_CAPTIONS_BYTES // 2),)),
     ]
     rules = CaptionRules(trigger_word="ohwx", templates=("{caption}", "the {caption}"))

@@ -117,7 +117,7 @@ def test_what_only_a_file_sets_and_what_was_called_otherwise_is_answered_with_wh
         with pytest.raises(UsageError, match=words):
             parse_options(Pack, ["photos", "s", "--model", "m", option], "pack")
     for command in (Pack, Scan):
-        assert sum(not one.is_in_file for one in options_of(command)) <= 36
+        assert sum(not one.is_in_file for one in options_of(command)) <= 38
 
 
 def test_folders_of_kohyas_naming_become_sources_with_their_repeats(folder: Path) -> None:
