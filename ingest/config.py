@@ -387,7 +387,6 @@ class ScanConfig(RulesOptions, SourceArguments):
 
 
 def _check_shared(options: PackConfig | ScanConfig) -> None:
-    """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
     if options.grid is not None:
         refuse_other_form(options.grid)

@@ -116,7 +116,6 @@ class ItemEncoder:
         return Outcome(num_samples=num_samples, sealed=sealed, is_last=is_last)
 
     def _samples(self, task: Task) -> Iterator[object]:
-        """Yield what `encode` makes of an item."""
         try:
             made = self.encode(task.item)
             if made is None:
@@ -170,7 +169,6 @@ def run_worker(
 
 
 def _failure_of(error: BucketlineError, beginning: str = "") -> Failure:
-    """Return an error as a message to the parent."""
     return Failure(kind=type(error).__name__, message=f"{beginning}{error}", trace=traceback.format_exc())
 
 
@@ -183,7 +181,6 @@ def _has_message(connection: Connection[Any, Any], parent: int) -> bool:
 
 
 def _arguments(task: Task, sample: object) -> dict[str, Any]:
-    """Return a sample as keyword arguments of `PartWriter.add`."""
     expected = f"dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), or a tuple of them in this order"
     if isinstance(sample, tuple) and len(sample) <= len(ARGUMENTS):
         sample = dict(zip(ARGUMENTS, sample, strict=False))

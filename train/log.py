@@ -152,7 +152,6 @@ def versions() -> dict[str, str]:
 
 @cache
 def _commit() -> str | None:
-    """Return the git commit of this code; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)

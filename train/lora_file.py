@@ -102,7 +102,6 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
 
 
 def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, dict[str, Tensor]]:
-    """Return a file's adapters by the model's names of the layers, as `_by_layer` does."""
     try:
         tensors, metadata = read_tensors(path)
         beside = path.with_name(PEFT_CONFIG)  # of peft's own file

@@ -391,7 +391,6 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
 
 
 def _load_model(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Family, nn.Module, Schedule]:
-    """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
     source = open_model_config(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.

@@ -216,7 +216,6 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
 
 
 def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
-    """Yield what is wrong in a run."""
     if run.status.get("state") == "failed":
         yield Finding(level="error", title=f"{of}the run failed", detail=str(run.status.get("reason") or ""), anchor="runs")
     if skipped := int(sum(run.values("skipped_steps"))):
@@ -247,7 +246,6 @@ def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
 
 
 def _summary(run: ReportedRun) -> dict[str, str]:
-    """Return a run in a few numbers, as text."""
     named = ("loss", "val_loss", "val_zero_loss", "samples_per_s", "data_wait_fraction", "peak_memory_mib")
     training, validation, zero, rates, waits, memory = map(run.values, named)
     return {
@@ -271,13 +269,11 @@ def _line(name: str, run: ReportedRun, field: str, colour: int, *, is_dashed: bo
 
 
 def _charts(runs: Sequence[ReportedRun], fields: Mapping[str, str]) -> dict[str, str]:
-    """Return a chart of each value of the windows by its title, but for those that no run has."""
     drawn = {title: [_line(run.name, run, field, n) for n, run in enumerate(runs)] for field, title in fields.items()}
     return {title: lines(found, title, "optimizer steps") for title, found in drawn.items() if any(line.xs for line in found)}
 
 
 def _by_timestep(run: ReportedRun) -> str:
-    """Return a chart of a run's validations by timestep."""
     found = []
     for colour, line in enumerate(spread([line for line in run.lines if line.get("val_loss_per_timestep")], VALIDATIONS)):
         losses = sorted((int(step), loss) for step, loss in line["val_loss_per_timestep"].items() if is_number(loss))

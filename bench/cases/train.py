@@ -43,7 +43,6 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
 
 
 def _trainer(asked: TrainConfig, progress: ProgressLine | None = None) -> Run:
-    """Return the trainer of a run on one rank."""
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.run import Run
 

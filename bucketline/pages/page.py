@@ -187,7 +187,6 @@ def refuse_page(page: Path, folders: Iterable[tuple[str, Path]] = ()) -> None:
 
 
 def _is_ours(page: Path) -> bool:
-    """Return True if a file is a page that a command of this package wrote."""
     try:
         return not page.is_symlink() and _GENERATOR in read_regular(page, 1024)
     except OSError:

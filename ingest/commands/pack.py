@@ -110,7 +110,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             return exit_code_of(stop)
 
     def _run(self) -> int:
-        """Pack, or compare, the source or those of a data set file."""
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         if is_dataset_file(self.source):
@@ -160,7 +159,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             print(f"{name}from the store: {printable(rules)}")
 
     def _dry_run(self) -> int:
-        """Compare the source, or those of a data set file, with the store."""
         if torchrun_ranks()["rank"]:
             return 0  # one process says it for all
         os.environ["HF_HUB_OFFLINE"] = "1"  # a download would write to the hub's cache; read when huggingface_hub is imported
@@ -178,7 +176,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         return 0
 
     def _run_each(self) -> int:
-        """Pack the sources of a data set file."""
         from bucketline.ingest.dataset import pack_dataset
 
         def on_result(entry: DatasetEntry, own: PackConfig, summary: PackResult) -> None:
@@ -339,7 +336,6 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 
 
 def _print_sample_changes(summary: SampleChanges, config: PackConfig) -> None:
-    """Print what happens, or would happen, to rows whose images are rejected, unreadable or missing."""
     would = "would be " if config.dry_run else ""
     if summary.not_pruned:
         print(f"  not pruned: {printable(summary.not_pruned)}")
@@ -364,7 +360,6 @@ def _print_gone(count: int, first: list[str], *, is_pruning: bool) -> None:
 
 
 def _print_ids(*counts: tuple[str, int, list[str]]) -> None:
-    """Print each description with its count and its first ids, if there are any."""
     for what, count, named in counts:
         if count:
             print(f"  {what}: {counted(count, 'sample')}")

@@ -420,7 +420,6 @@ def _refuse_unusual(model: ModelFolder, found: str, name: str) -> None:
 
 
 def _by_parts(model: ModelFolder) -> type[Family] | None:
-    """Return the family of a model without an index: by its denoiser, else by its text encoders."""
     transformer, unet = model.config("transformer"), model.config("unet")
     denoiser = (unet if transformer is None else transformer) or {}
     folder = "unet" if transformer is None else "transformer"

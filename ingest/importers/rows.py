@@ -177,7 +177,6 @@ def _flipped(cached: Cached) -> Tensor:
 
 
 def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int], tuple[int, int], Box, Box]:
-    """Return the original size, the resized size, the crop in the resized image and in the original."""
     original = found.original or found.resized
     if original is not None and not all(original):
         raise damaged(f"its original size is {original[0]}x{original[1]} px")

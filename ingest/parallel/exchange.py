@@ -239,7 +239,6 @@ class Exchange:
 
 
 def _is_held(fd: int) -> bool:
-    """Return whether a process holds the lock of an open file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -325,7 +325,6 @@ def _content(path: Path, tables: Collection[str]) -> dict[str, Any]:
 
 
 def _settings(path: Path, table: str, values: object, declared: type) -> dict[str, Any]:
-    """Return the options that a table of the file has, of their types."""
     if not isinstance(values, dict):
         raise SourceError(f"{path}: {table} is {values!r:.60}, expected a table [{table}]")
     names = [field.name for field in fields(declared)]

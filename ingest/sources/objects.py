@@ -289,7 +289,6 @@ class ObjectSource(Source):
 
     @contextmanager
     def _table(self, name: str) -> Iterator[Path]:
-        """Get a table into a temporary folder; yield its path."""
         with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / posixpath.basename(name)
             with of_source(name):

@@ -82,7 +82,6 @@ def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, ten
 
 
 def _begins_with(found: NDArray[np.uint8], own: bytes) -> bool:
-    """Return whether bytes are a caption's own and then zeros."""
     return found[: len(own)].tobytes() == own and not np.any(found[len(own) :])
 
 
@@ -289,7 +288,6 @@ class BatchBuilder:
         return isinstance(error, CorruptError) or not LineTable.needed_for(self._store.shards)
 
     def _named(self, batch: PendingBatch, error: StoreError) -> StoreError:
-        """Return an error that also names the step, the bucket and the sample."""
         # a checksum error already names its sample
         read = partial(self._read_row, batch)
         is_named = "sample '" in str(error) or not self._may_name(error)

@@ -205,7 +205,6 @@ def _retiring(before: Manifest, after: Manifest) -> Manifest:
 
 
 def _next(place: ObjectFolder, before: Manifest, after: Manifest) -> Manifest:
-    """Return the generation after `before` that has the contents of `after`."""
     gone = _retiring(before, after).retired
     there = {shard_of(file.name) for file in place.names("shards")} if gone else set[str]()
     try:

@@ -246,7 +246,6 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
 
 
 def _print_samples(report: dict[str, Any], place: str) -> None:
-    """Print how many samples there are, and which are not published or withdrawn."""
     disk, payload = report["disk_bytes"], report["payload_bytes"]
     share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
     shards = counted(report["shards"], "shard")

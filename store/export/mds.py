@@ -131,7 +131,6 @@ class _Stream:
         self._lengths.append(len(sample))
 
     def _finish(self) -> None:
-        """Write the shard of the samples so far."""
         count = len(self._lengths)
         offsets = list(accumulate(self._lengths, initial=self._head_bytes(count)))
         name = f"shard.{len(self._entries):05d}.mds"

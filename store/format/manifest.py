@@ -425,7 +425,6 @@ def newest_intact(store: Path) -> Path | None:
 
 
 def _advice(store: Path) -> str:
-    """Return how to fix a damaged or missing manifest."""
     found = newest_intact(store)
     return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is intact"
 

@@ -153,7 +153,6 @@ class FolderCheck:
 
 
 def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
-    """Return the files that a generation lists, by name."""
     return {path.as_posix(): expected for entry in manifest.shards for path, expected in files_of(Path(), entry)}
 
 

@@ -313,7 +313,6 @@ class LineFetcher:
                     self._forget(line)
 
     def _forget(self, line: HeldLine) -> None:
-        """Drop a record that nobody holds."""
         if line.state is State.READY and not self._is_closed:
             line.shard.last_use[line.number] = self._cache.room.tick()  # batches that overlap may have held it for long
             line.shard.locks.unlock(line.shard.lock_of(line.number))

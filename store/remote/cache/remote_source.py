@@ -101,7 +101,6 @@ class RemoteFiles:
             )
 
     def _fetch_all(self, absent: Files, end: float) -> None:
-        """Fetch files, all of them at the same time."""
         # in threads, so that a request which stalls ends no later than the deadline for whoever waits here
         is_over = threading.Event()
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
@@ -224,7 +223,6 @@ class RemoteFiles:
 
 
 def _name(path: Path) -> str:
-    """Return the name of a file's object."""
     return f"shards/{path.name}"
 
 
