@@ -32,12 +32,10 @@ class Ran:
 
     @property
     def json(self) -> dict[str, Any]:
-        """Parse stdout, which must be one JSON object and nothing else."""
         found: dict[str, Any] = json.loads(self.out)
         return found
 
     def done(self) -> Ran:
-        """Return this, of a command that had to succeed."""
         assert self.code == 0, self.err
         return self
 
@@ -50,14 +48,12 @@ class Ran:
 
 
 def call(command: str, *args: object) -> Ran:
-    """Call a console command's `main` in this process."""
     import importlib
 
     return called(importlib.import_module(f"bucketline.{command}.cli").main, *args)
 
 
 def called(main: Callable[[list[str]], Any], *args: object) -> Ran:
-    """Call a `main` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -68,7 +64,6 @@ def called(main: Callable[[list[str]], Any], *args: object) -> Ran:
 
 
 def spawn(arguments: Sequence[object], **environment: str) -> Ran:
-    """Run a program to its end."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [str(argument) for argument in arguments],

@@ -248,11 +248,9 @@ class Form:
         ]
 
     def caption(self, text: str) -> dict[str, Any]:
-        """Return a caption's mapping as it is given: its embedding, and its entry of each group of captions."""
         return {**self.embed(text), **{name: entry_of(name, self.groups[name], text) for name in self.groups_of("captions")}}
 
     def entries(self, sample: Sample) -> dict[str, Arrays | None]:
-        """Return a sample's entry of each group of rows."""
         return {name: row_entry(name, self.groups[name], sample.id) for name in self.groups_of("rows")}
 
     def writer(self, path: Path, **more: Any) -> StoreWriter:
@@ -377,13 +375,11 @@ def by_id(store: Store) -> dict[str, Held]:
 
 
 def ids_of(place: Store | Path) -> list[str]:
-    """Return the ids of all live rows, in order, bucket by bucket."""
     store = place if isinstance(place, Store) else Store.open(place)
     return [name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))]
 
 
 def faults(place: Store | Path) -> tuple[Fault, ...]:
-    """Return what `verify` finds damaged."""
     return verify(place if isinstance(place, Store) else Store.open(place), lambda _: None, 1).corrupt
 
 
@@ -416,7 +412,6 @@ def _rows(store: Store, name: str) -> list[Held]:
 
 
 def images(dtype: str = "F16", encoders: Mapping[str, Any] = ENCODERS) -> Form:
-    """Return the form of a store of images' latents."""
     return Form(columns=(LatentColumn(channels=2, dtype=dtype),), encoders=encoders)
 
 
@@ -487,7 +482,6 @@ def open_writer(store: Path, name: str) -> ShardWriter:
 
 
 def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
-    """Put one sample into a shard that is being written."""
     for text in sample.captions:
         writer.add_caption({TEXT_GROUP: caption_of(text)})
     writer.add(
@@ -499,7 +493,6 @@ def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
 
 
 def write_shard(store: Path, name: str, samples: Iterable[Sample], *, commit_every: int = 7, dtype: str = "F16") -> None:
-    """Write and seal a shard of that name, which nobody publishes."""
     writer = open_writer(store, name)
     for n, sample in enumerate(samples, 1):
         add(writer, sample, dtype)
@@ -545,14 +538,12 @@ def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Edit a JSON file by hand, its digest left as it was."""
     document = json.loads(path.read_text(encoding="ascii"))
     document.update(changes)
     path.write_text(json.dumps(document), encoding="ascii")
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Flip one bit of a file in place."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)

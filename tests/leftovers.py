@@ -16,7 +16,6 @@ SHARED = re.compile(r"/dev/shm/(?!bucketline-tests|\S*/shards/)")  # but for sto
 
 
 def held() -> dict[str, Counter[object]]:
-    """Return what this process holds now, a count for each thing."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {
@@ -34,7 +33,6 @@ def left_since(before: dict[str, Counter[object]]) -> dict[str, list[object]]:
 
 
 def children() -> set[str]:
-    """Return the process ids of this process's children."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since it was listed

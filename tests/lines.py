@@ -103,14 +103,12 @@ def count() -> list[Lines]:
 
 
 def budgeted(found: list[Lines]) -> dict[str, int]:
-    """Return the lines of what has a budget, by its name."""
     totals = {one.package: one.total for one in found}
     cores = {one.package: one.core for one in found}
     return {**totals, TRAINER: cores["train"], "product": sum(totals[package] for package in PRODUCT)}
 
 
 def main() -> int:
-    """Print one line for each package and each budget; return 1 if one is exceeded."""
     found = count()
     print(f"{'lines':<11}{'all':>7}{'core':>7}  rooms")
     for one in found:

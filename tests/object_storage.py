@@ -58,7 +58,6 @@ class _Atomic:
 
 @contextmanager
 def s3_on_loopback() -> Iterator[str]:
-    """Yield the address of a server that keeps buckets in memory."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
@@ -87,5 +86,4 @@ def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 
 def in_memory() -> ObjectFolder:
-    """Return an empty folder in this process's memory."""
     return ObjectFolder.open(f"memory://{uuid.uuid4().hex}/a.store")

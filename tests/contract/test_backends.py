@@ -109,7 +109,6 @@ def state_of(loader: Loader) -> dict[str, Any]:
 
 
 def expected_of(stores: Any, config: LoaderConfig, **options: Any) -> list[tuple[Any, ...]]:
-    """Return the batches of a loader in this process, on a disk."""
     with Loader(stores, config, **options) as loader:
         return [values(batch) for batch in loader.forever()]
 

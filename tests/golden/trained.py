@@ -94,7 +94,6 @@ class Made:
         return self.root / "tiny.store"
 
     def arguments(self, run: str, *more: object) -> list[object]:
-        """Return the words of a training run; of an option given twice, the last value counts."""
         chosen: dict[str, list[object]] = {}
         name = ""
         for word in (*OPTIONS, *STORED.get(self.form, ((), ()))[1], *more):

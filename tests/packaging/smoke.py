@@ -120,7 +120,6 @@ def write_model(folder: Path) -> None:
 
 
 def write_images(folder: Path) -> None:
-    """Write 12 captioned images of two shapes, and a Parquet table that names four of them."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -178,7 +177,6 @@ def scan_sources(photos: Path, folder: Path) -> None:
 
 
 def load(store: Path) -> int:
-    """Read one epoch with checksums; return the number of rows."""
     import torch
 
     from bucketline.loader import Loader, LoaderConfig
@@ -228,7 +226,6 @@ def refuse_without_extras(folder: Path) -> None:
 
 
 def main() -> None:
-    """Try everything in order, printing a line for each step."""
     import bucketline
 
     folder = Path(sys.argv[1])

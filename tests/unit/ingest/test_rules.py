@@ -36,7 +36,6 @@ def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], bytes]]:
 
 
 def write_tars(source: Path, folder: Path) -> str:
-    """Write a folder's images into two tars, as the webdataset package does; give their pattern."""
     folder.mkdir()
     for name in "ab":
         with webdataset.TarWriter(str(folder / f"{name}.tar"), encoder=False) as writer:

@@ -252,7 +252,6 @@ def peek(store: Store, sample_id: str, model: Path, png: Path, *more: object) ->
 
 
 def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
-    """Decode a stored latent by diffusers itself."""
     from diffusers import AutoencoderKL
 
     record = store.sample(sample_id)[1]

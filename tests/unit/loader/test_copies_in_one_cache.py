@@ -31,7 +31,6 @@ def samples(prefix: str, version: int = 0) -> list[Sample]:
 
 
 def pushed(store: Path, name: str) -> str:
-    """Push a store to a folder of that name next to it, and return the URL."""
     target = store.parent / "buckets" / name
     target.mkdir(parents=True, exist_ok=True)
     push(store, ObjectFolder.open(f"file://{target}"))

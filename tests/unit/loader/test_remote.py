@@ -52,14 +52,12 @@ def small_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[1, 3])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store of two shards of many lines, of either version."""
     if request.param == 1:
         return make_store(tmp_path / "a.store", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
     return ANY.make_store(tmp_path / "a.store", ANY.samples(ROWS, prefix="a/"), ANY.samples(ROWS, prefix="b/"))
 
 
 def pushed(store: Store) -> str:
-    """Push a store to a folder next to it, and return the URL."""
     target = store.path.parent / "bucket" / store.path.name
     target.mkdir(parents=True, exist_ok=True)
     push(store.path, ObjectFolder.open(f"file://{target}"))
@@ -71,8 +69,6 @@ def opened(url: str, cache: Path, **options: Any) -> Store:
 
 
 def bits(batches: Sequence[Batch]) -> list[dict[str, object]]:
-    """Return every value of some batches."""
-
     def own(value: object) -> object:
         if isinstance(value, torch.Tensor):
             return value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

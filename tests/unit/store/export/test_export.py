@@ -76,7 +76,6 @@ def assert_is_sample(file: dict[str, Any], sample: Sample) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[Store, list[Sample]]:
-    """A store of two shards with odd ids and a dropped row, and the samples that are live in it."""
     odd = [make_sample(sample_id, "val/64x96", ("a \udcfe barn", "snow")[: n % 3]) for n, sample_id in enumerate(ODD)]
     first, second = samples_of({"train/64x64": 11, "train/96x64": 4}), [*odd, *samples_of({"train/64x64": 5}, "b/")]
     store = make_store(tmp_path / "in" / "s", first, second)

@@ -97,7 +97,6 @@ def test_the_short_form_stores_a_row_of_exactly_its_buckets_size(tmp_path: Path)
 
 
 def killed(path: Path, form: Form, samples: list[Sample], shard_bytes: int, moment: str) -> int:
-    """Write and be killed; return how many samples had been committed."""
     committed = path.with_name("committed")
 
     def write() -> None:

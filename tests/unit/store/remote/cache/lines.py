@@ -71,7 +71,6 @@ class Opened:
         return states
 
     def read(self, *numbers: int) -> None:
-        """Fetch lines, compare their bytes in the file, and release them."""
         held = self.fetcher.hold([(self.shard, number) for number in numbers], 0)
         try:
             assert self.fetcher.wait(held)
