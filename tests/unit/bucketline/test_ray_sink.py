@@ -19,12 +19,10 @@ from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter,
 from bucketline.store.format.block import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer import PendingNotes, pending_shards
-from bucketline.store.verify.verify import verify
 from tests.kit import Held, everything
 from tests.leftovers import wait_until
-from tests.object_storage import in_memory
+from tests.object_storage import in_memory, pulled
 
 CONTENTS: dict[str, Any] = {
     "columns": [
@@ -144,13 +142,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
 
 def sink_at(place: ObjectFolder, **more: Any) -> StoreSink:
     return StoreSink(place.url, **CONTENTS, **more)
-
-
-def pulled(place: ObjectFolder, path: Path) -> Store:
-    pull(place, path)
-    store = Store.open(path)
-    assert not verify(store, lambda _: None, 1).corrupt
-    return store
 
 
 def test_a_url_gets_what_a_folder_would_shards_first_and_one_generation_at_the_end(place: ObjectFolder, tmp_path: Path) -> None:
