@@ -80,11 +80,7 @@ class Lines(NamedTuple):
 
 
 def lines_in(path: Path) -> int:
-    """Return the lines of a Python file, or of all below a folder; links, as those in `bucketline/`, are not followed.
-
-    Raises:
-        ValueError: if there is no line.
-    """
+    """Return the lines of a Python file, or of all below a folder; links, as those in `bucketline/`, are not followed."""
     files = [path] if path.is_file() else path.rglob("*.py")
     if not (found := sum(file.read_bytes().count(b"\n") for file in files)):
         raise ValueError(f"{path} has no line of Python; correct ROOMS in tests/lines.py")

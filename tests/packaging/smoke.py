@@ -70,11 +70,7 @@ SCHEDULER = {
 
 
 def run(*arguments: object) -> str:
-    """Run a command, and return its stdout.
-
-    Raises:
-        SystemExit: if it fails, with all that it printed.
-    """
+    """Run a command, and return its stdout."""
     command = [str(argument) for argument in arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -155,11 +151,7 @@ def scan_others(folder: Path) -> str:
 
 
 def scan_sources(photos: Path, folder: Path) -> None:
-    """Scan the first four images as a saved dataset and as a tar.
-
-    Raises:
-        SystemExit: if one of the two is not four images.
-    """
+    """Scan the first four images as a saved dataset and as a tar."""
     import tarfile
 
     import datasets
@@ -199,11 +191,7 @@ def write_rows(store: Path) -> None:
 
 
 def refuse_without_extras(folder: Path) -> None:
-    """Expect each command that needs an extra to say so in one line, and to exit with 2.
-
-    Raises:
-        SystemExit: if one does not.
-    """
+    """Expect each command that needs an extra to say so in one line, and to exit with 2."""
     photos = folder / "photos"
     photos.mkdir()
     (photos / "a.png").write_bytes(b"no image")
