@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from bucketline.command_line import per_second
 from bucketline.errors import AccountError
 from bucketline.ingest.images.crop import CropLoss
 
@@ -125,6 +126,12 @@ def as_line(sample_id: str) -> bytes:
 def by_reason(account: RunSummary) -> dict[str, int]:
     """Count the rejects by reason, most frequent first."""
     return dict(Counter(reject.reason for reject in account.rejects).most_common())
+
+
+def took(number: int, seconds: float, noun: str) -> str:
+    """Return how long a run took, with its rate if it took a second or more."""
+    rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
+    return f"in {seconds:.1f} s{rate}"
 
 
 def plus_withdrawn(count: int) -> str:

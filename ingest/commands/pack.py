@@ -12,7 +12,6 @@ from bucketline.command_line import (
     counted,
     human_bytes,
     one_line,
-    per_second,
     print_json,
     print_json_line,
     printable,
@@ -24,7 +23,7 @@ from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.held_out import HeldOut, SplitBy
 from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
+from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn, took
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -52,12 +51,6 @@ def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[s
         print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
     for note in notes:
         print(f"  note: {one_line(note)}")
-
-
-def took(number: int, seconds: float, noun: str) -> str:
-    """Return how long a run took, with its rate if it took a second or more."""
-    rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
-    return f"in {seconds:.1f} s{rate}"
 
 
 def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:

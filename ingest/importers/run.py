@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted, human_bytes, one_line, printable
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.ingest.commands.pack import took
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
@@ -32,6 +31,7 @@ from bucketline.ingest.summary import (
     plus_withdrawn,
     print_withdrawn,
     rejects_as_lines,
+    took,
 )
 from bucketline.store import StoreWriter
 from bucketline.store.commands.look import bar_of_bytes, shown
