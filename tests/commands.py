@@ -40,7 +40,6 @@ class Ran:
         return self
 
     def fails(self, *words: str, code: int = 1) -> Ran:
-        """Return this, of a command that had to fail with these words."""
         assert self.code == code, self.err
         for one in words:
             assert one in self.err
@@ -77,7 +76,6 @@ def spawn(arguments: Sequence[object], **environment: str) -> Ran:
 
 
 def torchrun(processes: int, *arguments: object) -> Ran:
-    """Run a module or script in several processes on this machine, on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
     return spawn([*launcher, *arguments])
 

@@ -305,7 +305,6 @@ class Form:
         return b"".join(own[name].tobytes() for name in sorted(own))
 
     def held(self, sample: Sample) -> Held:
-        """Return what a store must give of a sample."""
         texts = sample.captions or ("",)
         entries = {name: [packed(entry)] for name, entry in self.entries(sample).items()}
         for name in self.groups_of("captions"):
@@ -314,7 +313,6 @@ class Form:
         return Held(record=sample.record, columns=self.stored(sample), captions=captions, entries=entries)
 
     def is_sample(self, held: Held, sample: Sample) -> bool:
-        """Return whether what a store holds is what was put in, to the last bit."""
         expected = self.held(sample)
         own = {name: value for name, value in held.columns.items() if name in expected.columns}
         return replace(held, columns=own) == expected
@@ -368,7 +366,6 @@ def everything(store: Store) -> dict[str, list[Held]]:
 
 
 def by_id(store: Store) -> dict[str, Held]:
-    """Return all live rows by their samples' ids, each of which is there once."""
     found = [held for rows in everything(store).values() for held in rows]
     assert len({held.record.id for held in found}) == len(found)
     return {held.record.id: held for held in found}
@@ -532,7 +529,6 @@ def replace_file(store: Path, kind: str, data: bytes) -> None:
 
 
 def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:
-    """Read a file's bytes with only the safetensors package: name → dtype, shape, data."""
     deserialize: Any = safetensors.deserialize
     return dict(deserialize(data))
 
@@ -550,14 +546,12 @@ def flip_bit(path: Path, bit: int) -> None:
 
 
 def place_of(store: Store, bucket_name: str, row: int, column: str = "latent") -> tuple[Path, int]:
-    """Return the file that has a row's column, and at which byte."""
     bucket = store.bucket(bucket_name)
     located = bucket.locate(np.array([row]))
     return store.shards[int(located.shard[0])].paths.lmdb, int(located.offsets(bucket.spec, column)[0])
 
 
 def flip_row(store: Store | Path, bucket_name: str, row: int, column: str = "latent") -> str:
-    """Flip a bit of a row's column; return the id of its sample."""
     store = store if isinstance(store, Store) else Store.open(store)
     (sample_id,) = store.bucket(bucket_name).sample_ids(np.array([row]))
     path, at = place_of(store, bucket_name, row, column)

@@ -57,7 +57,6 @@ def matrix_profile(colourants: NDArray[np.float64], gamma: float) -> bytes:
 
 
 def tagged_profile(primaries: int, transfer: int) -> bytes:
-    """Make an RGB display's profile with code points (ICC.1:2022, 9.2.17)."""
     tags = {name: _gamma(2.2) for name in (b"rTRC", b"gTRC", b"bTRC")}
     tags |= {name: _xyz(SRGB[:, n].tolist()) for n, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
     return _profile(b"mntr", b"RGB ", b"XYZ ", {**tags, b"cicp": b"cicp" + bytes([0, 0, 0, 0, primaries, transfer, 0, 1])})

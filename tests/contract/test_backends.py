@@ -102,7 +102,6 @@ def values(batch: Batch) -> tuple[Any, ...]:
 
 
 def state_of(loader: Loader) -> dict[str, Any]:
-    """Return a loader's state, but for where it reads its stores."""
     state: dict[str, Any] = loader.state_dict()
     return {**state, "stores": [{**one, "path": ""} for one in state["stores"]]}
 

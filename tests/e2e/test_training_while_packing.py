@@ -135,7 +135,6 @@ def checkpoints(asked: TrainConfig) -> list[int]:
 
 
 def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks) -> list[tuple[int, tuple[int, ...]]]:
-    """Wait until a checkpoint has taken up so many generations; return its schedule."""
     until(lambda: len(schedule(asked)) >= number or not all(Path(f"/proc/{pid}").exists() for pid in running.pids))
     found = schedule(asked)
     assert len(found) >= number, running.wait().err

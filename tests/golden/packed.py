@@ -46,7 +46,6 @@ LOADED: tuple[dict[str, Any], ...] = (
 
 
 def packed(work: Path) -> dict[str, Any]:
-    """Return what each pack gave, by name; of one that failed, how."""
     work.mkdir(parents=True)
     forked(lambda: _write(work), work / "log")
     found: dict[str, Any] = {}

@@ -79,7 +79,6 @@ def _orders(stores: Any, order: dict[str, Any], world: int) -> Any:
 
 
 def _epoch(loader: Loader) -> Any:
-    """Return an epoch: its first batches as they are, and a digest of all."""
     batches = [_batch(loader, batch) for batch in loader]
     return {"batches": len(batches), "first": batches[:2], "all": of_bytes(*(line.encode() for line in batches))}
 

@@ -184,7 +184,6 @@ def _run(made: Made, name: str, ranks: Sequence[int], *more: object, is_exported
 
 
 def _weights(made: Made, run: Path, *, has_average: bool) -> dict[str, Any]:
-    """Return digests of the weights that a run's last checkpoint has, averaged and not."""
     chosen: dict[str, tuple[str, ...]] = {"average": (), "last": ("--last",)} if has_average else {"last": ("--last",)}
     out = made.root / "exported"
     shutil.rmtree(out, ignore_errors=True)

@@ -53,7 +53,6 @@ def environment(folder: Path, installed: list[str]) -> Path:
 
 
 def revealed(output: str) -> list[str]:
-    """Return the last part of each type that a checker has revealed."""
     return [re.sub(r"\[.*|\s*\|.*|^.*\.", "", found) for found in _REVEALED.findall(output)]
 
 

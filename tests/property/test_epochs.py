@@ -150,7 +150,6 @@ class Place:
         return found, self.to(begun.epoch, begun.at + len(found), is_begun=True)
 
     def read_on(self, count: int) -> tuple[list[Micro], Place]:
-        """Return so many batches of `forever`."""
         found: list[Micro] = []
         now = self
         while len(found) < count:
@@ -164,7 +163,6 @@ class Place:
         return found, now
 
     def resumed(self) -> Place:
-        """Return where a loader is that has loaded the state of this one."""
         return self.to(self.following) if self.is_done else self.to(self.epoch, self.at)
 
 

@@ -36,7 +36,6 @@ CONTENTS: dict[str, Any] = {
 
 
 def arguments(number: int) -> tuple[Any, ...]:
-    """Return what `StoreWriter.add` is given of a sample."""
     draw = np.random.default_rng(number)
     columns = {
         "target": draw.standard_normal((2, 5 + number % 2)).astype(np.float16),
@@ -57,7 +56,6 @@ def _of_rows(columns: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def copy_of(sink: StoreSink) -> StoreSink:
-    """Return the sink as a task gets it."""
     copy = pickle.loads(pickle.dumps(sink))
     assert isinstance(copy, StoreSink)
     return copy
@@ -89,7 +87,6 @@ def compare(store: Store, expected: Store) -> None:
 
 
 def written(path: Path, *numbers: int) -> Store:
-    """Return the store that a `StoreWriter` makes of the samples."""
     with StoreWriter(path, **CONTENTS) as writer:
         for number in numbers:
             writer.add(*arguments(number))
@@ -135,7 +132,6 @@ def test_a_row_that_was_not_made_by_sample_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """A URL without a store."""
     monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
     return ObjectFolder.open(f"file://{tmp_path / 'bucket'}")
 

@@ -30,7 +30,6 @@ def counts(report: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], bytes]]:
-    """Return every sample's bucket, captions and latent, by its id."""
     found = by_id(Store.open(store))
     return {name: (held.record.bucket, held.record.captions, held.columns["latent"]) for name, held in found.items()}
 

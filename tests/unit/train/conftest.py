@@ -32,7 +32,6 @@ def folder(ready: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    """A family's model folder, and a store that `ingest` packed with it; each once."""
     with once(tmp_path_factory, f"{request.param} packed") as (folder, is_first):
         made = Packed(family=request.param, model=folder / request.param, store=folder / f"{request.param}.store")
         if is_first:

@@ -17,7 +17,6 @@ from bucketline.train.parallel import TrainRanks
 
 
 def forked(body: Callable[[TrainRanks], None], ranks: TrainRanks) -> int:
-    """Run `body` in a forked process; return its id."""
     pid = os.fork()
     if pid:
         return pid

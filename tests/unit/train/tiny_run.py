@@ -244,7 +244,6 @@ def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:
 
 
 def losses(run: Path) -> list[tuple[object, ...]]:
-    """Return what must agree between two runs, of every line of their metrics."""
     from bucketline.train.log import read_metrics
 
     names = ("step", "loss", "grad_norm", "lr", "samples", "buckets", "val_loss", "val_loss_per_timestep")

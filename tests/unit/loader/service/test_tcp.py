@@ -53,7 +53,6 @@ def served(store: Store, context: ssl.SSLContext | None = None) -> Iterator[Serv
 
 
 def of_service() -> list[threading.Thread]:
-    """Return the threads for clients of services in this process."""
     return [one for one in threading.enumerate() if one.name == "bucketline-client"]
 
 

@@ -377,7 +377,6 @@ def test_what_is_exported_to_mds_and_imported_again_is_the_same(
 
 
 def mds_samples(folder: Path) -> dict[str, dict[str, bytes]]:
-    """Return the columns of each sample by its key, read as the shards' own descriptions say."""
     found = {}
     for bucket in sorted((folder / "train").iterdir()):
         (shard,) = json.loads((bucket / "index.json").read_text(encoding="utf-8"))["shards"]

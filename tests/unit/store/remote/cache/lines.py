@@ -23,7 +23,6 @@ SHARD_ID = "0123456789abcdef" * 2
 
 @cache
 def contents() -> bytes:
-    """Return the bytes of the shard's file; the last line is shorter."""
     return np.random.default_rng(0).bytes(NUM_BYTES)
 
 
