@@ -247,7 +247,6 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
 
 
 def told(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    """Pack, and say what people are told."""
     return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
 
 
