@@ -31,7 +31,6 @@ class Run(NamedTuple):
 
     @property
     def case(self) -> type[Case]:
-        """Import the case."""
         module, _, name = self.place.partition(":")
         found: type[Case] = getattr(importlib.import_module(f"bucketline.bench.cases.{module}"), name)
         return found

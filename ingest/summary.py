@@ -52,7 +52,6 @@ class RunSummary:
     on_shared_cores: bool = False  # the encoders ran on the CPU
 
     def count_packed(self, sample_id: str, captions: Sequence[str], placed: Placement, bucket: str, max_captions: int) -> None:
-        """Count an image that is packed, or would be."""
         self.packed += 1
         self.without_caption += not captions
         self.enlarged += placed.enlarged
@@ -104,7 +103,6 @@ def check_identity(found: int, account: RunSummary) -> None:
 
 
 def rejects_as_lines(account: RunSummary) -> bytes:
-    """Return the content of `rejects.jsonl`."""
     lines = (json.dumps({"id": r.id, "reason": r.reason, "detail": r.detail}) + "\n" for r in account.rejects)
     return "".join(lines).encode("ascii")
 

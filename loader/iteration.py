@@ -67,7 +67,6 @@ class LoaderState:
 
     @property
     def generations(self) -> tuple[int, ...]:
-        """Return the generation of each store."""
         return tuple(one.generation for one in self.stores)
 
 
@@ -87,7 +86,6 @@ def global_batch_of(plan: Plan) -> int | str:
 
 
 def parse_state(saved: Mapping[str, object]) -> LoaderState:
-    """Return a saved state."""
     if not isinstance(saved, Mapping):
         raise StateError(
             f"the saved loader state is {saved!r:.100} of type {type(saved).__name__}, expected a dict: give what state_dict() "

@@ -319,7 +319,6 @@ class WorkerPool:
             yield message
 
     def _ended(self, worker: _Worker) -> RankError:
-        """Return the error for a worker that has ended by itself."""
         worker.process.join(5)
         code = worker.process.exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
@@ -535,7 +534,6 @@ def _checked_workers(workers: int | None) -> int:
 
 
 def _identified(items: Iterable[Any] | Mapping[str, Any], ids: Callable[[Any], str | Sequence[str]] | None) -> Iterator[Task]:
-    """Yield the items with their samples' ids."""
     given: object = items
     if isinstance(given, str | bytes | PurePath) or not isinstance(given, Iterable):
         raise UsageError(

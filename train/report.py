@@ -109,7 +109,6 @@ class ReportedRun:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The options."""
         return self.document.get("config", {})  # type: ignore[no-any-return]
 
     @property
@@ -123,7 +122,6 @@ class ReportedRun:
 
     @property
     def buckets(self) -> Counter[str]:
-        """The number of steps by bucket."""
         total: Counter[str] = Counter()
         for line in self.lines:
             total.update(line.get("buckets", {}))
@@ -175,7 +173,6 @@ def _parsed(data: bytes, otherwise: _T) -> _T:
 
 
 def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
-    """Return the page about runs, and its findings."""
     is_one = len(runs) == 1
     findings = [finding for run in runs for finding in _findings(run, "" if is_one else f"{run.name}: ")]
     summaries = [_summary(run) for run in runs]

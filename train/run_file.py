@@ -36,7 +36,6 @@ _INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
 
 
 def preset_names() -> list[str]:
-    """Return the names of the presets that come with the package."""
     return sorted(path.stem for path in _PRESETS.glob(f"*{_SUFFIX}"))
 
 

@@ -103,7 +103,6 @@ WeightLayout = WholeModel | Adapters
 
 
 def average_folder(weights: WeightLayout) -> str:
-    """Return the folder of the moving average in a checkpoint."""
     return weights.folder + AVERAGE_SUFFIX
 
 

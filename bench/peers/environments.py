@@ -50,7 +50,6 @@ class Failure:
 
 
 def own_environment() -> Environment:
-    """Return the environment of this process."""
     return Environment(name="", python=Path(sys.executable), ours=None, versions={})
 
 

@@ -57,7 +57,6 @@ _AHEAD_BYTES = 256 << 20
 
 
 def import_cache(config: ImportConfig) -> ImportResult:
-    """Import a cache into a store."""
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     started, target = time.monotonic(), target_of(config)
     model = None if config.model is None else open_model(config.model, config.model_config)
@@ -276,7 +275,6 @@ class ImportResult:
 
 
 def print_import(result: ImportResult, config: ImportConfig) -> None:
-    """Print the summary for people."""
     is_dry = result.dry_run
     sums = (
         f"{result.imported} {'to import' if is_dry else 'imported'} + {result.unchanged} unchanged + {result.rejected} rejected"

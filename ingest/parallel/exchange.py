@@ -361,7 +361,6 @@ def pack_items(items: Sequence[SourceItem]) -> bytes:
 
 
 def unpack_items(part: bytes) -> list[SourceItem]:
-    """Return the items that `pack_items` has serialised."""
     return [
         SourceItem(
             id=sample_id,

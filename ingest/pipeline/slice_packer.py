@@ -260,7 +260,6 @@ class SlicePacker:
 
     @property
     def sealed(self) -> list[str]:
-        """Names of the sealed shards."""
         return self._writer.sealed
 
     @property

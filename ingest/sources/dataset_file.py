@@ -205,7 +205,6 @@ class DatasetEntry:
 
     @property
     def store_name(self) -> str:
-        """Name of its store's folder."""
         assert self.name is not None, self.path
         return f"{self.name}.store"
 
@@ -357,7 +356,6 @@ def _as_text(name: str, value: object) -> object:
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
-    """Yield each entry with its place for messages."""
     tables = _content(path, _TABLES).get(_SOURCE)
     if not isinstance(tables, list) or not tables:
         found = "missing" if not tables else repr(tables)[:60]

@@ -108,7 +108,6 @@ def of_one_image() -> Iterator[None]:
 
 
 def refuse_overlapping_urls(source: str, store: str) -> None:
-    """Check that the URLs of a source and a store are disjoint."""
     one, other = parse_url(source), parse_url(store)
     if (one.kind, one.host) != (other.kind, other.host):
         return
@@ -375,7 +374,6 @@ class CaptionObjects(CaptionFiles):
     _coming: dict[str, Future[bytes]] = field(default_factory=dict)
 
     def find_all(self, images: Iterable[str]) -> Iterator[tuple[Captions, str | None]]:
-        """Yield what `find` returns for each image, in order."""
         waiting: deque[str] = deque()
         for image in images:
             waiting.append(image)

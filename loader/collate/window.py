@@ -56,7 +56,6 @@ class PendingBatch:
     lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
 
     def release(self) -> None:
-        """Release its lines."""
         lines, self.lines = self.lines, []
         for held in lines:
             held.release()

@@ -122,7 +122,6 @@ class FrameClient(Client):
             self.shut()
 
     def counted(self) -> Counter[str]:
-        """Return the counts so far."""
         if (stream := self._stream) is not None:
             stream.note_queue(queue := Stats())
             self.counts["waits"] = queue.waits

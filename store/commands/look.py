@@ -80,7 +80,6 @@ class ChangingArguments(StorageArguments):
     """Options of commands that write a store, or read all of it."""
 
     def path_or_objects(self, store: Path | str) -> Path | ObjectFolder:
-        """Return a path as it is, and of a URL the folder."""
         return store if isinstance(store, Path) else self.objects(store)
 
 

@@ -126,7 +126,8 @@ class TarExporter(Exporter):
                 text = text_bytes(record.captions[0] if record.captions else "")
                 members = {"json": as_json, "safetensors": data, "txt": text}
                 own = sum(tarfile.BLOCKSIZE + _rounded(len(member), tarfile.BLOCKSIZE) for member in members.values())
-                if tar is None or _tar_bytes(taken + own) > most:
+                ended = _rounded(taken + own + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)  # two zero blocks end a tar
+                if tar is None or ended > most:
                     last.close()
                     number, taken = number + 1, 0
                     tar = last.enter_context(tarfile.open(folder / f"{number:06d}.tar", "w"))
@@ -135,11 +136,6 @@ class TarExporter(Exporter):
                     info.size = len(member)
                     tar.addfile(info, BytesIO(member))
                 taken += own
-
-
-def _tar_bytes(members_bytes: int) -> int:
-    """Return a tar's length: its members, two zero blocks, and padding to a complete record."""
-    return _rounded(members_bytes + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)
 
 
 def _rounded(num_bytes: int, unit: int) -> int:

@@ -65,7 +65,6 @@ class ShardPaths:
 
 
 def shard_paths(store: Path, name: str) -> ShardPaths:
-    """Return the paths of the sealed shard `name`."""
     return ShardPaths(folder=store / "shards", name=name)
 
 
@@ -220,7 +219,6 @@ class ShardEntry:
 
     @property
     def live_samples(self) -> int:
-        """Live rows of all buckets."""
         return sum(self.live.values())
 
 
@@ -369,7 +367,6 @@ def sealed(manifest: Manifest) -> Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's serialised bytes."""
     return _serialised(encode(manifest))
 
 

@@ -366,7 +366,6 @@ SECTIONS: Extensions[Callable[[Store, ReportOptions], Section | None]] = Extensi
 
 
 def write_report(store: Store, page: Path, options: ReportOptions) -> list[Finding]:
-    """Write the report of a store and return its findings."""
     refuse_page(page, [("store", store.path)])
     num_buckets = max(1, len(store.buckets()))
     facts = collect_facts(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))

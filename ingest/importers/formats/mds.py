@@ -51,7 +51,6 @@ class _Shard(NamedTuple):
     columns: tuple[tuple[str, str, int | None], ...]  # name, encoding, and length; None if it varies
 
     def samples_at(self, source: Path) -> list[tuple[int, int]]:
-        """Return the offset and the length of each sample."""
         what = f"{source / self.path} is not the shard of {self.samples} samples that its index lists"
         head_bytes = 4 * (self.samples + 2)
         try:

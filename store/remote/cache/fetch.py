@@ -128,7 +128,6 @@ class FetchThreads:
         self._is_closed = False
 
     def add(self, line: HeldLine) -> None:
-        """Queue a line."""
         self._sequence += 1
         heapq.heappush(self._queue, (line.priority, self._sequence, line))
         self._work.notify()
@@ -321,11 +320,9 @@ class LineFetcher:
 
     @staticmethod
     def are_ready(lines: Iterable[HeldLine]) -> bool:
-        """Return whether all lines are present."""
         return all(line.state is State.READY for line in lines)
 
     def lack_room(self, lines: Iterable[HeldLine]) -> bool:
-        """Return whether one of the lines waits for room in the cache."""
         return any(line.is_without_room for line in lines)
 
     def wait(
