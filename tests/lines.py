@@ -55,15 +55,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(18_150),
-    "ingest": Budget(15_880),
-    "loader": Budget(9_600),
-    "train": Budget(7_150),
-    TRAINER: Budget(4_620, mark=2_600),
+    "store": Budget(18_300),
+    "ingest": Budget(15_800),
+    "loader": Budget(9_550),
+    "train": Budget(7_250),
+    TRAINER: Budget(4_650, mark=2_600),
     "bucketline": Budget(6_400),
-    "bench": Budget(7_000),
-    "product": Budget(64_000, mark=64_000),
-    "tests": Budget(63_300, mark=62_000),
+    "bench": Budget(6_700),
+    "product": Budget(63_850, mark=64_000),
+    "tests": Budget(63_200, mark=62_000),
 }
 
 
