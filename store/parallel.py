@@ -66,7 +66,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The item's name in messages."""
         return f"item {self.ids[0]!r:.200}"
 
 
@@ -449,7 +448,6 @@ class _Run:
         self._put = set[str]()  # names of the shards that are to be sent
 
     def missing(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks of which the store lacks a sample."""
         seen = set[bytes]()
         for task in tasks:
             for digest, sample_id in ((sample_digest(sample_id), sample_id) for sample_id in task.ids):

@@ -477,7 +477,6 @@ class PendingNotes:
         self._thread = JoinableThread(self._run_thread, name="bucketline-notes")
 
     def repeat(self) -> None:
-        """Write the notes again."""
         for entry in _notes(self._objects):
             if entry.name.startswith(self._prefix):
                 self._objects.write(entry.name, self._objects.read(entry.name, _MAX_NOTE_BYTES))

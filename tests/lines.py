@@ -55,14 +55,14 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(18_300),
+    "store": Budget(18_250),
     "ingest": Budget(15_800),
     "loader": Budget(9_550),
-    "train": Budget(7_250),
+    "train": Budget(7_200),
     TRAINER: Budget(4_650, mark=2_600),
     "bucketline": Budget(6_400),
     "bench": Budget(6_700),
-    "product": Budget(63_850, mark=64_000),
+    "product": Budget(63_800, mark=64_000),
     "tests": Budget(63_200, mark=62_000),
 }
 

@@ -343,7 +343,6 @@ def write_optimizer(aside: Path, entries: Mapping[str, Any], group: dist.Process
 
 
 def aside_of(folder: Path) -> Path:
-    """Return the temporary folder in which a checkpoint or an export is written."""
     return folder.with_name(folder.name + ASIDE_SUFFIX)
 
 

@@ -386,7 +386,6 @@ def load_prompts(given: Mapping[str, bytes], store: Store, family: Family) -> tu
 
 
 def _entry(one: StoredPrompt) -> dict[str, Json]:
-    """Return a prompt's entry in images.json: its text is the caption."""
     about = asdict(one.prompt)
     return {"id": one.id, "caption": about.pop("prompt"), **about}
 

@@ -184,7 +184,6 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def graphs_compiled() -> int:
-    """Return the number of graphs that dynamo has compiled in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -442,7 +441,6 @@ class ProgressLine(logging.Handler):
         self.close()
 
     def begin(self, steps_done: int, max_steps: int) -> None:
-        """Show the bar and start the timer."""
         self._began, self._max_steps = (steps_done, time.monotonic()), max_steps
         self._bar.reset(self._task, completed=steps_done, total=max_steps)
         self._bar.start()

@@ -66,7 +66,6 @@ def _side_by_side(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a safetensors file's tensors and its metadata."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
 

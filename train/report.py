@@ -69,7 +69,6 @@ def points_of(lines: Iterable[Mapping[str, Any]], field: str) -> list[tuple[floa
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value of JSON is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -117,7 +116,6 @@ class ReportedRun:
         return {name: value for name, value in self.document.items() if name != "config"}
 
     def values(self, field: str) -> list[float]:
-        """Return a measured value, in the order of the steps."""
         return [value for _, value in points_of(self.lines, field)]
 
     @property

@@ -96,7 +96,6 @@ def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> 
     """
 
     def fill(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Set the arguments that have no value yet."""
         from cyclopts.config import Dict
 
         words = {one.field_info.name: [token.value for token in one.tokens] for one in arguments if one.tokens}

@@ -188,7 +188,6 @@ def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set
 
 
 def _remove(place: ObjectFolder, shards: set[str]) -> None:
-    """Remove the objects of shards that were sent and are not used."""
     if shards:
         with suppress(DeniedError):  # garbage collection removes them once they are old
             place.remove([file.name for file in place.names("shards") if shard_of(file.name) in shards])

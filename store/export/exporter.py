@@ -143,7 +143,6 @@ def _rounded(num_bytes: int, unit: int) -> int:
 
 
 def open_export(store: Store, request: ExportRequest) -> Exporter:
-    """Return the exporter of a request, without reading samples."""
     if how := overlap(request.output, store.path):
         where = "is the store itself" if how is Overlap.SAME else f"overlaps with the store {store.path}"
         raise UsageError(f"{request.output} {where}; choose a folder outside the store")

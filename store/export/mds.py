@@ -67,7 +67,6 @@ class MdsExporter(Exporter):
         return dict(sorted(found.items()))
 
     def sample(self, record: SampleRecord, data: bytes) -> bytes:
-        """Return a sample as its shard has it, from its safetensors file."""
         arrays = self.form.arrays(data)
         height, width = record.original_size
         numbers = {"original_height": height, "original_width": width, "height": record.crop[2], "width": record.crop[3]}

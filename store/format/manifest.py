@@ -324,7 +324,6 @@ class Manifest(Schema):
 
     @property
     def known_shards(self) -> set[str]:
-        """Names of the listed and the retired shards."""
         return {*self.retired, *(shard.name for shard in self.shards)}
 
     @property
@@ -541,7 +540,6 @@ class MixtureFile:
 
 
 def write_mixture(folder: Path, stores: tuple[MixedStore, ...]) -> None:
-    """Replace the folder's `mixture.json`."""
     text = json.dumps(encode(MixtureFile(version=_VERSION, stores=stores)), indent=1)
     write_or_explain(folder / MIXTURE, f"{text}\n".encode())
 

@@ -145,7 +145,6 @@ class FolderCheck:
 
     @contextmanager
     def _reporting(self, advice: str) -> Iterator[None]:
-        """Report what a file cannot be read for, or is not."""
         try:
             yield
         except StoreError as error:

@@ -161,7 +161,6 @@ class LineTable:
         return lines
 
     def forget(self, lines: list[int]) -> None:
-        """Count lines that are no longer held."""
         for line in lines:
             left = self._counts.get(line, 0) - 1
             if left > 0:

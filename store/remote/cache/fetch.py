@@ -162,7 +162,6 @@ class FetchThreads:
             self._most_in_flight = max(LEAST_IN_FLIGHT, min(self._most_in_flight, in_flight // 2))
 
     def ended(self, line: HeldLine) -> None:
-        """Count a line as in flight no longer."""
         self.bytes_in_flight -= line.num_bytes
         self._work.notify()
 
@@ -283,7 +282,6 @@ class LineFetcher:
         return held
 
     def count_hits(self, count: int) -> None:
-        """Count lines that a caller has found pinned."""
         with self._changed:
             self._counts["hits"] += count
 

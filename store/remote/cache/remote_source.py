@@ -204,7 +204,6 @@ class RemoteFiles:
             ) from error
 
     def sums_of(self, entry: ShardEntry) -> list[int]:
-        """Return the checksums of a shard's lines."""
         paths = self.paths(entry)
         with self._lock:
             if paths.key in self._sums:
@@ -386,7 +385,6 @@ class RemoteSource:
         return np.equal(self.cached(entry).present, PINNED)
 
     def stats(self) -> FetchStats:
-        """Return what this process has fetched of the store."""
         return self.lines.stats()
 
 
