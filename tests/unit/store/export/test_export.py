@@ -247,7 +247,7 @@ def test_two_exports_to_one_name_do_not_meet(small: tuple[Store, list[Sample]], 
     wanted = request(tmp_path / "out", "safetensors")
     with staged_folder(tmp_path / "out") as folder:
         (folder / "a").write_bytes(b"of the first")
-        with pytest.raises(LockedError, match=rf'out is being written by another process \(.*"pid": {os.getpid()}'):
+        with pytest.raises(LockedError, match=rf"out is being written by another process \(.*pid: {os.getpid()}"):
             run(small[0], wanted)
     assert tree(tmp_path / "out") == {"a": b"of the first"}
     with pytest.raises(UsageError, match="out exists"):
