@@ -367,7 +367,7 @@ def test_pack_scan_and_dry_run_refuse_it_and_plain_packs_it(novel: Path, tmp_pat
             assert word in ran.err
         assert not (tmp_path / "s" / "manifest.json").exists()
         meant = call("ingest", *command, "--text", "plain").done()
-        assert "if that is what the model takes" not in meant.out
+        assert "last hidden state" not in meant.out
         shutil.rmtree(tmp_path / "s", ignore_errors=True)
 
 
@@ -386,7 +386,7 @@ def test_a_store_remembers_that_plain_was_meant_and_its_prompts_are_plain(novel:
 def test_a_model_that_names_no_pipeline_says_what_its_captions_became(model: Path, tmp_path: Path) -> None:
     write_images(tmp_path / "images", 2)
     ran = call("ingest", "pack", tmp_path / "images", tmp_path / "s", *ASKED, "--model", model).done()
-    assert "captions are the last hidden state of a BertModel" in ran.out
+    assert "the last hidden state of its BertModel is stored" in ran.out
 
 
 LLAMA, QWEN = ["LlamaForCausalLM"], ["Qwen2_5_VLForConditionalGeneration"]
