@@ -375,7 +375,7 @@ def test_a_store_remembers_that_plain_was_meant_and_its_prompts_are_plain(novel:
     write_images(tmp_path / "images", 2)
     asked = ("ingest", "pack", tmp_path / "images", tmp_path / "s", *ASKED, "--model", novel)
     assert call(*asked, "--text", "plain").code == 0
-    assert 'text "plain"' in call("store", "info", tmp_path / "s").out
+    assert "text plain" in call("store", "info", tmp_path / "s").out
     (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8")
     call("ingest", "prompts", tmp_path / "prompts.txt", tmp_path / "s", "--model", novel).done()
     write_images(tmp_path / "images", 3)
