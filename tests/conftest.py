@@ -79,19 +79,16 @@ ROWS = {"train/64x64": 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}
 
 @pytest.fixture(scope="session")
 def samples() -> list[list[Sample]]:
-    """The samples of `store`, shard by shard."""
     return [samples_of(ROWS, "first/"), samples_of({"train/64x64": 12, "train/96x64": 2}, "second/")]
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory, samples: list[list[Sample]]) -> Store:
-    """A store of two shards, only to be read."""
     return make_store(tmp_path_factory.mktemp("small") / "small.store", *samples)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder of a few kilobytes."""
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -110,14 +107,12 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of 14 images, some of them captioned."""
     write_images(tmp_path / "photos", 14)
     return tmp_path / "photos"
 
 
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's folder of real photographs."""
     with once(tmp_path_factory, "photographs") as (folder, is_first):
         if is_first:
             done = spawn([sys.executable, ROOT / "demo" / "photographs.py", folder / "photographs"])

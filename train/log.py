@@ -152,7 +152,6 @@ def versions() -> dict[str, str]:
 
 @cache
 def _commit() -> str | None:
-    """Return the git commit of this code; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
@@ -185,7 +184,6 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def graphs_compiled() -> int:
-    """Return the number of graphs that dynamo has compiled in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -443,7 +441,6 @@ class ProgressLine(logging.Handler):
         self.close()
 
     def begin(self, steps_done: int, max_steps: int) -> None:
-        """Show the bar and start the timer."""
         self._began, self._max_steps = (steps_done, time.monotonic()), max_steps
         self._bar.reset(self._task, completed=steps_done, total=max_steps)
         self._bar.start()

@@ -145,7 +145,6 @@ def start_processes(config: TrainConfig) -> Accelerator:
 
 
 def end_processes() -> None:
-    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
         # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile aborts the

@@ -36,7 +36,6 @@ _INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
 
 
 def preset_names() -> list[str]:
-    """Return the names of the presets that come with the package."""
     return sorted(path.stem for path in _PRESETS.glob(f"*{_SUFFIX}"))
 
 
@@ -97,7 +96,6 @@ def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> 
     """
 
     def fill(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Set the arguments that have no value yet."""
         from cyclopts.config import Dict
 
         words = {one.field_info.name: [token.value for token in one.tokens] for one in arguments if one.tokens}

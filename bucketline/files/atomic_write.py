@@ -324,7 +324,6 @@ def staged_folder(output: Path, *, resumable: bool = False) -> Iterator[Path]:
 
 
 def _remove(hidden: Path) -> None:
-    """Remove the hidden folder if it contains only our files."""
     shutil.rmtree(hidden / FILES, ignore_errors=True)
     with contextlib.suppress(OSError):
         (hidden / LOCK).unlink(missing_ok=True)

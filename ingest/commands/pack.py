@@ -12,7 +12,6 @@ from bucketline.command_line import (
     counted,
     human_bytes,
     one_line,
-    per_second,
     print_json,
     print_json_line,
     printable,
@@ -24,7 +23,7 @@ from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.held_out import HeldOut, SplitBy
 from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
+from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn, took
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -52,12 +51,6 @@ def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[s
         print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
     for note in notes:
         print(f"  note: {one_line(note)}")
-
-
-def took(number: int, seconds: float, noun: str) -> str:
-    """Return how long a run took, with its rate if it took a second or more."""
-    rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
-    return f"in {seconds:.1f} s{rate}"
 
 
 def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:
@@ -110,7 +103,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             return exit_code_of(stop)
 
     def _run(self) -> int:
-        """Pack, or compare, the source or those of a data set file."""
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         if is_dataset_file(self.source):
@@ -160,7 +152,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             print(f"{name}from the store: {printable(rules)}")
 
     def _dry_run(self) -> int:
-        """Compare the source, or those of a data set file, with the store."""
         if torchrun_ranks()["rank"]:
             return 0  # one process says it for all
         os.environ["HF_HUB_OFFLINE"] = "1"  # a download would write to the hub's cache; read when huggingface_hub is imported
@@ -178,7 +169,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         return 0
 
     def _run_each(self) -> int:
-        """Pack the sources of a data set file."""
         from bucketline.ingest.dataset import pack_dataset
 
         def on_result(entry: DatasetEntry, own: PackConfig, summary: PackResult) -> None:
@@ -340,7 +330,6 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 
 
 def _print_sample_changes(summary: SampleChanges, config: PackConfig) -> None:
-    """Print what happens, or would happen, to rows whose images are rejected, unreadable or missing."""
     would = "would be " if config.dry_run else ""
     if summary.not_pruned:
         print(f"  not pruned: {printable(summary.not_pruned)}")
@@ -365,7 +354,6 @@ def _print_gone(count: int, first: list[str], *, is_pruning: bool) -> None:
 
 
 def _print_ids(*counts: tuple[str, int, list[str]]) -> None:
-    """Print each description with its count and its first ids, if there are any."""
     for what, count, named in counts:
         if count:
             print(f"  {what}: {counted(count, 'sample')}")

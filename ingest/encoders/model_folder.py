@@ -215,7 +215,6 @@ class ModelFolder:
         return downloaded(self.name, [f"{name}/{file}" for file in own], self.path.name)
 
     def _files(self, name: str) -> list[str]:
-        """Return the names of the files of a part."""
         if self.hub_files is None:
             return [path.name for path in (self.path / name).iterdir()]
         return [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]

@@ -142,7 +142,6 @@ def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placem
 
 @contextmanager
 def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
-    """Turn any error of decoding into a RejectedError with its reason."""
     if not file.seek(0, io.SEEK_END):
         raise RejectedError(Reason.EMPTY, "0 bytes")
     file.seek(0)

@@ -294,7 +294,6 @@ class PackRun:
 
     @property
     def account(self) -> RunSummary:
-        """Return the summary of all slices."""
         whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
         whole.withdrawn = self.num_withdrawn
         check_identity(self.outline.num_items + self.num_withdrawn, whole)

@@ -180,7 +180,6 @@ class FoundFiles:
         return listing
 
     def _kept(self, rows: TableRows, source: str, listing: Listing) -> tuple[list[str], list[str]]:
-        """Return the images to pack, sorted, with the split of the store that each goes to."""
         images, splits = sorted(self.images), Splits(self.captions.options.dataset_splits)
         rows.match(images)
         sides = {image: kind for image, kind in side_files(images).items() if rows.of(image) is None}
@@ -218,7 +217,6 @@ def _skipped(source: Path, links: list[str]) -> str:
 
 
 def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
-    """Read the tables of a folder."""
     rows = TableRows(folders=folder_paths(files.folder))
     for table in tables:
         path = files.folder / table

@@ -271,7 +271,6 @@ class Plan:
 
     @cached_property
     def _pass_keys(self) -> list[int]:
-        """Return the key of each bucket, from which the keys of its passes are derived."""
         names = (hashlib.blake2b(bucket.name.encode(), digest_size=8).digest() for bucket in self.buckets)
         return [key_of(self.seed, _PASS, int.from_bytes(name, "little")) for name in names]
 

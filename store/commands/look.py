@@ -80,7 +80,6 @@ class ChangingArguments(StorageArguments):
     """Options of commands that write a store, or read all of it."""
 
     def path_or_objects(self, store: Path | str) -> Path | ObjectFolder:
-        """Return a path as it is, and of a URL the folder."""
         return store if isinstance(store, Path) else self.objects(store)
 
 
@@ -246,7 +245,6 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
 
 
 def _print_samples(report: dict[str, Any], place: str) -> None:
-    """Print how many samples there are, and which are not published or withdrawn."""
     disk, payload = report["disk_bytes"], report["payload_bytes"]
     share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
     shards = counted(report["shards"], "shard")

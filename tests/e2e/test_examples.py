@@ -42,7 +42,6 @@ def example_of(command: type) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the examples find what they name."""
     folder = tmp_path_factory.mktemp("examples")
     for n in range(12):
         place = folder / "photos" / ("coffee" if n % 2 else f"other{n}")
@@ -181,7 +180,6 @@ def test_the_tutorials_commands_print_what_it_says() -> None:
 
 
 def run_page(page: str, number: int = 0) -> dict[str, object]:
-    """Run one of a page's Python blocks unchanged; return its names."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(blocks[number], page, "exec"), names)

@@ -25,7 +25,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "own_parts"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has the package."""
     folder = tmp_path_factory.mktemp("own")
     source = folder / "source"
     source.mkdir()
@@ -48,7 +47,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(environment: dict[str, str], cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of the cache, by the package's importer."""
     place = tmp_path_factory.mktemp("imported") / "s"
     command = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, place, "--vae", "sdxl"]
     ran = spawn([*command, "--text", "none", "--dtype", "F32", "--json"], **environment).done()

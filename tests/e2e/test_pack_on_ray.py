@@ -47,7 +47,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, images: Path, model: Path) -> Path:
-    """The store of one process."""
     store = tmp_path_factory.mktemp("whole") / "s"
     assert call("ingest", "pack", images, store, "--model", model, *SMALL).code == 0
     return store

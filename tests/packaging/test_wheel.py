@@ -27,7 +27,6 @@ LINKS = sorted(path.name for path in (ROOT / "bucketline").iterdir() if path.is_
 
 
 def tracked() -> list[PurePosixPath]:
-    """Return the files that git tracks, and those that it would take."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, check=True).stdout.decode()
     return [PurePosixPath(name) for name in listed.split("\0") if name and (ROOT / name).exists()]
@@ -196,13 +195,11 @@ OF_OTHERS |= {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif"
 
 
 def named(requirements: list[str]) -> set[str]:
-    """Return the import names of a list of requirements."""
     names = [re.split(r"[>=\[; ]", requirement)[0] for requirement in requirements]
     return {IMPORT_NAMES.get(name, name) for name in names}
 
 
 def imported(folder: str) -> set[str]:
-    """Return the libraries that a folder's code imports, but for the standard library's and our own."""
     if folder == "bucketline":  # these are imported only by folders whose extra has torch, or diffusers as well
         with_torch = (
             "torch_setup.py",

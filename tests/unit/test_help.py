@@ -151,7 +151,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """Return what bash has in COMPREPLY after the script's function has run."""
     lines = f"""
         source {script}
         COMP_WORDS=({shlex.join(words)})

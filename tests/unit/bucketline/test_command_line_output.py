@@ -70,7 +70,6 @@ def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:
 
 
 def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subprocess.CompletedProcess[bytes]:
-    """Run a command whose stdout is a pipe that nobody reads."""
     read, write = os.pipe()
     os.close(read)
     try:

@@ -30,7 +30,6 @@ caption = "a photo of sks dog"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two folders with images of the same names, without captions in the second, and a file that lists both."""
     write_images(tmp_path / "photos", 6)
     write_images(tmp_path / "dogs", 4, captions=False)
     (tmp_path / "data.toml").write_text(ONCE_AND_THREE_TIMES, encoding="utf-8")

@@ -22,15 +22,14 @@ from bucketline.store.format.manifest import Manifest
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import working
-from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer import ShardSender
-from bucketline.store.verify.verify import verify, verify_folder
+from bucketline.store.verify.verify import verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
 from tests.commands import Ran, call, forked_ranks
 from tests.kit import everything, ids_of
 from tests.models import SMALL, write_images
-from tests.object_storage import SECRET, S3Bucket
+from tests.object_storage import SECRET, S3Bucket, pulled
 
 
 @pytest.fixture
@@ -63,13 +62,6 @@ def add_images(source: Path, count: int, tmp_path: Path) -> None:
     for name in write_images(tmp_path / "more", count):
         if not (source / name).exists():
             (tmp_path / "more" / name).replace(source / name)
-
-
-def pulled(place: ObjectFolder, path: Path) -> Store:
-    pull(place, path)
-    store = Store.open(path)
-    assert not verify(store, lambda _: None, 1).corrupt
-    return store
 
 
 def sent(place: ObjectFolder) -> set[str]:

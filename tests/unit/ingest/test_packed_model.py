@@ -28,7 +28,6 @@ def pack(source: Path, store: Path | str, *more: object) -> Ran:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder with `photos`, the model `sd` that is a copy of this machine's, and the store `s` packed with it."""
     folder = tmp_path_factory.mktemp("packed")
     write_images(folder / "photos", 4)
     shutil.copytree(model, folder / "sd")

@@ -31,13 +31,11 @@ def counts(report: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], bytes]]:
-    """Return every sample's bucket, captions and latent, by its id."""
     found = by_id(Store.open(store))
     return {name: (held.record.bucket, held.record.captions, held.columns["latent"]) for name, held in found.items()}
 
 
 def write_tars(source: Path, folder: Path) -> str:
-    """Write a folder's images into two tars, as the webdataset package does; give their pattern."""
     folder.mkdir()
     for name in "ab":
         with webdataset.TarWriter(str(folder / f"{name}.tar"), encoder=False) as writer:
@@ -257,7 +255,6 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
 
 
 def told(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    """Pack, and say what people are told."""
     return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
 
 

@@ -231,7 +231,6 @@ TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Store]:
-    """Stores by dtype that the tiny model packed, with an image whose file says that it is to be turned."""
     folder = tmp_path_factory.mktemp("peek")
     write_images(folder / "photos", 6)
     exif = Image.Exif()
@@ -252,7 +251,6 @@ def peek(store: Store, sample_id: str, model: Path, png: Path, *more: object) ->
 
 
 def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
-    """Decode a stored latent by diffusers itself."""
     from diffusers import AutoencoderKL
 
     record = store.sample(sample_id)[1]

@@ -43,7 +43,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A folder for a server, with the store `a`, to be changed."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path / "served"
 

@@ -258,7 +258,6 @@ def seen(state: Path, *args: object) -> Ran:
 
 
 def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str, list[int]]:
-    """Return the steps of each sample, from the batches."""
     found: dict[str, list[int]] = {}
     with Loader(store, config) as loader:
         for batch in islice(loader.forever(), count):

@@ -70,7 +70,6 @@ CPU = torch.device("cpu")
 
 
 def prompted(folder: Path, *prompts: Prompt, **changes: Any) -> TrainConfig:
-    """Return the configuration of a run that draws prompts."""
     file = write_prompts(folder / "tiny.store", *(prompts or PROMPTS))
     return config(folder, **{"num_images": 1, "image_prompts": (file,), **changes})
 

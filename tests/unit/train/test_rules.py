@@ -75,7 +75,6 @@ def begun(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_folder(folder: Path, options: dict[str, Any]) -> TrainConfig:
-    """Return options whose places are in a folder."""
     given: dict[str, Any] = {"output_dir": "new", "max_steps": 4, **options}
     given |= {name: folder / given[name] for name in ("output_dir", "model") if name in given}
     if "store" in given:

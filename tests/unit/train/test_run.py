@@ -51,7 +51,6 @@ STEPS = 8
 
 
 def asked_of(folder: Path, name: str = "run", **changes: Any) -> TrainConfig:
-    """Return the options of the whole run, and of those that end as it did."""
     return config(folder, output_dir=folder / name, **{"max_steps": STEPS, "validate_every": 4, "save_every": "2", **changes})
 
 
@@ -186,7 +185,6 @@ def crashed(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
 
 
 def blocked(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
-    """A file of the run cannot be written."""
     real, in_the_way = log.write_config, asked.output_dir / "README.md"
 
     def block(*given: object) -> None:
@@ -201,8 +199,6 @@ def blocked(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
 
 
 def full(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
-    """A disk is full."""
-
     def save(tensors: object, path: Path, **options: object) -> None:
         if "step-00000004" in str(path):
             raise OSError(28, "No space left on device")
@@ -487,7 +483,6 @@ def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def schedule(asked: TrainConfig) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the steps at which the run's plan changed, and the generations that it has from there on."""
     return [(one.step, one.state.generations) for one in read_run(asked.output_dir).lines]
 
 

@@ -33,7 +33,6 @@ TOLERANCE = {"F32": 0.0, "F16": 1e-3}  # of the largest value; sums of a batch o
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model folder for each family."""
     root = tmp_path_factory.mktemp("families")
     return {family: write_pipeline(root / family.replace(" ", "-"), family) for family in PIPELINES}
 
@@ -341,7 +340,6 @@ UNKNOWN_PIPELINES = sorted(name for family in FAMILIES if family.parts for name 
 
 
 def named(model: Path, folder: Path, **index: object) -> Path:
-    """Copy a model, and name its pipeline."""
     shutil.copytree(model, folder)
     (folder / "model_index.json").write_text(json.dumps({**NOVEL, **index}), encoding="utf-8")
     return folder
@@ -349,7 +347,6 @@ def named(model: Path, folder: Path, **index: object) -> Path:
 
 @pytest.fixture(scope="module")
 def novel(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a pipeline that nobody knows."""
     return named(model, tmp_path_factory.mktemp("novel") / "model")
 
 

@@ -45,7 +45,6 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
 
 
 def with_vae(folder: Path, vae: Any) -> Path:
-    """Write the tests' model with another VAE."""
     write_model(folder)
     shutil.rmtree(folder / "vae")
     vae.save_pretrained(folder / "vae")

@@ -36,7 +36,6 @@ HEAVY = {"torch", "diffusers", "transformers", "huggingface_hub", "matplotlib", 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder with `photos` and the store `s` of them."""
     folder = tmp_path_factory.mktemp("packed")
     write_images(folder / "photos", 6)
     assert pack(folder / "photos", folder / "s", model).code == 0
@@ -45,13 +44,11 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.fixture
 def again(packed: Path, tmp_path: Path) -> Path:
-    """A copy of `packed` to change."""
     return shutil.copytree(packed, tmp_path / "again")
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note each time that encoders are loaded."""
     names, own = [], load_encoders.load_text_encoder
 
     def noted(config: Any, model: ModelFolder, device: Any) -> Any:

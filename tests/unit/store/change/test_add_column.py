@@ -212,7 +212,6 @@ def test_an_earlier_generation_is_restored_without_it_and_again_with_it(path: Pa
 
 
 def damage(path: Path) -> str:
-    """Flip a bit of the first shard's masks; return the name of their file."""
     located = Store.open(path).bucket("train/64x64").locate(np.array([4]), ["mask"]).added["mask"]
     assert located.spec is not None
     file = path / "shards" / f"{read_manifest(path).shards[0].column_shard('mask').name}.lmdb"

@@ -46,7 +46,6 @@ SHARDS = [samples_of(ROWS, "first/"), samples_of({BUCKET: 12, "val/64x64": 2}, "
 
 
 def made(path: Path, every: int = 0) -> Store:
-    """Make a store of three shards, out of which a row of each few was dropped."""
     store = make_store(path, *SHARDS)
     if every:
         drop(path, [sample.id for shard in SHARDS for sample in shard[::every]])
@@ -315,7 +314,6 @@ def changed_store(path: Path) -> Manifest:
 
 
 def age(path: Path, generation: int, seconds: float) -> None:
-    """Make a generation's file as old as that."""
     when = time.time() - seconds
     os.utime(path / "generations" / f"{generation}.json", (when, when))
 

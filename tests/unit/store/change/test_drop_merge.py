@@ -280,7 +280,6 @@ def test_the_command_says_what_it_did_and_a_dry_run_changes_nothing(tmp_path: Pa
 
 
 def expect(store: Path, samples: list[Sample]) -> None:
-    """Compare a whole store with what should be in it."""
     opened = Store.open(store)
     IMAGES.expect(opened, samples)
     assert not faults(opened)
@@ -299,7 +298,6 @@ def with_gaps(tmp_path: Path) -> list[Sample]:
 
 @pytest.fixture
 def second(tmp_path: Path) -> list[Sample]:
-    """A store `b` of one shard, whose name is that of another in `a`."""
     samples = samples_of({BUCKET: 5, "train/96x64": 2}, "b/")
     make_store(tmp_path / "b", samples)
     return samples

@@ -42,7 +42,6 @@ FAULTY = ("constant", "duplicates", "crops")
 
 @pytest.fixture(scope="module")
 def page(store_with: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of a store with faults."""
     out = tmp_path_factory.mktemp("pages") / "report.html"
     ran = call("store", "report", store_with(*FAULTY, scaling_factor=0.45).path, "-o", out, "--samples", 30, "--batch-size", 8)
     assert ran.code == 0, ran.err

@@ -97,7 +97,6 @@ def test_the_short_form_stores_a_row_of_exactly_its_buckets_size(tmp_path: Path)
 
 
 def killed(path: Path, form: Form, samples: list[Sample], shard_bytes: int, moment: str) -> int:
-    """Write and be killed; return how many samples had been committed."""
     committed = path.with_name("committed")
 
     def write() -> None:
@@ -164,7 +163,7 @@ def test_there_is_one_writer_at_a_time(tmp_path: Path) -> None:
     with store_writer(tmp_path / "s") as writer:
         add_samples(writer, samples_of(ROWS))
         with (
-            pytest.raises(LockedError, match=rf'is being written by another process .*"pid": {os.getpid()}'),
+            pytest.raises(LockedError, match=rf"is being written by another process .*pid: {os.getpid()}"),
             store_writer(tmp_path / "s"),
         ):
             raise AssertionError
@@ -478,7 +477,7 @@ def test_a_forked_child_of_a_writer_is_refused_and_changes_nothing(tmp_path: Pat
         assert child.how is How.REFUSED
         assert f"process {os.getpid()} writes" in child.said
         assert "StoreWriter.part" in child.said
-        with pytest.raises(LockedError, match=f'"pid": {os.getpid()}'):
+        with pytest.raises(LockedError, match=f"pid: {os.getpid()}"):
             lock_store(tmp_path / "s")
         assert apart(lambda: writer.__exit__(ValueError, ValueError("x"), None)).how is How.DONE
         assert list((tmp_path / "s" / "pending").glob("g*.lock"))

@@ -70,7 +70,6 @@ class Trained:
 
 
 def parts(seed: int = 0, layout: torch.memory_format = torch.contiguous_format, **changes: Any) -> Trained:
-    """Make a model that has taken one optimizer step, and an average of the weights before it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = UNet2DConditionModel.from_config({**UNET, **changes}).to(memory_format=layout)
