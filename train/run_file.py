@@ -131,9 +131,14 @@ def models_of(stores: Iterable[object]) -> dict[str, PackedModel]:
 def _model_of_options(stores: Sequence[str]) -> dict[str, Any]:
     """Return the options of the model that stores were packed with, for those that are not given."""
     from bucketline.loader.mixture import parse_stores  # imports numpy
+    from bucketline.store.format.manifest import read_manifest
 
-    found = models_of(one.path for one in parse_stores(tuple(stores), "--store"))
+    places = [one.path for one in parse_stores(tuple(stores), "--store")]
+    found = models_of(places)
     if not found:
+        for place in places:
+            if isinstance(place, Path):
+                read_manifest(place)  # what is not a store is said before the model is asked for
         return {}
     store, noted = next(iter(found.items()))
     if other := next((name for name, one in found.items() if one != noted), None):
