@@ -114,9 +114,9 @@ def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
 
 
 def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:
-    ran = spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"])
-    assert ran.code == 2
-    assert "KIND is 'npy', expected kohya, " in ran.err
+    spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]).fails(
+        "KIND is 'npy', expected kohya, ", code=2
+    )
     assert not (tmp_path / "s").exists()
 
 
@@ -142,7 +142,7 @@ def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_on
     first, second = (load_file(one.output_dir / "checkpoints" / "step-00000004" / MOMENTS) for one in (whole, parts))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(replace(whole, output_dir=tmp_path / "other"))])
-    assert ran.code == 2
-    assert "--optimizer own_optimizer:Lion cannot be imported: " in ran.err
+    spawn([sys.executable, "-m", "bucketline.train", *as_arguments(replace(whole, output_dir=tmp_path / "other"))]).fails(
+        "--optimizer own_optimizer:Lion cannot be imported: ", code=2
+    )
     assert not (tmp_path / "other").exists()
