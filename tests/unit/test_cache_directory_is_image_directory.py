@@ -64,10 +64,7 @@ def test_a_store_that_lies_where_the_images_lie_is_refused_before_anything_is_re
     one, other = OVERLAPS[case](source)
     before = tree(source.parent)
     monkeypatch.setattr(FolderSource, "listing", lambda _: pytest.fail("the source was read"))
-    ran = pack(one, other, model)
-    assert ran.code == 2
-    assert str(other) in ran.err
-    assert "choose a store outside the folder of images" in ran.err
+    pack(one, other, model).fails(str(other), "choose a store outside the folder of images", code=2)
     assert tree(source.parent) == before
 
 

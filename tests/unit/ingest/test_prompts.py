@@ -121,19 +121,17 @@ def test_a_line_that_cannot_be_is_named(packed: Store, model: Path, tmp_path: Pa
 def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: Path) -> None:
     with store_writer(tmp_path / "none.store", encoders={"vae": {}}) as writer:
         add_samples(writer, samples_of({"train/64x64": 1}))
-    ran = prompts(tmp_path, tmp_path / "none.store", model, "the cat")
-    assert (ran.code, "none.store has no text embeddings" in ran.err) == (2, True)
+    prompts(tmp_path, tmp_path / "none.store", model, "the cat").fails("none.store has no text embeddings", code=2)
     empty_store(tmp_path / "empty.store")
-    ran = prompts(tmp_path, tmp_path / "empty.store", model, "the cat")
-    assert (ran.code, "empty.store has no images" in ran.err) == (2, True)
+    prompts(tmp_path, tmp_path / "empty.store", model, "the cat").fails("empty.store has no images", code=2)
 
 
 def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_path: Path) -> None:
     for more, said in ((("--size", "8"), "expected HEIGHTxWIDTH"), (("-o", "a.txt"), "expected a name in .safetensors")):
-        ran = prompts(tmp_path, packed.path, model, "the cat", *more)
-        assert (ran.code, said in ran.err) == (2, True), ran.err
-    missing = call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model)
-    assert (missing.code, "none.txt does not exist; give a text file" in missing.err) == (1, True)
+        prompts(tmp_path, packed.path, model, "the cat", *more).fails(said, code=2)
+    call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model).fails(
+        "none.txt does not exist; give a text file"
+    )
 
 
 def test_a_store_in_a_bucket(packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
