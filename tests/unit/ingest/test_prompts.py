@@ -12,7 +12,7 @@ import pytest
 from bucketline.store import Store
 from bucketline.store.prompt_file import PromptSet, decode_prompts
 from tests.commands import Ran, call
-from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
+from tests.kit import add_samples, empty_store, samples_of, store_writer, untouched
 from tests.models import pack, write_images, write_model
 from tests.object_storage import S3Bucket
 
@@ -64,33 +64,31 @@ def test_a_prompt_has_its_captions_embedding(dtype: str, stores: dict[str, Store
 
 
 def test_a_file_is_replaced_and_the_store_stays_as_it_is(packed: Store, model: Path, tmp_path: Path) -> None:
-    before = tree(packed.path)
-    prompts(tmp_path, packed.path, model, "the cat").done()
-    line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
-    lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
-    ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl").done()
-    assert (ran.json["file"], ran.json["prompts"], ran.json["cut"]) == (str(tmp_path / "p.safetensors"), 2, [])
-    first, second = read(packed, tmp_path / "p.safetensors").prompts
-    assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
-    assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
-    long = tmp_path / "long.safetensors"
-    assert (
-        prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count(
-            "1 text longer than the text encoder takes, and cut: "
+    with untouched(packed.path):
+        prompts(tmp_path, packed.path, model, "the cat").done()
+        line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
+        lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
+        ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl").done()
+        assert (ran.json["file"], ran.json["prompts"], ran.json["cut"]) == (str(tmp_path / "p.safetensors"), 2, [])
+        first, second = read(packed, tmp_path / "p.safetensors").prompts
+        assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
+        assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
+        long = tmp_path / "long.safetensors"
+        assert (
+            prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count(
+                "1 text longer than the text encoder takes, and cut: "
+            )
+            == 1
         )
-        == 1
-    )
-    assert len(read(packed, long).embedding(("a " * 30).strip())["tokens"]) == 10
-    assert tree(packed.path) == before
+        assert len(read(packed, long).embedding(("a " * 30).strip())["tokens"]) == 10
 
 
 def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> None:
-    before = tree(packed.path)
-    other = write_model(tmp_path / "other", seed=1)
-    prompts(tmp_path, packed.path, other, "the cat").fails(
-        f"{other} has encoders.text_encoder.weights_hash = ", "name the model that the store was packed with"
-    )
-    assert tree(packed.path) == before
+    with untouched(packed.path):
+        other = write_model(tmp_path / "other", seed=1)
+        prompts(tmp_path, packed.path, other, "the cat").fails(
+            f"{other} has encoders.text_encoder.weights_hash = ", "name the model that the store was packed with"
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,11 +109,10 @@ def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> No
     ],
 )
 def test_a_line_that_cannot_be_is_named(packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str) -> None:
-    before = tree(packed.path)
-    ran = prompts(tmp_path, packed.path, model, text, name=name)
-    assert ran.code == 1
-    assert re.search(said, ran.err), ran.err
-    assert tree(packed.path) == before
+    with untouched(packed.path):
+        ran = prompts(tmp_path, packed.path, model, text, name=name)
+        assert ran.code == 1
+        assert re.search(said, ran.err), ran.err
 
 
 def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: Path) -> None:
