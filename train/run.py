@@ -607,7 +607,7 @@ class Run:
         say(
             f"validation: {held} of {counted(held + trained, 'sample')}, held out by the store{rule}"
             if held
-            else f"no validation: no sample of {trained} is held out by the store{rule}; pack with a larger --val-fraction"
+            else f"no validation: the store holds out none of {trained} samples{rule}; pack one with a larger --val-fraction"
         )
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)

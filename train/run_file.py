@@ -131,9 +131,14 @@ def model_of(stores: Iterable[object]) -> PackedModel | None:
 def _model_of_options(stores: Sequence[str]) -> dict[str, Any]:
     """Return the options of the model that stores were packed with, for those that are not given."""
     from bucketline.loader.mixture import parse_stores  # imports numpy
+    from bucketline.store.format.manifest import read_manifest
 
-    noted = model_of(one.path for one in parse_stores(tuple(stores), "--store"))
+    places = [one.path for one in parse_stores(tuple(stores), "--store")]
+    noted = model_of(places)
     if noted is None:
+        for place in places:
+            if isinstance(place, Path):
+                read_manifest(place)  # what is not a store is said before the model is asked for
         return {}
     if not Path(noted.model).exists():
         raise UsageError(f"{stores[0]} was packed with {noted.model}, which is no folder or file here; give --model MODEL")

@@ -15,6 +15,7 @@ from bucketline.command_line import (
     print_json,
     print_json_line,
     printable,
+    say,
     torchrun_ranks,
 )
 from bucketline.errors import SourceError, UsageError
@@ -48,9 +49,9 @@ def print_entry(entry: DatasetEntry | None) -> None:
 def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str]) -> None:
     """Print where captions came from, and notes about the source."""
     if captions_from:
-        print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
+        say(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
     for note in notes:
-        print(f"  note: {one_line(note)}")
+        say(f"  note: {one_line(note)}")
 
 
 def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:
@@ -66,7 +67,7 @@ def print_warnings(captions_without_image: list[str], passed_over: list[str]) ->
     """Print the first ten captions without an image and the first ten skipped images."""
     for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
         for name in names[:10]:
-            print(f"  warning: {what}: {one_line(name)}")
+            say(f"  warning: {what}: {one_line(name)}")
         if (more := len(names) - 10) > 0:
             print(f"  warning: and {more} more: {what}")
 
@@ -149,7 +150,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
         rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:
-            print(f"{name}from the store: {printable(rules)}")
+            say(f"{name}from the store: {printable(rules)}")
 
     def _dry_run(self) -> int:
         if torchrun_ranks()["rank"]:
@@ -243,7 +244,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     listed = shown(config.store / WITHOUT_CAPTION)
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
-        (summary.latents_kept, "image", " with a new caption or mtime only (latents reused)"),
+        (summary.latents_kept, "image", " with a new caption or file time (only text is encoded)"),
         (summary.without_caption, "image", f" without a caption, packed with the empty one; listed in {listed}"),
         (
             summary.enlarged,
@@ -267,7 +268,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  {crop_loss_line(summary.crop_loss)}")
     print_held_out(summary.held_out, summary.samples, config.held_out)
     for sample_id in summary.captions_beyond[:10]:
-        print(f"  more captions than kept: {one_line(sample_id)}")
+        say(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
     _print_sample_changes(summary, config)
     _print_ids(("kept with captions of the old rules", summary.captions_as_before, []))
@@ -286,7 +287,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         (report.new, "new"),
         (report.changed, "changed"),
         (report.moved, "moved to the other split"),
-        (report.recaptioned, "with a new caption or mtime only"),
+        (report.recaptioned, "with a new caption or file time (only text would be encoded)"),
         (report.unchanged, "unchanged"),
         (report.rejected, "rejected"),
     )
@@ -331,7 +332,7 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 def _print_sample_changes(summary: SampleChanges, config: PackConfig) -> None:
     would = "would be " if config.dry_run else ""
     if summary.not_pruned:
-        print(f"  not pruned: {printable(summary.not_pruned)}")
+        say(f"  not pruned: {printable(summary.not_pruned)}")
     _print_ids(
         (f"{would}dropped, because rejected now", summary.dropped, summary.dropped_ids),
         (f"{would}dropped, because no longer in the source", summary.pruned, summary.pruned_ids),

@@ -128,9 +128,8 @@ def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSumm
     if not is_plain or not account.packed or config.text is not None:
         return []
     assert isinstance(text, dict)
-    return [
-        f"captions are the last hidden state of a {text['class']!s:.80}; if that is what the model takes, --text plain says so"
-    ]
+    stored = f"the last hidden state of its {text['class']!s:.80} is stored"
+    return [f"how the model's pipeline encodes captions is not known, so {stored}; --text plain confirms that"]
 
 
 # ------------------------------------------------------------------------------------------------------------------- meanwhile

@@ -110,7 +110,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         if (source / MANIFEST).is_file():
             raise SourceError(f"{source} is a store, which has no images; name the folder of its images")
         skipped = f"; {_skipped(source, links)}" if links else ""
-        raise SourceError(f"{source} has no images, in none of its folders; expected .jpg, .png, .webp or others{skipped}")
+        raise SourceError(f"{source} has no images, nor do its subfolders; expected .jpg, .png, .webp or others{skipped}")
     listing = found.listing(_read_tables(found.tables, captions), str(source))
     listing.empty_folders = sorted(empty)
     if links:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import guarded, human_number, stderr_console
+from bucketline.command_line import guarded, human_number, print_error, say, stderr_console
+from bucketline.errors import UsageError
 from bucketline.store import Store
 from bucketline.store.change.commit import drop
 from tests.commands import BIN, ROOT, call
@@ -38,6 +39,24 @@ BUCKET = "train/64x64"
 )
 def test_a_number_for_people_has_three_digits_and_no_false_precision(value: float, text: str) -> None:
     assert human_number(value) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_line_breaks_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> None:
+    out = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stderr", out)
+    print_error(UsageError("photos/a-long-name.store is not a store; name another"))
+    say(f"  note: {'words ' * 9}", out)
+    found = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(found) == (4 if is_terminal else 2)
+    assert (max(map(len, found)) <= 40) is is_terminal
+    assert [line.startswith(" " * 4) for line in found] == ([False, False, False, True] if is_terminal else [False] * 2)
 
 
 def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(
     assert status(output) == {"state": "done", "step": STEPS, "reason": None}
     assert checkpoints(whole.asked) == ["06", "08"]
     assert whole.summary.checkpoint == output / "checkpoints" / "step-00000008"
-    assert whole.err.count("warning: train/96x64 has 1 image for a batch of ") == 1
+    assert whole.err.count("warning: train/96x64 has 1 image, and batches take ") == 1
     assert "training: 8 steps, 1.52 epochs of 21 samples in 3 buckets\nvalidation: 8 of 29 samples, held out by " in whole.err
     assert not [*output.glob("*.tmp")]
     assert [path.name for path in whole.summary.images] == ["loss.png", "images.png"]
@@ -444,7 +444,7 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_bf16_trains_w
     )
     summary = train(asked, ALONE)
     assert summary.validation is None
-    assert "no validation: no sample of 38 is held out by the store; pack with" in capsys.readouterr().err
+    assert "no validation: the store holds out none of 38 samples; pack one" in capsys.readouterr().err
     per_step = {"train/128x128": 3 * asked.accumulation, "train/192x128": 2 * asked.accumulation}
     for line in read_metrics(asked.output_dir):
         assert 0 < cast("float", line["loss"]) < 2

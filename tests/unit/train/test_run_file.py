@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.errors import UsageError
+from bucketline.errors import StoreError, UsageError
 from bucketline.options import options_of
 from bucketline.train.config import TrainConfig, parse
 from bucketline.train.main import main
 from bucketline.train.run_file import as_run_file, config_as_json, preset_names
 from tests.commands import ROOT, spawn
+from tests.kit import make_store, samples_of
 from tests.unit.train.tiny_run import as_arguments, config
 
 if TYPE_CHECKING:
@@ -337,9 +338,11 @@ def test_the_model_is_the_one_that_the_store_was_packed_with_unless_another_is_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.store").mkdir()
     (tmp_path / "m").mkdir()
     asked = [*NEEDED[:2], *NEEDED[4:], "--batch-size", "2"]
+    with pytest.raises(StoreError, match=r"a\.store is not a store: "):
+        parse(asked, "train")
+    make_store(tmp_path / "a.store", samples_of({"train/64x64": 1}))
     with pytest.raises(UsageError, match="needs --model"):
         parse(asked, "train")
     for model, found in (

@@ -107,7 +107,7 @@ def test_the_report_names_small_buckets_and_no_option_that_a_trainer_lacks(tmp_p
     make_store(tmp_path / "s", samples_of({"train/64x96": 2, "train/64x64": 30}))
     ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html", "--json", "--batch-size", 16).done()
     (found,) = [one for one in ran.json["findings"] if one["title"] == "Small buckets"]
-    assert found["detail"].startswith("train/64x96 has 2 images ")
+    assert found["detail"].startswith("train/64x96 has 2 images, ")
     assert found["detail"].endswith("; use a smaller batch or fewer GPUs, or pack with a coarser --grid")
 
 
