@@ -56,7 +56,7 @@ def called(main: Callable[[list[str]], Any], *args: object) -> Ran:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main([str(arg) for arg in args])
+            code = main([str(arg) for arg in args]) or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
     return Ran(code=code, out=out.getvalue(), err=err.getvalue())

@@ -12,9 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; th
 
 import fcntl
 import gc
+import importlib
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,8 +49,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the files of tests, each worker from another one on: what one compiles the others read. Collect no garbage."""
+    gc.disable()
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count > 1 and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        files = sorted((ROOT / "tests").rglob("test_*.py"))
+        first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) * len(files) // count
+        for file in files[first:] + files[:first]:
+            with suppress(Exception):  # collection imports it again, and says so
+                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
 def pytest_collection_finish() -> None:
     """Freeze what collection has imported: looking through it took each of the many garbage collections a tenth of a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
