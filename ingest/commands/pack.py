@@ -288,7 +288,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         (report.new, "new"),
         (report.changed, "changed"),
         (report.moved, "moved to the other split"),
-        (report.recaptioned, "with a new caption or file time (only text would be encoded)"),
+        (report.recaptioned, "with a new caption or file time"),
         (report.unchanged, "unchanged"),
         (report.rejected, "rejected"),
     )
