@@ -289,7 +289,7 @@ def print_error(error: BaseException) -> None:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line on stdout or `stream`; on a terminal that is narrower, it breaks between words and continues indented."""
     stream = stream or sys.stdout
-    print(wrapped(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream)
+    print(wrapped(text, shutil.get_terminal_size().columns) if stream and stream.isatty() else text, file=stream)
 
 
 def wrapped(text: str, width: int) -> str:

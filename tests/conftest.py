@@ -129,8 +129,7 @@ def source(tmp_path: Path) -> Path:
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with once(tmp_path_factory, "photographs") as (folder, is_first):
         if is_first:
-            done = spawn([sys.executable, ROOT / "demo" / "photographs.py", folder / "photographs"])
-            assert done.code == 0, done.err
+            spawn([sys.executable, ROOT / "demo" / "photographs.py", folder / "photographs"]).done()
     return folder / "photographs"
 
 
@@ -139,8 +138,7 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model folder: a VAE trained on photographs, a sentence encoder, a UNet's configuration."""
     with once(tmp_path_factory, "demo-model") as (folder, is_first):
         if is_first:
-            done = spawn([sys.executable, ROOT / "demo" / "model.py", folder / "model"])
-            assert done.code == 0, done.err
+            spawn([sys.executable, ROOT / "demo" / "model.py", folder / "model"]).done()
     return folder / "model"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -578,3 +579,11 @@ def tree(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)) + ("/" if path.is_dir() else ""): b"" if path.is_dir() else path.read_bytes()
         for path in sorted(folder.rglob("*"))
     }
+
+
+@contextmanager
+def untouched(folder: Path, seen: Callable[[Path], dict[str, bytes]] = tree) -> Iterator[None]:
+    """Expect that a folder is after a block what it was before."""
+    before = seen(folder)
+    yield
+    assert seen(folder) == before

@@ -195,7 +195,7 @@ class ModelFolder:
             else {file.partition("/")[0] for file in self.hub_files if "/" in file}
         )
         if name not in parts:
-            there = ", ".join(sorted(parts)) or "no folder at all"
+            there = ", ".join(sorted(parts)) or "no subfolders"
             raise ModelError(f"{self.name} lacks the part {name}/; it has {there}; expected a model in diffusers' layout")
         if self.hub_files is None:
             return {"pretrained_model_name_or_path": str(self.path / name), "local_files_only": True}

@@ -247,12 +247,12 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
 
 def _print_samples(report: dict[str, Any], place: str) -> None:
     disk, payload = report["disk_bytes"], report["payload_bytes"]
-    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
+    share = f"{human_number(disk / payload)} times the payload of" if 0 < disk < MAX_SHOWN * payload else "payload"
     shards = counted(report["shards"], "shard")
     if report["generation"]:
         say(
             f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {shards}, "
-            f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}"
+            f"{human_bytes(disk)} on disk, {share} {human_bytes(payload)}"
         )
     else:
         print(f"no generation is published yet, so readers see no samples; {human_bytes(disk)} on disk")

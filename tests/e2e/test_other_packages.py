@@ -115,9 +115,9 @@ def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
 
 
 def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:
-    ran = spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"])
-    assert ran.code == 2
-    assert "KIND is 'npy', expected kohya, " in ran.err
+    spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]).fails(
+        "KIND is 'npy', expected kohya, ", code=2
+    )
     assert not (tmp_path / "s").exists()
 
 

@@ -264,9 +264,9 @@ def test_the_description_of_the_package_has_no_link_into_the_checkout() -> None:
 
 
 def test_another_system_is_refused_in_words() -> None:
-    done = spawn([sys.executable, "-c", "import sys; sys.platform = 'darwin'; import bucketline.store"])
-    assert done.code == 1
-    assert "ImportError: bucketline runs on Linux only, and this is darwin" in done.err
+    spawn([sys.executable, "-c", "import sys; sys.platform = 'darwin'; import bucketline.store"]).fails(
+        "ImportError: bucketline runs on Linux only, and this is darwin"
+    )
 
 
 def test_the_lock_has_a_hash_for_everything_and_names_neither_torch_nor_an_index() -> None:

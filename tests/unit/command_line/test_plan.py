@@ -88,9 +88,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
     packed: tuple[Path, Path], more: tuple[object], message: str
 ) -> None:
-    ran = call("loader", "plan", packed[1], *more)
-    assert ran.code == 2
-    assert message in ran.err
+    call("loader", "plan", packed[1], *more).fails(message, code=2)
 
 
 def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.store import Store
 from tests.commands import BIN, call, spawn
-from tests.kit import Held, by_id, tree
+from tests.kit import Held, by_id, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +128,5 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], list[object]], int, str]] = {
 @pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_a_bad_request_is_refused_by_name_and_changes_nothing(case: str, packed: tuple[Path, Path]) -> None:
     ask, code, words = BAD_REQUESTS[case]
-    before = tree(packed[1].parent)
-    call("store", *ask(packed[1])).fails(words, code=code)
-    assert tree(packed[1].parent) == before
+    with untouched(packed[1].parent):
+        call("store", *ask(packed[1])).fails(words, code=code)

@@ -32,6 +32,7 @@ from tests.kit import (
     make_store,
     samples_of,
     tree,
+    untouched,
     without_locks,
     write_shard,
 )
@@ -116,17 +117,15 @@ def test_only_captions_that_live_rows_use_are_kept(tmp_path: Path) -> None:
 
 def test_nothing_to_do_writes_nothing(tmp_path: Path) -> None:
     make_store(tmp_path, samples_of(ROWS))
-    before = without_locks(tmp_path)
-    done = compact(tmp_path, shard_bytes=LARGE)
-    assert (done.rewritten, done.written, done.generation) == ((), (), 1)
-    assert without_locks(tmp_path) == before
+    with untouched(tmp_path, without_locks):
+        done = compact(tmp_path, shard_bytes=LARGE)
+        assert (done.rewritten, done.written, done.generation) == ((), (), 1)
 
 
 def test_a_dry_run_says_what_a_run_does_and_writes_nothing(tmp_path: Path) -> None:
     made(tmp_path, 3)
-    before = tree(tmp_path)
-    planned = compact(tmp_path, shard_bytes=LARGE, gc_older_than_s=0, dry_run=True)
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        planned = compact(tmp_path, shard_bytes=LARGE, gc_older_than_s=0, dry_run=True)
     done = compact(tmp_path, shard_bytes=LARGE)
     assert (planned.rewritten, planned.rows, planned.dropped) == (done.rewritten, done.rows, done.dropped)
     assert planned.before_bytes == done.before_bytes
@@ -173,10 +172,8 @@ def test_what_is_damaged_is_named_and_nothing_is_published(kind: str, tmp_path: 
     else:
         flip_caption(store, 2)
         expected = "shard g0, caption 2: its bytes do not match their checksum"
-    before = without_locks(tmp_path)
-    with pytest.raises(CorruptError, match=expected):
+    with untouched(tmp_path, without_locks), pytest.raises(CorruptError, match=expected):
         compact(tmp_path, shard_bytes=LARGE)
-    assert without_locks(tmp_path) == before
 
 
 def test_a_damaged_row_that_was_dropped_is_left_behind(tmp_path: Path) -> None:
@@ -191,18 +188,17 @@ def test_a_damaged_row_that_was_dropped_is_left_behind(tmp_path: Path) -> None:
 
 def test_ctrl_c_in_the_middle_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     made(tmp_path, 4)
-    before = without_locks(tmp_path)
-    calls = [0]
+    with untouched(tmp_path, without_locks):
+        calls = [0]
 
-    def interrupt(done: int, total: int) -> None:
-        assert 0 < done <= total
-        calls[0] += 1
-        if calls[0] == 6:
-            raise KeyboardInterrupt
+        def interrupt(done: int, total: int) -> None:
+            assert 0 < done <= total
+            calls[0] += 1
+            if calls[0] == 6:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        compact(tmp_path, shard_bytes=4_000, on_bytes=interrupt)
-    assert without_locks(tmp_path) == before
+        with pytest.raises(KeyboardInterrupt):
+            compact(tmp_path, shard_bytes=4_000, on_bytes=interrupt)
 
 
 MOMENTS = {

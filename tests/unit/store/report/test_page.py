@@ -43,8 +43,9 @@ FAULTY = ("constant", "duplicates", "crops")
 @pytest.fixture(scope="module")
 def page(store_with: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pages") / "report.html"
-    ran = call("store", "report", store_with(*FAULTY, scaling_factor=0.45).path, "-o", out, "--samples", 30, "--batch-size", 8)
-    assert ran.code == 0, ran.err
+    ran = call(
+        "store", "report", store_with(*FAULTY, scaling_factor=0.45).path, "-o", out, "--samples", 30, "--batch-size", 8
+    ).done()
     assert "error: Wrong scaling factor" in ran.out
     assert "warning: 5 constant latents" in ran.out
     return out
@@ -204,18 +205,16 @@ def test_a_page_is_never_written_over_anything(store_with: Callable[..., Store],
         (store.path / "page.html", "is inside the store"),
         (tmp_path / "none" / "page.html", "is not a folder"),
     ):
-        ran = call("store", "report", store.path, "-o", out)
-        assert ran.code == 2
-        assert message in ran.err
+        call("store", "report", store.path, "-o", out).fails(message, code=2)
     assert (tmp_path / "mine.html").read_text(encoding="ascii") == "mine"
 
 
 @pytest.mark.slow  # it imports torch in a process of its own
 def test_a_model_that_cannot_be_read_is_an_error(store_with: Callable[..., Store], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    ran = call("store", "report", store_with().path, "-o", tmp_path / "r.html", "--model", tmp_path / "model")
-    assert ran.code == 1
-    assert "lacks the part vae/" in ran.err
+    call("store", "report", store_with().path, "-o", tmp_path / "r.html", "--model", tmp_path / "model").fails(
+        "lacks the part vae/"
+    )
     assert not (tmp_path / "r.html").exists()
 
 
