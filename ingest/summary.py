@@ -34,6 +34,7 @@ class RunSummary:
 
     packed: int = 0
     latents_kept: int = 0  # packed images whose latents were reused from the store
+    moved: int = 0  # packed images that the store had in its other split
     unchanged: int = 0
     withdrawn: int = 0  # left out, since `store drop` withdrew their ids
     rejects: list[Reject] = field(default_factory=list)

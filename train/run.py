@@ -54,7 +54,7 @@ from bucketline.train.model import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
-from bucketline.train.run_file import config_as_json, model_of, values_of_file
+from bucketline.train.run_file import config_as_json, models_of, values_of_file
 from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
 
@@ -595,7 +595,7 @@ class Run:
         """Print the length and the samples of a run; warn of small buckets, and of a caption dropout without use."""
         config, family, say = self.config, self.training.family, self._progress.say
         stores, plan = [share.store for share in self.loader.shares], self.loader.plan
-        if (noted := model_of([one.place for one in stores])) is not None and noted.model == str(config.model):
+        if {one.model for one in models_of(one.place for one in stores).values()} == {str(config.model)}:
             say(f"model: {config.model}, with which {'the stores were' if len(stores) > 1 else 'the store was'} packed")
         per_epoch = plan.steps_before(MANY_EPOCHS) / MANY_EPOCHS or 1
         size = f"{counted(sum(one.num_rows for one in plan.buckets), 'sample')} in {counted(len(plan.buckets), 'bucket')}"

@@ -245,6 +245,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
         (summary.latents_kept, "image", " with a new caption or file time (only text is encoded)"),
+        (summary.moved, "image", " moved to the other split (training or validation)"),
         (summary.without_caption, "image", f" without a caption, packed with the empty one; listed in {listed}"),
         (
             summary.enlarged,

@@ -454,6 +454,7 @@ class SlicePacker:
             batch.rows.append((record, latents, digests))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
+            self.account.moved += image.is_moved
             self.account.latents_kept += not isinstance(image.image, Decoded)
         self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes

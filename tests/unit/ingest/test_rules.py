@@ -19,6 +19,7 @@ from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
 from bucketline.ingest.sources import source as local_files
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
+from bucketline.store.change.commit import drop
 from tests.commands import Ran, call
 from tests.kit import by_id, untouched
 from tests.models import SMALL, colour_image, encoded, pack, png, write_files, write_images
@@ -63,7 +64,7 @@ def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path:
         write_files(tmp_path / "in", {f"{n}.png": png(20, 30, n) for n in range(images)})
         ran = pack(tmp_path / "in", tmp_path / store, model, *more)
         found = [name for name, row in rows_of(tmp_path / store).items() if row[0].startswith("val/")]
-        assert (ran.json["held_out"], ran.json["samples"]) == (len(found), images), ran.err
+        assert (ran.json["held_out"], ran.json["samples"], ran.json["moved"]) == (len(found), images, 0), ran.err
         return found
 
     small = ("--val-fraction", "0.0001")
@@ -77,6 +78,13 @@ def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path:
     assert "held out for validation: 1 of 12 samples\n" in call("ingest", "pack", tmp_path / "in", tmp_path / "s").out
     apart = call("ingest", "scan", tmp_path / "in", *SMALL, "--grid", "16x24,24x16", "--val-fraction", "0.0001:folder").done()
     assert "held out for validation: 0 of 12 samples: :folder holds out whole folders, and this is one" in apart.out
+    for name in ("01.png", "02.png"):  # the first has the smaller hash, and may have been trained on
+        write_files(tmp_path / "few", {name: png(20, 30, 1)})
+        assert pack(tmp_path / "few", tmp_path / "u", model, *small).json["moved"] == 0
+    assert [row[0].split("/")[0] for _, row in sorted(rows_of(tmp_path / "u").items())] == ["train", "val"]
+    drop(tmp_path / "s", [other])
+    said = call("ingest", "pack", tmp_path / "in", tmp_path / "s").done().out
+    assert "  1 image moved to the other split (training or validation)\n" in said
 
 
 def test_a_table_and_a_saved_dataset_pack_to_the_same_latents_too(source: Path, tmp_path: Path, model: Path) -> None:

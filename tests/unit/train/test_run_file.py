@@ -338,7 +338,8 @@ def test_the_model_is_the_one_that_the_store_was_packed_with_unless_another_is_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
+    for name in ("b.store", "m"):
+        (tmp_path / name).mkdir()
     asked = [*NEEDED[:2], *NEEDED[4:], "--batch-size", "2"]
     with pytest.raises(StoreError, match=r"a\.store is not a store: "):
         parse(asked, "train")
@@ -349,9 +350,17 @@ def test_the_model_is_the_one_that_the_store_was_packed_with_unless_another_is_g
         (tmp_path / "m", None),
         (tmp_path / "gone", "was packed with .*/gone, which is no"),
         ("org/m", "org/m"),
+        (tmp_path / ("m" * 300), "which is no"),
+        (f"{tmp_path}/m\0", "which is no"),
     ):
         note = {"model": str(model), "model_config": None}
         (tmp_path / "a.store" / "packed_model.json").write_text(json.dumps(note), encoding="utf-8")
         with pytest.raises(UsageError, match=f"{found}.*; give --model") if found else contextlib.nullcontext():
             assert parse(asked, "train").model == model
         assert parse([*asked, "--model", "other"], "train").model == Path("other")
+    for store in "ab":
+        note = {"model": str(tmp_path / ("m" if store == "a" else "b.store")), "model_config": None}
+        (tmp_path / f"{store}.store" / "packed_model.json").write_text(json.dumps(note), encoding="utf-8")
+    assert parse(asked, "train").model == tmp_path / "m"
+    with pytest.raises(UsageError, match=r"a.store was packed with .*/m, b.store with .*/b.store; give --model MODEL"):
+        parse([*asked, "--store", "b.store"], "train")
