@@ -56,7 +56,7 @@ def wait_until(is_so: object, seconds: float = 60.0) -> bool:
     while not is_so():
         if time.monotonic() > until:
             return False
-        os.sched_yield()
+        time.sleep(0.001)
     return True
 
 
