@@ -9,7 +9,7 @@ import numpy as np
 
 from bucketline.command_line import counted
 from bucketline.errors import UsageError
-from bucketline.ingest.held_out import split_draw
+from bucketline.ingest.held_out import HeldOut, split_draw
 from bucketline.ingest.rules import prune_limit, reject_limit, split_of
 from bucketline.ingest.sources.source import LEADS_OUT
 from bucketline.store.format.block import DIGEST_BYTES, sample_digest
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.held_out import HeldOut
     from bucketline.ingest.parallel.exchange import Outline, Share
     from bucketline.ingest.sources.source import Listing, SourceItem
     from bucketline.ingest.summary import RunSummary
