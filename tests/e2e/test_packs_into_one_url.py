@@ -36,12 +36,9 @@ def begin(source: Path, place: ObjectFolder, model: Path, work: Path) -> subproc
 def test_processes_that_pack_at_once_lose_nothing(
     s3: S3Bucket, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "BUCKETLINE_CACHE": tmp_path / "cache",
-        "AWS_ENDPOINT_URL": s3.endpoint,
-        "AWS_ALLOW_HTTP": "true",
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     place = s3.folder("photos.store")
     sources, ids = [], []
     for n in range(3):

@@ -326,11 +326,8 @@ RANK_KILLED = Plan("one rank of several {}", (signal.SIGKILL,), 360, (0.25, 0, 8
 
 def ended_again_and_again(asked: Asked, whole: Plan, trials: int, name: str) -> Iterator[Record]:
     """End a plan's runs so often; quickly: of a third of its images."""
-    plan, folder, draw = (
-        replace(whole, num_images=asked.of(whole.num_images // 3, whole.num_images)),
-        asked.folder / name,
-        asked.draw,
-    )
+    plan = replace(whole, num_images=asked.of(whole.num_images // 3, whole.num_images))
+    folder, draw = asked.folder / name, asked.draw
     adopt_orphans()
     if not plan.ranks:
         import_for_packs()

@@ -94,14 +94,7 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
         if step == "packed.store":
             scale, shift = describe_vae(model, [one.latent for one in read], has_shift=family in ("flux", "sd3"))
         packed = folder / step
-        asked = (
-            "--model",
-            model,
-            "--grid",
-            grid,
-            *PACKED,
-        )
-        call("ingest", "pack", images, packed, *asked).done()
+        call("ingest", "pack", images, packed, "--model", model, "--grid", grid, *PACKED).done()
         read = read_store(packed)
     return Known(family=family, images=images, model=model, samples=tuple(read), scale=scale, shift=shift)
 
