@@ -22,10 +22,7 @@ Run `bucketline NAME --help` for the options of a command.
 """
 COMMANDS = commands(
     "bucketline",
-    {
-        "export-model": "bucketline.train.commands.export_model:ExportModel",
-        "completion": "bucketline.options:Completion",
-    },
+    {"export-model": "bucketline.train.commands.export_model:ExportModel", "completion": "bucketline.options:Completion"},
 )
 
 

@@ -166,12 +166,7 @@ def parse_command(command: type[_C], args: Sequence[str], prog: str) -> _C:
     return parse_options(command, args, prog)
 
 
-def run_one_of(
-    prog: str,
-    description: str,
-    commands: Extensions[type[Command]],
-    args: Sequence[str] | None,
-) -> int:
+def run_one_of(prog: str, description: str, commands: Extensions[type[Command]], args: Sequence[str] | None) -> int:
     """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code.
 
     Only this command is imported; all are for the help of `prog` itself. One that cannot be is left out there.

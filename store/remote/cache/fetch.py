@@ -110,12 +110,7 @@ class FetchThreads:
     """Threads that claim lines in the order of their priorities and fetch them. All methods but `_run` need the lock held."""
 
     def __init__(
-        self,
-        lock: threading.RLock,
-        claim: Callable[[HeldLine], bool],
-        fetch: Callable[[HeldLine], None],
-        *,
-        deadline_s: float,
+        self, lock: threading.RLock, claim: Callable[[HeldLine], bool], fetch: Callable[[HeldLine], None], *, deadline_s: float
     ) -> None:
         """`claim` is called with the lock held, `fetch` without it, in a thread, for a line that was claimed."""
         self._work = threading.Condition(lock)
@@ -231,12 +226,7 @@ class LineFetcher:
     """Fetches the lines of a store's shards, and keeps them while they are held. Safe for several threads."""
 
     def __init__(
-        self,
-        objects: ObjectFolder,
-        cache: CacheFolder,
-        sums_of: Callable[[CachedShard], Sequence[int]],
-        *,
-        deadline_s: float,
+        self, objects: ObjectFolder, cache: CacheFolder, sums_of: Callable[[CachedShard], Sequence[int]], *, deadline_s: float
     ) -> None:
         """`sums_of` returns the checksums of a shard's lines; it may request objects itself."""
         self._objects, self._cache, self._sums_of, self._deadline_s = objects, cache, sums_of, deadline_s
