@@ -3,7 +3,7 @@
 . "$(dirname "$0")/lib.sh"
 MODEL=$W/model
 python "$HERE/make_model.py" "$MODEL" >/dev/null 2>&1 || fail "could not write"
-nice python - $W $MODEL <<'PY' 2>&1 | grep -v -i -e torchao -e transformers] -e pytree; [ ${PIPESTATUS[0]} = 0 ] || fail "a DoRA file of kohya's form, also one that this trainer wrote, is loaded as plain LoRA: its magnitudes are dropped"
+python - $W $MODEL <<'PY' 2>&1 | grep -v -i -e torchao -e transformers] -e pytree; [ ${PIPESTATUS[0]} = 0 ] || fail "a DoRA file of kohya's form, also one that this trainer wrote, is loaded as plain LoRA: its magnitudes are dropped"
 import sys, torch
 from safetensors.torch import save_file
 from diffusers import UNet2DConditionModel

@@ -34,7 +34,7 @@ class Case:
             file = (source / sample.id).with_suffix(".txt")
             if file.parent.exists():
                 file.write_text(self.written(sample.caption) + "\n", encoding="utf-8")
-        command = ["nice", "ingest", "import", kind, str(source), str(store), "--model", str(self.known.model), "--json"]
+        command = ["ingest", "import", kind, str(source), str(store), "--model", str(self.known.model), "--json"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         out: dict[str, Any] = json.loads(ran.stdout) if ran.stdout.strip().startswith("{") else {}
         rejects = [reject["detail"] for reject in out.get("rejects", [])][:1]
