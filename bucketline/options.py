@@ -1,7 +1,8 @@
 """A command's options: a dataclass declares them, and is what parses them, its files and its help are made of.
 
 The options that one class declares are a section: its `SECTION` is "NAME: WHAT IT HAS". A field's docstring is its help.
-`FIRST` of a command names the options that its first screen has next to the required ones. A field with the metadata
+`FIRST` of a command names the options that its first screen has next to the required ones, `ONE_OF` groups of fields of which a
+command line needs one each. A field with the metadata
 `ONLY_IN_FILE` is set in a run file (or what the command's `FILE` says) and not on the command line. `complete` of a command, if
 it has one, is told the options and the fields that were given. cyclopts parses; it is imported for the first command line.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable  # noqa: TC003 - commands read their annota
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cache, partial
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -61,6 +63,7 @@ class Arg:
     name: str = ""  # without hyphens; "": the field's
     aliases: tuple[str, ...] = ()
     read: Callable[[str], Any] | None = None  # makes the value of a word
+    words: tuple[str, ...] = ()  # that shells complete, of a value that may be another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Option:
     default: Any  # dataclasses' MISSING: it is required
     section: str
     choices: tuple[str, ...]  # words that it takes; (): others as well
+    words: tuple[str, ...]  # words that shells complete
     is_many: bool  # it has several values
     repeats: bool  # and is typed once for each
     file: str  # the kind of file that sets it; "": the command line does
@@ -144,6 +148,7 @@ def _option(field: Any, hint: Any, owner: type, text: str, kind_of_file: str) ->
         default=field.default_factory() if has_factory else field.default,
         section=vars(owner).get("SECTION", "").partition(":")[0],
         choices=_choices(kind),
+        words=next((one.words for one in asked if one.words), ()) or tuple(map(dtype_name, _choices(kind))) or _heads(kind),
         is_many=kind is not whole,
         repeats=REPEATED in extras,
         file=file,
@@ -192,6 +197,12 @@ def _choices(kind: Any) -> tuple[str, ...]:  # noqa: ANN401
     return tuple(found)
 
 
+def _heads(kind: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """Return the words with which the values of a type begin, such as `cosine` of `cosine[:FLOOR]`."""
+    forms = [form for one in _members(kind) if is_option_value(one) for form in one.forms()]
+    return tuple(dict.fromkeys(head for form in forms if (head := re.split(r"[^a-z0-9-]", form, maxsplit=1)[0])))
+
+
 def _metavar(kind: Any) -> str:  # noqa: ANN401
     """Return what stands for an option's value; "" for a flag."""
     if kind is bool:
@@ -232,19 +243,26 @@ def parse_fields(command: type, args: Sequence[str], prog: str, files: Any = Non
         words = [*_with_values(command, args)]
         _, bound, _ = app_of(command, prog, files).parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise _refusal(command, prog, error) from error
+        raise _refusal(command, prog, error, args) from error
+    options = {one.field: one for one in options_of(command)}
+    groups = [*((one.field,) for one in options.values() if one.is_required), *getattr(command, "ONE_OF", ())]
+    if needed := [group for group in groups if bound.arguments.keys().isdisjoint(group)]:
+        typed = ([options[field].typed.rpartition(", ")[2] for field in group] for group in needed)
+        named = [f"either {' or '.join(one)}" if len(one) > 1 else one[0] for one in typed]
+        example = re.findall(r"^Example: .*$", inspect.getdoc(command) or "", re.MULTILINE)
+        raise UsageError(f"{prog} needs {', '.join(named)} (`{prog} --help` explains more)", *example)
     return dict(bound.arguments)
 
 
-def app_of(command: type, prog: str, files: Any = None) -> cyclopts.App:  # noqa: ANN401
-    """Return cyclopts' application of a command."""
+def app_of(command: type, prog: str, files: Any = None, *, completing: bool = False) -> cyclopts.App:  # noqa: ANN401
+    """Return cyclopts' application of a command; `completing`: one of which shells complete what may be another word, too."""
     from cyclopts import App, Parameter
 
     def run(**_: object) -> None:
         """Bound, and never called."""
 
     options = [one for one in options_of(command) if files is not None or not one.is_in_file]
-    run.__signature__ = inspect.Signature([*_parameters(options)])  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([*_parameters(options, completing=completing)])  # type: ignore[attr-defined]
     run.__annotations__ = {name: one.annotation for name, one in run.__signature__.parameters.items()}  # type: ignore[attr-defined]
     app = App(
         name=prog,
@@ -257,12 +275,14 @@ def app_of(command: type, prog: str, files: Any = None) -> cyclopts.App:  # noqa
     return app
 
 
-def _parameters(options: Sequence[Option]) -> Iterator[inspect.Parameter]:
+def _parameters(options: Sequence[Option], *, completing: bool) -> Iterator[inspect.Parameter]:
     from cyclopts import Parameter
 
     for one in sorted(options, key=lambda one: not one.by_place):
-        is_word = one.read is not None or str in (kinds := _members(one.kind)) or any(map(is_option_value, kinds))
-        kind = Literal[one.choices] if one.choices else str if is_word else one.kind
+        kinds, words = _members(one.kind), one.words if completing else one.choices
+        is_word = one.read is not None or str in kinds or any(map(is_option_value, kinds))
+        text = Path if completing and str in kinds else str  # of a path or URL, or a model's name
+        kind = Literal[words] if words else text if is_word else one.kind
         asked = Parameter(
             name=one.names or (f"--{one.field.replace('_', '-')}" if one.is_in_file else None),
             help=one.text.partition(". ")[0],
@@ -273,7 +293,7 @@ def _parameters(options: Sequence[Option]) -> Iterator[inspect.Parameter]:
             one.field,
             inspect.Parameter.POSITIONAL_ONLY if one.by_place else inspect.Parameter.KEYWORD_ONLY,
             annotation=Annotated[tuple[kind, ...] if one.is_many else kind, asked],  # type: ignore[valid-type]
-            default=inspect.Parameter.empty if one.is_required else one.default,
+            default=None if one.is_required else one.default,  # parse_fields says what is needed, all at once
         )
 
 
@@ -329,32 +349,33 @@ def _with_values(command: type, args: Sequence[str]) -> Iterator[str]:
             yield from words
 
 
-def _refusal(command: type, prog: str, error: cyclopts.CycloptsError) -> UsageError:
+def _refusal(command: type, prog: str, error: cyclopts.CycloptsError, args: Sequence[str]) -> UsageError:
     """Return the refusal of a command line that cyclopts does not take."""
     from cyclopts import MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
     options = options_of(command)
     known = [name for one in options for name in one.names]
     if isinstance(error, UnknownOptionError):
-        name = (error.token.keyword or error.token.value).partition("=")[0].replace("_", "-")
-        field = name.removeprefix("--").replace("-", "_")
-        if found := next((one for one in options if one.is_in_file and one.field == field), None):
-            return UsageError(f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]")
-        program = command.__module__.removeprefix("bucketline.").partition(".")[0]
-        answer = coming_from.answer(program, name, known)
-        return UsageError(
-            f"there is no option {name}" + (f"; {answer}" if answer else f"{suggestion(name, known)} (`--help all` lists them)")
-        )
+        typed = [word.partition("=")[0].replace("_", "-") for word in (error.token.keyword or error.token.value, *args)]
+        others = (name for name in typed[1:] if re.match("--[a-z]", name) and name.replace("--no-", "--") not in known)
+        return UsageError(*(_unknown(command, name, known) for name in dict.fromkeys([typed[0], *others])))
     if isinstance(error, UnusedCliTokensError):
         takes = " and ".join(one.metavar for one in options if one.by_place) or "only options"
         return UsageError(f"{prog} does not take {(error.unused_tokens or [''])[0]!r:.80}, it takes {takes}")
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         asked = next(one for one in options if one.field == error.argument.field_info.name)
-        if error.keyword is not None:
-            return UsageError(f"{error.keyword} has no value, expected {asked.metavar}")
-        return UsageError(f"{prog} needs {asked.typed} (`{prog} --help` explains it)")
+        return UsageError(f"{error.keyword} has no value, expected {asked.metavar}")
     message = " ".join(str(error).split()).removesuffix(".")
     return UsageError(f"{prog}: {message} (`{prog} --help` explains it)")
+
+
+def _unknown(command: type, name: str, known: Sequence[str]) -> str:
+    """Return the answer to an option that a command does not have."""
+    field = name.removeprefix("--").replace("-", "_")
+    if found := next((one for one in options_of(command) if one.is_in_file and one.field == field), None):
+        return f"{name} is set in {found.file}, not on the command line: {field}, in its [{found.section}]"
+    answer = coming_from.answer(command.__module__.removeprefix("bucketline.").partition(".")[0], name, known)
+    return f"there is no option {name}" + (f"; {answer}" if answer else f"{suggestion(name, known)} (`--help all` lists them)")
 
 
 # ----------------------------------------------------------------------------------------------------------------- help screen
@@ -470,7 +491,8 @@ def _row(typed: str, text: str) -> str:
     lines = textwrap.wrap(text, _width() - _INDENT, break_on_hyphens=False, break_long_words=False) or [""]
     head = f"  {typed}"
     if len(head) >= _INDENT - 1:
-        return "\n".join([head, *(" " * _INDENT + line for line in lines)])
+        heads = textwrap.wrap(head.replace("|", "| "), _width() - 2, subsequent_indent="      ", break_on_hyphens=False)
+        return "\n".join([*(one.replace("| ", "|") for one in heads), *(" " * _INDENT + line for line in lines)])
     return "\n".join([f"{head:<{_INDENT}}{lines[0]}", *(" " * _INDENT + line for line in lines[1:])])
 
 
@@ -492,7 +514,8 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _filled(line: str) -> str:
-    return textwrap.fill(line, _width(), break_long_words=False, break_on_hyphens=False) if line else ""
+    indent = "    " * line.startswith("Example: ")
+    return textwrap.fill(line, _width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------ completion
@@ -515,7 +538,11 @@ class Completion:
 
     def run(self) -> int:
         for program in (whole := program_of_all(), *(whole[name] for name in _GROUPS)):
-            print(program.generate_completion(shell=self.shell))
+            script = program.generate_completion(shell=self.shell)
+            if self.shell == "bash":  # which completes paths itself, folders with their slash and names with spaces
+                script = re.sub(r"\( \$\(compgen -[df] .*\) \)$", "()", script, flags=re.MULTILINE)
+                script = script.replace("complete -F", "complete -o bashdefault -o default -F")
+            print(script)
         return 0
 
 
@@ -528,7 +555,7 @@ def program_of_all() -> App:
         own = App(name=group)
         _add_all(own, f"{group}.cli")
         whole.command(own)
-    train = app_of(importlib.import_module("bucketline.train.config").TrainConfig, "train")
+    train = app_of(importlib.import_module("bucketline.train.config").TrainConfig, "train", completing=True)
     _add_all(train, "train.commands")
     whole.command(train)
     _add_all(whole, "cli")
@@ -537,4 +564,4 @@ def program_of_all() -> App:
 
 def _add_all(program: App, module: str) -> None:
     for name, command in importlib.import_module(f"bucketline.{module}").COMMANDS.items():
-        program.command(app_of(command, name))
+        program.command(app_of(command, name, completing=True))

@@ -1,4 +1,6 @@
-"""The demo's second run: handwritten digits by their classes, and how many of the drawn ones are what was asked.
+"""Handwritten digits by their classes, and how many of the drawn ones are what was asked.
+
+A run whose images a classifier can count; `demo/run_digits` is all of it.
 
     python demo/digits.py images OUT    scikit-learn's 1,797 digits as images, with their classes
     python demo/digits.py model OUT     a model folder: the demo's VAE, and a small class-conditional DiT to train
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 SIDE_PX, MARGIN_PX = 32, 2  # of an image, and around its digit
 EACH = 8  # drawn digits of a class
 GUIDANCE = 3.0  # by the pipeline's 4, the digits of a class are much alike
-GAP_PX = 2  # between the digits of the sheet
+GAP_PX, HEAD_PX = 2, 28  # of the sheet: between the digits, and above them, for what was asked
 LEAST = 0.9  # of them are to be recognised
 CLASSES = range(10)
 
@@ -126,10 +128,14 @@ def judge(run: Path) -> float:
         row, column = divmod(number, len(CLASSES))
         sheet.paste(image, (GAP_PX + column * step, GAP_PX + row * step))
     sheet = sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC)
+    sheet = ImageOps.pad(sheet, (sheet.width, sheet.height + HEAD_PX), color="white", centering=(0, 1))
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(HEAD_PX * 0.6)
+    for label in CLASSES:
+        pen.text(((2 * label + 1) * step, HEAD_PX / 2), str(label), fill="black", font=font, anchor="mm")
     sheet.save(run / "digits.png")
     right = int((found == np.array(asked)).sum())
     print(f"{right} of {len(asked)} drawn digits are what was asked, by a classifier of the real ones; expected {LEAST:.0%}")
-    print(f"open   {run / 'digits.png'}         what the model drew: a column for each digit")
+    print(f"What the model drew, a column for each digit:\n  {(run / 'digits.png').resolve().as_uri()}")
     return right / len(asked)
 
 

@@ -125,7 +125,7 @@ def main() -> None:
     encoder = json.loads((out / "text_encoder" / "config.json").read_text())["architectures"][0]
     tokenizer = json.loads((out / "tokenizer" / "tokenizer_config.json").read_text())["tokenizer_class"]
     write_index(out, encoder, tokenizer)
-    print(f"{out}: a UNet of {num_parameters:,} parameters to train, tokens {token_width} wide")
+    print(f"{out}: a VAE, a text encoder whose tokens are {token_width} wide, and a UNet of {num_parameters:,} parameters")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ def main() -> None:
         parser.error(f"{out} exists and is not an empty folder: name a new one, or remove it")
     num_images = write_folder(out)
     names = ", ".join(photograph.name for photograph in held_out_photographs())
-    print(f"{num_images} images of {len(PHOTOGRAPHS)} photographs in {out}; held out at {VAL_FRACTION}: {names}")
+    print(f"{num_images} images of {len(PHOTOGRAPHS)} photographs, whole and in crops, in {out}")
+    print(f"  folders that --val-fraction {VAL_FRACTION}:folder holds out for validation: {names}")
 
 
 if __name__ == "__main__":

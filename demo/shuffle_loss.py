@@ -95,7 +95,7 @@ class Runs:
         shutil.rmtree(out, ignore_errors=True)
         window = () if order == "all" else ("--window", order)
         given = ("--store", self.store, "--model", case.model, "--output-dir", out, "--seed", seed, *window)
-        sizes = ("--batch", case.batch_size, "--max-steps", case.steps, "--validate-every", case.steps)
+        sizes = ("--batch-size", case.batch_size, "--max-steps", case.steps, "--validate-every", case.steps)
         rates = ("--learning-rate", 1e-3, "--warmup-steps", 20, "--ema", 0.995, "--caption-dropout", 0.1)
         _run("train", *given, *sizes, *rates, "--log-every", max(1, case.steps // 20), "--save-every", case.steps)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -84,7 +84,7 @@ def trained(out: Path, dtype: str, steps: int, batch_size: int) -> dict[str, Any
     common = ("--val-fraction", "0.2:folder", "--text-dtype", dtype)
     run("-m", "bucketline.ingest", "pack", out / "photos", store, "--model", out / "model", *common)
     options = (
-        "--batch",
+        "--batch-size",
         batch_size,
         "--max-steps",
         steps,

@@ -20,7 +20,7 @@ from bucketline.ingest.images.crop import (
 )
 from bucketline.ingest.rules import PRUNE, Check, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.files import CaptionRules
-from bucketline.ingest.sources.source import SourceOptions, caption_rest
+from bucketline.ingest.sources.source import CaptionPer, SourceOptions, caption_rest
 from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Hidden, Positional, Repeated
 from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
@@ -103,6 +103,9 @@ class SourceArguments(StorageArguments, SourceOptions):
     shuffle_tags: Annotated[str | None, Arg(metavar="N[:KEEP[:SEED]]")] = None
     """Store comma-separated tags in N orders, the first KEEP tags in place; the loader draws one at each step. The orders are
     drawn by sample id and SEED. Default: as they are."""
+    caption_per: CaptionPer = "line"
+    """line: each line of a text file, or of a cell of a CSV, is a caption, of which training draws one at each step. file: all
+    lines are one caption, joined by spaces."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
     caption: Annotated[str | None, Arg(metavar="TEXT")] = field(default=None, metadata=ONLY_IN_FILE)
@@ -114,7 +117,7 @@ class SourceArguments(StorageArguments, SourceOptions):
 
     @property
     def caption_rules(self) -> CaptionRules:
-        return CaptionRules.parse(self.caption_template, self.shuffle_tags)
+        return CaptionRules.parse(self.caption_template, self.shuffle_tags, self.caption_per)
 
     def listing_of(self, source: Source) -> Listing:
         """Return the listing of a source, with the captions that are stored."""
@@ -129,15 +132,15 @@ class RulesOptions:
 
     SECTION = "rules: what is stored of an image, kept in the manifest"
 
-    grid: Annotated[str | None, Arg(metavar="GRID")] = None
+    grid: Annotated[str | None, Arg(metavar="GRID", words=("sd15", "sdxl", "square:512", "area:1024:64"))] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
     max_crop: Annotated[float, Arg(metavar="SHARE")] = DEFAULT_MAX_CROP
     """Reject images whose crop would lose a larger share of their area; 1 sets no limit."""
     val_fraction: Annotated[str, Arg(metavar="SHARE[:folder]")] = "0.0"
-    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the image's folder
-    instead of its id, so that crops of one image stay in one split."""
+    """Fraction of the samples to hold out, at least one, chosen by a stable hash; 1 holds out all. 0.02:folder hashes the
+    image's folder instead of its id, so that crops of one image stay in one split."""
     min_size_px: int = 64
     """Reject images whose shorter side has fewer pixels."""
     dtype: Dtype = "F16"
@@ -181,8 +184,8 @@ class EncodeOptions:
     that overflows in fp16 gets fp32. int8 and nf4 quantise the text encoders' linear layers to 8 or 4 bits (extra
     `quantised`); what else they have computes in bf16, the VAE in fp32."""
     batch_size: int = 8
-    """Images per encoder batch; all images of a batch share one bucket."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    """Images encoded at once, all of one bucket; and captions. More need more memory."""
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     phases: Phases = field(default=Phases.AUTO, metadata=ONLY_IN_FILE)
     """one: VAE and text encoders are in memory together. two: first encode all captions and keep them in the store's folder,
@@ -215,7 +218,25 @@ class RayOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, ChangingArguments):
+class WithdrawnOptions:
+    """What becomes of ids that `store drop` withdrew."""
+
+    SECTION = "withdrawn: samples that `store drop` took"
+
+    take_back: Annotated[Repeated[tuple[str, ...]], Arg(metavar="ID")] = ()
+    """Pack an image again that `store drop` withdrew. Repeatable. Default: withdrawn images are left out."""
+    take_back_from: Annotated[Path | None, Arg(metavar="FILE")] = None
+    """Read more such ids from this file, one per line."""
+
+    @property
+    def taken_back(self) -> tuple[str, ...]:
+        from bucketline.store.change.commit import read_ids
+
+        return (*self.take_back, *(read_ids(self.take_back_from) if self.take_back_from else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, WithdrawnOptions, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -234,8 +255,7 @@ class PackConfig(RulesOptions, SourceArguments, EncodeOptions, RayOptions, Chang
     STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
     run is continued from there; several machines may pack into one URL.
 
-    A store keeps the rules that its first pack was given, and where its model is: later packs take from it what their options
-    leave out.
+    A store keeps the rules of its first pack, and where its model is: later packs reuse what their options leave out.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 

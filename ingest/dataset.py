@@ -18,13 +18,14 @@ from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.crop import RejectedError, latent_sizes, model_grid
 from bucketline.ingest.other_options import recorded_rules, refuse_other_options
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
-from bucketline.ingest.packed_index import PackedIndex, SampleChanges, sample_changes
+from bucketline.ingest.packed_index import PackedIndex, SampleChanges, holds_out_any, leave_out_withdrawn, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.progress import look_at, look_limits
+from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import (
     DatasetEntry,
     DatasetFile,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------- dry run
-# `ingest pack --dry-run`: compare a source with a store, and say what a pack would do. Writes nothing, loads no encoder.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ class DryRun(SampleChanges):
     recaptioned: int  # images of which only captions or mtime differ: only their text is encoded
     unchanged: int
     rejected: int  # as far as the headers tell
+    withdrawn: int  # left out, since `store drop` withdrew their ids
     rejected_by_reason: dict[str, int]
     buckets: dict[str, int]  # of new, changed and moved images
     pending_shards: int  # of an interrupted run, which a pack would adopt first; their images count as new here
@@ -83,7 +84,10 @@ def dry_run(config: PackConfig) -> DryRun:
     text_family_of(model, is_plain=config.text is not None)  # refuses a model whose captions a pack could not encode
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid, existing)
-    outline, (items,) = take_apart(config.listing_of(source), 1)
+    listing = config.listing_of(source)
+    withdrawn = leave_out_withdrawn(listing, store.manifest, config.taken_back)
+    hold_out_one(listing.items, config.held_out, lambda ids: holds_out_any(store, ids))
+    outline, (items,) = take_apart(listing, 1)
     reader = ImageReader(source, store, PackedIndex(store), config, grid)
     account, changes, buckets = RunSummary(), Counter[Change](), Counter[str]()
 
@@ -102,13 +106,14 @@ def dry_run(config: PackConfig) -> DryRun:
             buckets.update([found[1]] if found[1] is not None else [])
     _, of_samples = sample_changes(config, store, outline, account)
     return DryRun(
-        found=outline.num_items,
+        found=outline.num_items + withdrawn,
         new=changes[Change.NEW],
         changed=changes[Change.CONTENT],
         moved=changes[Change.SPLIT],
         recaptioned=changes[Change.TEXT],
         unchanged=changes[Change.NONE],
         rejected=len(account.rejects),
+        withdrawn=withdrawn,
         rejected_by_reason=by_reason(account),
         buckets=dict(sorted(buckets.items())),
         **of_samples,
@@ -210,6 +215,11 @@ def _checked(config: PackConfig) -> DatasetFile:
         raise UsageError(
             f"{config.source} has several sources, which need a store each: pack them into a folder, and `store push` each of "
             "its stores, or pack each source into a URL of its own"
+        )
+    if config.taken_back:
+        raise UsageError(
+            f"--take-back {config.taken_back[0]!r}: {config.source} has several sources, each with a store of its own; "
+            f"pack the image's own source with it, into {config.store}/NAME.store"
         )
     if (config.store / MANIFEST).exists():
         raise UsageError(

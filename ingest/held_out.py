@@ -39,9 +39,14 @@ def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
 
     The key (the id, or its parent folder, `.` at the source's root) is hashed to 64 bits;
     the lowest `val_fraction` of the range is held out. Adding samples never moves an existing one to the other split.
+    `hold_out_one` sees to it that a small source holds out at least one.
 
     >>> held_out("cats/a.png", 0.5, SplitBy.FOLDER) == held_out("cats/b.png", 0.5, SplitBy.FOLDER)
     True
     """
-    key = sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent)
-    return draw(key, "split") < int(val_fraction * 2**64)
+    return split_draw(sample_id, by) < int(val_fraction * 2**64)
+
+
+def split_draw(sample_id: str, by: SplitBy) -> int:
+    """Return the 64-bit hash that determines a sample's split."""
+    return draw(sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent), "split")

@@ -389,7 +389,7 @@ class RayRun:
         """Pack the source; the store stays locked until `held` is closed. Raises what `ingest.pack.pack` does."""
         config, target = self._config, self._target
         most = self._workers.most
-        run = self._run = PackRun.listed(config, target, held, lambda listing: num_slices(len(listing.items), most), most)
+        run = self._run = PackRun.listed(config, target, held, lambda listing: num_slices(len(listing.items), most))
         model = open_model(config.model, config.model_config)
         own = self._for_workers()
         pool = RayWorkers(own, self._workers, self._interrupts.check)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.typed_json import Json
 
-CAPTION_OPTIONS = ("caption_template", "shuffle_tags")
+CAPTION_OPTIONS = ("caption_template", "shuffle_tags", "caption_per")
 STORED_OPTIONS = (*(one.name for one in fields(RulesOptions)), "encode_dtype", *CAPTION_OPTIONS)
 """The fields of the options that a store keeps: `max_captions` as the manifest's own field, the others in its `rules`."""
 _IN_FILE_ONLY = {one.name for one in fields(RulesOptions) if one.metadata == ONLY_IN_FILE}

@@ -120,7 +120,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     with ExitStack() as held:
 
         def listed() -> list[list[bytes]]:
-            runs.append(PackRun.listed(config, target, held, lambda _: ranks.world_size, ranks.world_size))
+            runs.append(PackRun.listed(config, target, held, lambda _: ranks.world_size))
             return [own.parts for own in runs[0].slices]
 
         own = ItemParts(ranks.deal(listed))
@@ -188,7 +188,7 @@ def _pack_slice(
             if encoders.may_be_two_phases:
                 with caption_progress(len(items), ranks, lambda: encoders.phases) as (on_item, is_due):
                     packer.encode_captions(items, on_item, check, is_due)
-            with packing_progress(len(items), ranks, "pack", lambda: f"slowest: {packer.stages.slowest}") as on_image:
+            with packing_progress(len(items), ranks, "pack", lambda: f"bottleneck: {packer.stages.slowest}") as on_image:
                 packer.run(items, on_image, check)
             _send_rest(packer.sender, check, is_shown=ranks.is_first)
         except BaseException:

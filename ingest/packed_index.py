@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.command_line import counted
+from bucketline.errors import UsageError
 from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.ingest.sources.source import LEADS_OUT
 from bucketline.store.format.block import DIGEST_BYTES, sample_digest
 from bucketline.store.shard.reader import as_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.exchange import Outline, Share
+    from bucketline.ingest.sources.source import Listing
     from bucketline.ingest.summary import RunSummary
-    from bucketline.store import Store
+    from bucketline.store import Manifest, Store
     from bucketline.store.shard.reader import SealedShard
 
 
@@ -128,6 +130,11 @@ class PackedIndex:
         return samples
 
 
+def holds_out_any(store: Store, sample_ids: Sequence[str]) -> bool:
+    """Return True if one of these samples is in the store's validation split."""
+    return any(sample is not None and sample.is_held_out for sample in PackedIndex(store).find_all(sample_ids))
+
+
 def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict[str, NDArray[Any]]:
     """Return columns of a shard's live samples: digests as keys, contents as bytes `[samples, 16]`."""
     samples, is_kept, digests = shard.entry.samples, shard.live_entries(), shard.keys()
@@ -139,9 +146,31 @@ def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict
 
 
 # ---------------------------------------------------------------------------------------------------------------- listing diff
-# Compare a listing with a store: which images are new, which are gone, and which of those may be dropped.
 
 NAMED_IDS = 10  # ids that a summary lists per count
+
+
+def withdrawn_ids(manifest: Manifest | None, taken_back: Collection[str], listed: Iterable[str]) -> frozenset[str]:
+    """Return the ids that a store withdrew (`store drop`), without those `taken_back`; `listed` are the source's ids.
+
+    Raises:
+        UsageError: if an id that is to be taken back is neither withdrawn nor in the source.
+    """
+    withdrawn = frozenset(() if manifest is None else manifest.withdrawn)
+    if (unknown := {*taken_back} - withdrawn) and (unknown := unknown.difference(listed)):
+        raise UsageError(
+            f"--take-back {min(unknown)!r}: the store has not withdrawn it, and the source does not have it; expected an id "
+            "that `store drop` took: the path in the source, with its extension"
+        )
+    return withdrawn.difference(taken_back)
+
+
+def leave_out_withdrawn(listing: Listing, manifest: Manifest | None, taken_back: Collection[str]) -> int:
+    """Take the images out of a listing whose ids are withdrawn; return their number. Raises what `withdrawn_ids` does."""
+    found, withdrawn = len(listing.items), withdrawn_ids(manifest, taken_back, (item.id for item in listing.items))
+    if withdrawn:
+        listing.items[:] = [item for item in listing.items if item.id not in withdrawn]
+    return found - len(listing.items)
 
 
 def unknown(store: Store, outline: Outline) -> NDArray[np.bool_]:

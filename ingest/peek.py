@@ -90,7 +90,6 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: st
 
 
 # ----------------------------------------------------------------------------------------------------------------------- crops
-# Contact sheets of a source: which images to show, each with its crop drawn in, and the checks of the page's path.
 
 MAX_PER_BUCKET = 24
 MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
@@ -243,7 +242,6 @@ def _span(begin: float, end: float, length: int) -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------------------- source images
-# Thumbnails of images of a source for `store report`, with their crops drawn in, also of images that were rejected.
 
 THUMBNAIL_PX = 160  # the longer side
 _ANY_SIZE = Framing(grid=Grid(name="1x1", sizes=(Size(1, 1),)))
@@ -279,7 +277,6 @@ def _thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_
 
 
 # --------------------------------------------------------------------------------------------------------------------- decoded
-# Latents decoded by the VAE that made them, as thumbnails for pages.
 
 DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
 

@@ -80,7 +80,8 @@ def _bar(what: str, total: int, remark: Callable[[], str]) -> Iterator[Callable[
 
     class Rate(ProgressColumn):
         def render(self, task):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - rich's own signature
-            return Text(f"{per_second(task.speed or 0.0, 'image')} {remark()}".rstrip())
+            rate = per_second(task.speed, "image") if task.speed and (task.elapsed or 0.0) >= 1.0 else ""
+            return Text(f"{rate} {remark()}".strip())
 
     with progress_bar(what, total, MofNCompleteColumn(), Rate(), transient=False) as update:
         yield lambda: update(advance=1)

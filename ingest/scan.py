@@ -11,10 +11,19 @@ from bucketline.command_line import counted
 from bucketline.files.paths import redacted
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.images.crop import Grid, Reason, RejectedError, crop_losses_as_json, latent_sizes, model_grid, parse_grid
+from bucketline.ingest.images.crop import (
+    Grid,
+    Reason,
+    RejectedError,
+    crop_losses_as_json,
+    fewer_buckets_note,
+    latent_sizes,
+    model_grid,
+    parse_grid,
+)
 from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.progress import look_at, look_limits
-from bucketline.ingest.rules import split_of
+from bucketline.ingest.rules import hold_out_one, split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import LatentKind
@@ -32,17 +41,6 @@ _DEFAULT_DOWNSCALE = 8  # Stable Diffusion 1's and SDXL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScannedBucket:
-    """Number of images in a bucket."""
-
-    name: str
-    height_px: int
-    width_px: int
-    split: str
-    samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScanReport:
     """Result of a scan, as `ingest scan --json` prints it."""
 
@@ -52,7 +50,7 @@ class ScanReport:
     median: tuple[int, int] | None
     largest: tuple[int, int] | None
     grid: str
-    buckets: list[ScannedBucket]
+    buckets: dict[str, int]  # number of images
     enlarged: int  # images that would be enlarged to fill their bucket
     crop_loss: dict[str, dict[str, float]]  # by bucket: number of images, share cropped away (mean, max)
     rejected: int
@@ -112,6 +110,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     source = open_source(config.source, config)
     framing = framing_of(config, grid)
     listing = config.listing_of(source)
+    hold_out_one(listing.items, config.held_out)
     seen: list[_Seen] = []
     too_cropped: list[tuple[str, Placement]] = []
     account = RunSummary()
@@ -206,7 +205,7 @@ def _report(
         median=sizes[len(sizes) // 2] if sizes else None,
         largest=sizes[-1] if sizes else None,
         grid=grid.name,
-        buckets=_buckets(account),
+        buckets=dict(sorted(account.buckets.items())),
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         rejected=len(account.rejects),
@@ -216,20 +215,10 @@ def _report(
         without_caption=account.without_caption,
         without_caption_ids=[image.item.id for image in seen if not image.item.captions],
         captions_from=dict(listing.captions_from.most_common()),
-        notes=listing.notes,
+        notes=[*listing.notes, *fewer_buckets_note([one.placement for one in seen if not one.bucket.startswith("val/")])],
         captions=len(texts),
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
         seconds=round(time.monotonic() - started, 3),
     )
-
-
-def _buckets(account: RunSummary) -> list[ScannedBucket]:
-    """Return the buckets by split, height and width."""
-    found = []
-    for name, count in account.buckets.items():
-        split, _, size = name.partition("/")
-        height, width = map(int, size.split("x"))
-        found.append(ScannedBucket(name=name, height_px=height, width_px=width, split=split, samples=count))
-    return sorted(found, key=lambda bucket: (bucket.split, bucket.height_px, bucket.width_px))

@@ -1,25 +1,21 @@
-"""Summary of a run. Every image found is packed, unchanged or rejected; `check_identity` verifies the sum."""
+"""Summary of a run. Every image found is packed, unchanged, rejected or withdrawn; `check_identity` verifies the sum."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
-from bucketline.ingest.images.crop import CropLoss, add_crop_losses, note_crop_loss
-from bucketline.typed_json import decode
+from bucketline.ingest.images.crop import CropLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.crop import Placement, RejectedError
 
 WITHOUT_CAPTION = "without_caption.jsonl"
-LONG_CAPTIONS = "long_captions.jsonl"
-MAX_LONG_CAPTIONS = 100_000  # long captions of a run and rank; some 25 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +27,6 @@ class Reject:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongCaption:
-    """A caption of a packed image that an encoder cut; the fields are those of `Cut`."""
-
-    id: str
-    encoder: str
-    tokens: int
-    limit: int
-    cut: str
-
-
 @dataclass(slots=True, kw_only=True)
 class RunSummary:
     """Counts of what happened to the images of one rank."""
@@ -49,6 +34,7 @@ class RunSummary:
     packed: int = 0
     latents_kept: int = 0  # packed images whose latents were reused from the store
     unchanged: int = 0
+    withdrawn: int = 0  # left out, since `store drop` withdrew their ids
     rejects: list[Reject] = field(default_factory=list)
     without_caption: int = 0  # packed with the empty caption
     enlarged: int = 0  # packed images that were enlarged to fill their bucket
@@ -56,9 +42,6 @@ class RunSummary:
     buckets: dict[str, int] = field(default_factory=dict)  # packed images
     left_out: dict[str, int] = field(default_factory=dict)  # what imported samples have that a store does not take
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
-    captions_truncated: int = 0  # captions longer than the text encoder's limit
-    long_captions: list[LongCaption] = field(default_factory=list)  # the first MAX_LONG_CAPTIONS of this rank
-    num_cut: dict[str, int] = field(default_factory=dict)  # captions of packed images that an encoder cut, by encoder
     dropped: list[str] = field(default_factory=list)  # ids whose existing row is dropped, because the image is now rejected
     unreadable: int = 0  # rejects that could not be read at present, though the image may be fine
     unreadable_first: list[str] = field(default_factory=list)  # their ids, of each rank the first
@@ -73,16 +56,10 @@ class RunSummary:
         self.without_caption += not captions
         self.enlarged += placed.enlarged
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
-        note_crop_loss(self.crop_losses, bucket, placed.cropped_away)
+        lost = CropLoss(images=1, total=placed.cropped_away, most=placed.cropped_away)
+        self.crop_losses[bucket] = self.crop_losses.get(bucket, CropLoss()) + lost
         if len(captions) > max_captions:
             self.captions_beyond.append(sample_id)
-
-    def note_cuts(self, sample_id: str, cuts: Iterable[Cut]) -> None:
-        """Record which encoders cut a caption of a packed image."""
-        for cut in cuts:
-            self.num_cut[cut.encoder] = self.num_cut.get(cut.encoder, 0) + 1
-            if len(self.long_captions) < MAX_LONG_CAPTIONS:
-                self.long_captions.append(LongCaption(id=sample_id, **asdict(cut)))
 
     def reject(self, sample_id: str, error: RejectedError, *, is_stored: bool = False) -> None:
         """Record a rejected image, and whether its existing row, if any, is dropped or kept."""
@@ -95,38 +72,33 @@ class RunSummary:
 
     @property
     def total(self) -> int:
-        return self.packed + self.unchanged + len(self.rejects)
+        return self.packed + self.unchanged + len(self.rejects) + self.withdrawn
 
 
 def joined_summaries(accounts: Iterable[RunSummary]) -> RunSummary:
     """Merge the summaries of all ranks into one."""
     whole = RunSummary()
-    by_key, either = ("stage_seconds", "num_cut", "buckets", "left_out"), ("has_encoded", "on_shared_cores")
-    summed = [field.name for field in fields(RunSummary) if field.name not in ("crop_losses", *by_key, *either)]
     for account in accounts:
-        for name in summed:  # counts and lists
-            setattr(whole, name, getattr(whole, name) + getattr(account, name))
-        for name in either:
-            setattr(whole, name, getattr(whole, name) or getattr(account, name))
-        add_crop_losses(whole.crop_losses, account.crop_losses)
-        for name in by_key:
-            mine = getattr(whole, name)
-            for key, number in getattr(account, name).items():
-                mine[key] = mine.get(key, 0) + number
+        for name in (one.name for one in fields(RunSummary)):
+            mine, own = getattr(whole, name), getattr(account, name)
+            if isinstance(mine, dict):
+                mine.update({key: mine[key] + value if key in mine else value for key, value in own.items()})
+            else:  # counts and lists; of what is true or false, whether it is for one of them
+                setattr(whole, name, mine or own if isinstance(mine, bool) else mine + own)
     whole.rejects.sort(key=lambda reject: reject.id)
     whole.dropped.sort()
     whole.kept.sort()
     whole.unreadable_first.sort()
-    whole.long_captions.sort(key=lambda caption: caption.id)
     return whole
 
 
 def check_identity(found: int, account: RunSummary) -> None:
-    """Check that found = packed + unchanged + rejected."""
+    """Check that found = packed + unchanged + rejected + withdrawn."""
     if found != account.total:
         raise AccountError(
             f"the account does not add up: {found} images found, {account.packed} packed + {account.unchanged} unchanged "
-            f"+ {len(account.rejects)} rejected = {account.total}; nothing was published, please report this"
+            f"+ {len(account.rejects)} rejected + {account.withdrawn} withdrawn = {account.total}; nothing was published, "
+            "please report this"
         )
 
 
@@ -145,26 +117,6 @@ def without_caption_as_lines(listed: bytes, account: RunSummary) -> bytes:
     return b"".join(line for line in listed.splitlines(keepends=True) if line not in rejected)
 
 
-def long_captions_as_lines(listed: bytes, is_replaced: Callable[[list[str]], list[bool]], account: RunSummary) -> bytes:
-    """Return the content of `long_captions.jsonl`: the lines of images that are still as they were, then those of this run.
-
-    `listed` is the content before; damaged lines are left out. `is_replaced` tells for ids whether a sample was packed again or
-    is gone.
-    """
-    old = [caption for caption in map(_parsed, listed.splitlines()) if caption is not None]
-    kept = [caption for caption, is_gone in zip(old, is_replaced([caption.id for caption in old]), strict=True) if not is_gone]
-    lines = (json.dumps(asdict(caption)) + "\n" for caption in [*kept, *account.long_captions])
-    return "".join(lines).encode("ascii")
-
-
-def _parsed(line: bytes) -> LongCaption | None:
-    """Return a line of `long_captions.jsonl`; None if it is anything else."""
-    try:
-        return decode(LongCaption, json.loads(line))
-    except (ValueError, RecursionError):
-        return None
-
-
 def as_line(sample_id: str) -> bytes:
     """Return the line of one image in `without_caption.jsonl`."""
     return (json.dumps({"id": sample_id}) + "\n").encode("ascii")
@@ -173,3 +125,14 @@ def as_line(sample_id: str) -> bytes:
 def by_reason(account: RunSummary) -> dict[str, int]:
     """Count the rejects by reason, most frequent first."""
     return dict(Counter(reject.reason for reject in account.rejects).most_common())
+
+
+def plus_withdrawn(count: int) -> str:
+    """Return the term of withdrawn images in the sum of a summary's first line; empty if there are none."""
+    return f" + {count} withdrawn" if count else ""
+
+
+def print_withdrawn(count: int) -> None:
+    """Print how many images were left out because `store drop` withdrew them, and how to take one back."""
+    if count:
+        print(f"  withdrawn: {count} (store drop); --take-back ID packs one again")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
 # are computed from its image and its captions.
 _FREE_RULES = (
-    *("caption_template", "shuffle_tags", "grid", "max_crop", "max_upscale", "min_size_px", "val_fraction"),
+    *("caption_template", "shuffle_tags", "caption_per", "grid", "max_crop", "max_upscale", "min_size_px", "val_fraction"),
     *("dtype", "text_dtype", "latents", "text", "encode_dtype", "max_tokens"),  # which `encoders` has as they came out
 )
 _REPEATS = "a number above 0: 3 to read its rows three times per pass, 0.5 to read half of them"

@@ -69,7 +69,7 @@ def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: 
             )
             for row in rows
         ]
-        groups.append((f"rank {rank}, micro-batch {batch.micro_step}", f"{len(rows)} rows", cards))
+        groups.append((f"rank {rank}, micro-batch {batch.micro_step}", counted(len(rows), "row"), cards))
     _, first, _ = batches[0]
     facts = [
         ("stores", ", ".join(stores)),
@@ -117,7 +117,7 @@ def plan_section(store: Store, options: ReportOptions) -> Section:
     return Section(
         anchor="plan",
         title="Plan",
-        note=f"One epoch of the split train by loader plan --batch {options.batch_size}: "
+        note=f"One epoch of the split train by loader plan --batch-size {options.batch_size}: "
         f"{counted(counts['steps'], 'step')}, {counted(counts['rows'], 'row')} delivered.",
         body=parts.table(head, rows),
         findings=[Finding(level="warning", title="Small buckets", detail=small, anchor="plan")] if small else [],

@@ -101,8 +101,10 @@ class ItemEncoder:
         try:
             num_samples = 0
             for sample in self._samples(task):
-                self.part.add(**_arguments(task, sample))
-                num_samples += 1
+                arguments = _arguments(task, sample)
+                if arguments["sample_id"] not in self.part.withdrawn:
+                    self.part.add(**arguments)
+                    num_samples += 1
         except BucketlineError as error:
             return _failure_of(error, "" if task.name.removeprefix("item ") in str(error) else f"{task.name}: ")
         return self.outcome(num_samples)
@@ -374,7 +376,7 @@ class WriteSummary:
     """The result of a call of `write_store`."""
 
     num_written: int  # samples that were added
-    num_unchanged: int  # items whose samples the store had
+    num_unchanged: int  # items whose samples the store had, or had withdrawn (`store drop`)
     num_left_out: int  # items that `encode` made nothing of
     manifest: Manifest = field(repr=False)  # the store's newest generation
 

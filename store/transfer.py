@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bucketline.store.remote.objects import ObjectFolder
 
 
-LISTS = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl")  # of the packer, not of the format
+LISTS = ("rejects.jsonl", "without_caption.jsonl")  # of the packer, not of the format
 MAX_LIST_BYTES = 1 << 30
 Item = TypeVar("Item")
 FRESH_S = 12 * 3600.0  # half of the time that garbage collection leaves to what nothing lists

@@ -248,7 +248,7 @@ def train(work: Path) -> dict[str, Any]:
         (images / f"{n}.txt").write_text("a red cat\n", encoding="utf-8")
     packing = ("--model", model, "--grid", "16x24", "--min-size-px", 8, "--val-fraction", 0.4)
     call("ingest", "pack", images, work / "s", *packing).done()
-    options = ("--store", work / "s", "--model", model, "--batch", 2, "--max-steps", 1, "--num-images", 0)
+    options = ("--store", work / "s", "--model", model, "--batch-size", 2, "--max-steps", 1, "--num-images", 0)
     trace = Trace()
 
     def run(name: str) -> None:

@@ -271,12 +271,7 @@ def quiet() -> Iterator[None]:
 
 
 def copied(
-    weights: WeightLayout,
-    model: nn.Module,
-    average: Average,
-    optimizer: Optimizer | None,
-    *,
-    keeps: bool = True,
+    weights: WeightLayout, model: nn.Module, average: Average, optimizer: Optimizer | None, *, keeps: bool = True
 ) -> dict[str, Any]:
     """Return copies of the last weights, of their average and of an optimizer's state; without one, of the best weights.
 

@@ -120,14 +120,9 @@ def _has_tokens(tensor: Tensor) -> bool:
 
 
 def step_work_of(config: TrainConfig, ranks: TrainRanks, device: torch.device) -> StepWork:
-    """Return the work of a run's steps, without buckets yet; log why it has no MFU."""
-    peak = None
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if config.precision is not Precision.BF16:
-            log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
-        elif (peak := peak_flops(name)) is None:
-            log.warning("no MFU: the bf16 peak of %s is unknown", name)
+    """Return the work of a run's steps, without buckets yet; the peak of a GPU is known for bf16."""
+    knows_peak = device.type == "cuda" and config.precision is Precision.BF16
+    peak = peak_flops(torch.cuda.get_device_name(device)) if knows_peak else None
     return StepWork(num_devices=ranks.world_size, peak_flops=peak)
 
 

@@ -15,7 +15,7 @@ from bucketline.command_line import parse_command
 from bucketline.dtype_names import WeightFormat
 from bucketline.errors import UsageError
 from bucketline.files.paths import redacted
-from bucketline.loader.commands.batch_options import BatchOptions
+from bucketline.loader.commands.batch_options import BatchOptions, BatchSize
 from bucketline.loader.config import ReadOptions
 from bucketline.option_value import (
     A_SHARE,
@@ -30,7 +30,7 @@ from bucketline.option_value import (
 )
 from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, asked_for_help, parse_fields
 from bucketline.store.remote.urls import is_url
-from bucketline.train.run_file import files_of
+from bucketline.train.run_file import files_of, preset_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -59,10 +59,7 @@ class Timesteps(OptionValue):
 
     FORMS = ("uniform", "logit-normal[:MEAN,STD]", "mode[:SCALE]")
     EXAMPLE = "logit-normal:0,1"
-    LIMITS: ClassVar = {
-        "std": ABOVE_0,
-        "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE),
-    }
+    LIMITS: ClassVar = {"std": ABOVE_0, "scale": (f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE)}
 
     name: Literal["uniform", "logit-normal", "mode"] = "uniform"
     mean: float = 0.0  # above 0 favours noisier timesteps
@@ -112,13 +109,7 @@ class LrSchedule(OptionValue):
     )
     EXAMPLE = "cosine:0.1@20000"
     METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER|piecewise-constant:RULES"
-    LIMITS: ClassVar = {
-        "floor": A_SHARE,
-        "cycles": ONE_OR_MORE,
-        "steps": ONE_OR_MORE,
-        "end": ONE_OR_MORE,
-        "power": ABOVE_0,
-    }
+    LIMITS: ClassVar = {"floor": A_SHARE, "cycles": ONE_OR_MORE, "steps": ONE_OR_MORE, "end": ONE_OR_MORE, "power": ABOVE_0}
 
     name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial", "piecewise-constant"] = "constant"
     floor: float = 0.0  # of the learning rate, as a share
@@ -242,14 +233,16 @@ class MethodOptions:
     SECTION = "method: the whole model or LoRA, and which layers"
 
     lora_rank: int | None = field(default=None, metadata=RESUME_FIXED)
-    """Train only LoRA adapters of this rank; None: train the full model."""
+    """Train only LoRA adapters of this rank. Default: the full model."""
     lora_alpha: float | None = None
-    """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
-    lora_targets: str | None = field(default=None, metadata=RESUME_FIXED)
+    """LoRA alpha: the adapters' output is scaled by alpha ÷ rank. Default: the rank."""
+    lora_targets: Annotated[str | None, Arg(metavar="TEXT", words=("attention", "attention+mlp", "all"))] = field(
+        default=None, metadata=RESUME_FIXED
+    )
     """Layers that get an adapter: attention, attention+mlp, all (linear layers and convolutions of the blocks), or
-    comma-separated ends of names; None: those of diffusers' script for the family."""
+    comma-separated ends of names. Default: those of diffusers' script for the family."""
     lora_dropout: float = 0.0
-    """Share of each adapter's inputs that is set to 0 in training, 0 to 1."""
+    """Dropout of the adapters' inputs, 0 to 1."""
     dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)
     """Train a magnitude of each output as well: DoRA (Liu et al. 2024). About a third more time."""
     lora_from: Annotated[Path | None, Arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
@@ -264,14 +257,14 @@ class ObjectiveOptions:
     SECTION = "objective: target, timesteps, and the weight of errors"
 
     objective: Objective | None = None
-    """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
+    """Prediction target: the noise, v, or the velocity of a flow. Default: that of the model's scheduler."""
     timesteps: Timesteps = UNIFORM
     """Distribution of training timesteps (Esser et al. 2024): uniform; logit-normal, by default 0,1, whose mean above 0 favours
     noisier ones; or mode, by default 1.29, -1 to 1.75, which above 0 favours the middle."""
     timestep_range: TimestepRange = WHOLE_RANGE
     """Lowest and highest timestep to train, as shares of all; 0 is the least noise. For a flow, before the shift."""
     shift: float | None = None
-    """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
+    """Shift of flow timesteps towards noise; 1: no shift. Default: that of the model's scheduler, for each size."""
     noise_offset: float = 0.0
     """Add this much of one random number for each channel of a sample to its noise, for very dark and bright images; 0.05 is
     usual (crosslabs.org, "Diffusion with offset noise"). Epsilon and v objectives only."""
@@ -288,14 +281,16 @@ class OptimizerOptions:
 
     SECTION = "optimizer: optimizer, learning rate, EMA"
 
-    optimizer: Annotated[str | None, Arg(metavar="NAME")] = field(default=None, metadata=RESUME_FIXED)
+    optimizer: Annotated[str | None, Arg(metavar="NAME", words=("adamw", "adamw-8bit", "muon", "prodigy"))] = field(
+        default=None, metadata=RESUME_FIXED
+    )
     """Optimizer: adamw; adamw-8bit; muon (adamw outside the blocks' matrices); prodigy, which finds its rate; or any other, as
-    module:Class (torch.optim:NAdam). The extra `optimizers` has the libraries of adamw-8bit and prodigy. None: adamw, or what
-    --memory chooses."""
+    module:Class (torch.optim:NAdam). adamw-8bit and prodigy need the extra `optimizers`. Default: adamw, or --memory's
+    choice."""
     optimizer_arg: Repeated[tuple[Annotated[str, Arg(metavar="NAME=VALUE")], ...]] = field(default=(), metadata=RESUME_FIXED)
     """Argument of an optimizer given as module:Class, such as lr_decay=0.1 or betas=(0.9,0.98); may be repeated."""
     learning_rate: float | None = None
-    """Learning rate after the warm-up; None: 1e-4; for prodigy 1, a factor of the rate that it finds."""
+    """Learning rate after the warm-up. Default: 1e-4; for prodigy 1, a factor of the rate that it finds."""
     lr_schedule: LrSchedule = CONSTANT_RATE
     """Learning rate after the warm-up: constant; or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
     last steps (wsd:500; wsd: in the last fifth), or by a power (polynomial:2). A number after that is its floor, as a share of
@@ -324,9 +319,9 @@ class MemoryOptions:
 
     memory: MemoryLimit | None = field(default=None, metadata=RESUME_FREE)
     """Memory of each device that the run may take, such as 24GiB (of 2^30 bytes) or 24GB (of 10^9). The largest step is tried
-    first; while memory ends, what costs least is turned on, unless it is given: --recompute; then the EMA on the cpu and
-    --optimizer adamw-8bit, of a LoRA run --base and --offload-blocks. None: all that a GPU has; on a CPU, off. off: try
-    nothing."""
+    first. If it runs out of memory, memory-saving options that you have not set are turned on, cheapest first: --recompute;
+    then the EMA on the cpu and --optimizer adamw-8bit, or for LoRA --base and --offload-blocks. off: try nothing. Default: all
+    memory of a GPU; off on a CPU."""
     precision: Precision = Precision.AUTO
     """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights; with LoRA, bf16 frozen
     weights. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or later, compiled, with
@@ -336,15 +331,15 @@ class MemoryOptions:
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     base: Base | Literal["off"] | None = None
-    """Format of the frozen weights of a LoRA run's linear layers: 8 bits, or 4 (nf4); off: the precision of training; None:
-    off, or what --memory chooses. Needs the extra `quantised`."""
+    """Quantization of a LoRA run's frozen linear layers: 8 bits, or 4 (nf4, as in QLoRA); off: none. Needs the extra
+    `quantised`. Default: off, or --memory's choice."""
     recompute: float | None = field(default=None, metadata=RESUME_FREE)
-    """Share of the blocks' activations to recompute in the backward pass instead of storing them, 0 to 1; 1 takes about a third
+    """Gradient checkpointing: share of the blocks' activations to recompute in the backward pass, 0 to 1; 1 takes about a third
     more time. Compiled blocks recompute the cheapest operations; without --compile, this share of the blocks is recomputed.
-    None: 0, or what --memory chooses."""
+    Default: 0, or --memory's choice."""
     offload_blocks: int | None = field(default=None, metadata=RESUME_FREE)
-    """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; they are
-    recomputed. None: 0, or what --memory chooses."""
+    """Offload this many blocks of a LoRA run's frozen base to host memory; each is copied to the device ahead of its use, and
+    recomputed. Default: 0, or --memory's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +353,7 @@ class SavingOptions:
     keep: int = 2
     """Number of newest checkpoints to keep."""
     export_every: int | None = field(default=None, metadata=RESUME_FREE)
-    """Optimizer steps between exports of only the weights, averaged if there is an average, to exports/; None: none."""
+    """Optimizer steps between exports of only the weights, averaged if there is an average, to exports/. Default: none."""
     export_dtype: Literal["fp32", "fp16", "bf16"] = field(default="bf16", metadata=ONLY_IN_FILE | RESUME_FREE)
     """Data type of the exported weights."""
     push_to_hub: Annotated[str | None, Arg(metavar="USER/NAME")] = field(default=None, metadata=RESUME_FREE)
@@ -375,7 +370,7 @@ class WatchingOptions:
     log_every: int = 10
     """Optimizer steps per window, that is per line of metrics.jsonl."""
     validate_every: int | None = None
-    """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
+    """Optimizer steps between validations; on the held-out samples. Default: before the first step and after the last."""
     val_timesteps: int = field(default=8, metadata=ONLY_IN_FILE)
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
@@ -387,11 +382,13 @@ class WatchingOptions:
     image_steps: int = field(default=50, metadata=ONLY_IN_FILE)
     """Sampler steps per image: DDIM, or Euler for flow models."""
     image_guidance: float | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
-    """Classifier-free guidance of the images, or a guidance-distilled model's guidance input; 1: none; None: as the model's
-    pipeline."""
+    """Classifier-free guidance of the images, or a guidance-distilled model's guidance input; 1: none. Default: the
+    pipeline's."""
     images_every: int | None = None
-    """Optimizer steps between images in images/; None: only at the end."""
-    track_with: Repeated[tuple[str, ...]] = field(default=(), metadata=RESUME_FREE)
+    """Optimizer steps between images in images/. Default: only at the end."""
+    track_with: Annotated[Repeated[tuple[str, ...]], Arg(words=("tensorboard", "wandb", "mlflow", "swanlab"))] = field(
+        default=(), metadata=RESUME_FREE
+    )
     """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
 
@@ -407,7 +404,7 @@ class MachineOptions:
     keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FREE)
     """With fsdp: keep a block's gathered weights for the backward pass. Half the gathering, and every GPU holds all of the
     model's weights once, in the compute precision."""
-    service: str = field(default=IN_PROCESS, metadata=RESUME_FREE)
+    service: Annotated[str, Arg(words=("none", "auto"))] = field(default=IN_PROCESS, metadata=RESUME_FREE)
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
     on this machine, shared by its ranks, or tcp://HOST:PORT. The batches are identical."""
     service_token: Path | None = field(default=None, metadata=ONLY_IN_FILE | RESUME_FREE)
@@ -435,37 +432,37 @@ class TrainConfig(
     Other commands: `bucketline train presets`, `bucketline train report`; each has its own --help.
     Several processes: `torchrun --nproc_per_node N -m bucketline.train` with the same options.
 
-    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch 8 --max-steps 1000
+    Example: bucketline train --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
     """
 
     SECTION = "run: resuming, following, repeating"
     FIRST = (
-        *("max_steps", "epochs", "batch", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
+        *("max_steps", "epochs", "batch_size", "learning_rate", "lora_rank", "memory", "seed", "save_every", "validate_every"),
         *("images_every", "resume"),
     )
+    ONE_OF = (("batch_size",), ("max_steps", "epochs"))
 
     store: Repeated[tuple[Annotated[str | Path, Arg(metavar="STORE")], ...]] = field(metadata=RESUME_FREE)
-    """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass,
-    `photos.store:0.5` reads half of them, others in each. `photos.store@0.5` has half the weight in the loss; only the ratio
-    of the stores' weights counts. Less than the others' suits images that only keep what the model knows (prior preservation).
-    Also its URL in object storage (s3://bucket/photos.store), after `store push`.
-    Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
-    Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
+    """Store to train on, as written by `ingest pack`; a folder that it made from a data set file; or a URL after `store push`
+    (s3://bucket/photos.store). `photos.store:3` repeats its samples three times per epoch, `photos.store:0.5` reads half of
+    them, others in each. `photos.store@0.5` has half the weight in the loss, as for prior preservation; only the ratio of the
+    stores' weights counts. Repeat the option to mix several stores; they must share encoders and packing rules."""
     model: Path = field(metadata=RESUME_FREE)
     """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
-    checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
+    checkpoint. Its config decides the family; without weights, training starts at random. Default: the model that the store was
+    packed with."""
     output_dir: Path = field(metadata=RESUME_FREE)
     """Output folder: metrics.jsonl, plans.jsonl, status.json, config.json, run.toml, README.md, checkpoints/, loss.png,
     images.png and images.json. Use a separate folder, never one with images or inside a store."""
     model_config: str | None = field(default=None, metadata=RESUME_FREE)
-    """Folder or hub model with the configuration of a .safetensors --model; None: that of the published model whose layout it
-    has, which is downloaded from the hub unless it is in its cache."""
+    """Folder or hub model with the configuration of a .safetensors --model. Default: that of the published model whose layout
+    it has, from the hub or its cache."""
     max_steps: int | None = field(default=None, metadata=RESUME_FREE)
     """Total optimizer steps, including those before a resume."""
     epochs: float | None = field(default=None, metadata=RESUME_FREE)
-    """Passes over the stores, instead of --max-steps: over all their rows, with repeats; also a part of one, such as 0.5. Their
+    """Epochs to train, instead of --max-steps: passes over all samples of the stores, with repeats; also a part of one, such as
     steps are computed from the plan and recorded."""
-    files: Annotated[Positional[tuple[str, ...]], Arg(metavar="PRESET|FILE …")] = field(
+    files: Annotated[Positional[tuple[str, ...]], Arg(metavar="PRESET|FILE …", words=(*preset_names(),))] = field(
         default=(), metadata=COMMAND_LINE_ONLY | RESUME_FREE
     )
     """Presets and run files (TOML): names of `bucketline train presets`, and paths. The last one that has an option counts, and
@@ -476,7 +473,8 @@ class TrainConfig(
     new_plan: bool = field(default=False, metadata=COMMAND_LINE_ONLY | RESUME_FREE)
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
     follow: bool = field(default=False, metadata=RESUME_FREE)
-    """Read the newest generation of the stores in each epoch, as `ingest pack --publish-every` publishes them."""
+    """Keep training on new data as packing publishes it (`ingest pack --publish-every`): each epoch reads the newest
+    generation of the stores."""
 
     @staticmethod
     def _named(field: str) -> str:
@@ -517,7 +515,8 @@ class TrainConfig(
     def __post_init__(self) -> None:
         """Validate the options."""
         ReadOptions.__post_init__(self)
-        self._expect_batch()
+        if self.batch_size is None:
+            raise UsageError(f"no batch size given: pass --batch-size: {BatchSize.EXPECTED}")
         self.service_address()
         if not self.store:
             raise UsageError("no --store is given, expected one or more")

@@ -55,11 +55,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
 
 
 def open_loader(
-    config: TrainConfig,
-    ranks: TrainRanks,
-    shares: Sequence[WeightedStore],
-    device: torch.device,
-    like: Loader | None = None,
+    config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device, like: Loader | None = None
 ) -> Loader:
     """Open the training loader, which never ends; the noising step dequantises quantised tokens.
 

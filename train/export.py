@@ -47,7 +47,7 @@ from bucketline.model_file import (
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import CARD, folder_of_step
-from bucketline.train.log import versions
+from bucketline.train.log import against_zero, versions
 from bucketline.train.lora_file import read_tensors
 from bucketline.train.model import open_model_config
 from bucketline.train.noise import FLOW_CLASS
@@ -124,7 +124,7 @@ def model_card(
         where = f"the folder of a checkpoint (`checkpoints/{folder_of_step(steps_done)}` in the run's folder)."
         if has_average:
             where += f" This is the moving average; `{weights.folder}` has the last weights."
-    score = "" if validation is None else f"Validation loss {validation.loss:.4f} ({validation.zero_loss:.4f} predicts zero).\n"
+    score = "" if validation is None else f"Validation {against_zero(validation.loss, validation.zero_loss)}.\n"
     return f"""{card_fields(config.model, training.family, adapters=isinstance(weights, Adapters))}
 # {config.output_dir.name}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
@@ -63,6 +63,7 @@ _ENCODED = ".safetensors"  # what `ingest prompts` has written
 _FILES = (".txt", ".jsonl", ".json", ".ndjson", _ENCODED)
 PER_ROW = 4  # images of a sheet; more if there are more rows than that
 CELL_PX, GAP_PX = 384, 8  # of a sheet: the longest side of an image, and what is between two
+FONT_PX, LINE_PX, MAX_LINES = 12, 15, 3  # of the caption below an image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ def draw_images(
     drawn = _drawn(training, vae, batches, keeps=keeps)
     torch.cuda.empty_cache()  # for the next step
     if isinstance(drawn, NoRoom):
-        log.warning("no images: not enough device memory in addition to training (%.200s); training is not affected", drawn)
+        log.warning("no images: out of memory while drawing (%.200s); training is not affected", str(drawn).partition(". ")[0])
         return False
     if not drawn or sheet is None:
         return False
@@ -142,8 +143,8 @@ def _drawn(training: Training, vae: nn.Module, batches: Iterable[DrawingBatch], 
     if isinstance(sampled, NoRoom):
         if isinstance(training.model, FSDPModule):
             raise TrainError(
-                f"not enough device memory for images in addition to training ({sampled!s:.200}), and no rank can leave a "
-                f"sharded model by itself; {way_on(training.config.output_dir)}, with --num-images 0"
+                f"out of memory while drawing images ({sampled!s:.200}), and no rank can leave a sharded model by itself; "
+                f"{way_on(training.config.output_dir)}, with --num-images 0"
             )
         return sampled
     if not keeps:
@@ -489,19 +490,45 @@ def write_images(drawn: Sequence[DrawnSample], sheet: Path, folder: Path) -> Non
 
 
 def contact_sheet(drawn: Sequence[DrawnSample]) -> Image.Image:
-    """Return the images in rows from left to right, each generated one below its real one; large ones are made smaller."""
+    """Return the images in rows from left to right, their captions below; large ones are made smaller.
+
+    Each generated one is below its real one, which is marked as real. Chinese, Japanese and Korean letters are boxes.
+    """
+    from matplotlib import get_data_path  # whose font has Latin, Greek, Cyrillic and Arabic letters
+
     cells = [[Image.fromarray(image) for image in images] for _, images in drawn]
     for image in (every := [image for cell in cells for image in cell]):
         image.thumbnail((CELL_PX, CELL_PX))
     columns = min(len(cells), max(PER_ROW, math.isqrt(len(cells))))
     width, height = (GAP_PX + max(sides) for sides in zip(*(image.size for image in every), strict=True))
+    font = ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), FONT_PX)
+    below = [["real", str(entry.get("caption", ""))][-len(images) :] for entry, images in drawn]
+    texts = [[_lines(text, width - GAP_PX, font) for text in own] for own in below]
+    height += LINE_PX * max(len(lines) for own in texts for lines in own)
     num_rows = -(-len(cells) // columns) * len(cells[0])
     sheet = Image.new("RGB", (columns * width + GAP_PX, num_rows * height + GAP_PX), "white")
+    pen = ImageDraw.Draw(sheet)
     for number, cell in enumerate(cells):
         row, column = divmod(number, columns)
-        for below, image in enumerate(cell):
-            sheet.paste(image, (column * width + GAP_PX, (row * len(cell) + below) * height + GAP_PX))
+        for at, (image, lines) in enumerate(zip(cell, texts[number], strict=True)):
+            left, top = column * width + GAP_PX, (row * len(cell) + at) * height + GAP_PX
+            sheet.paste(image, (left, top))
+            pen.text((left, top + image.height), "\n".join(lines), "black", font, spacing=LINE_PX - FONT_PX)
     return sheet
+
+
+def _lines(text: str, width_px: int, font: ImageFont.FreeTypeFont) -> list[str]:
+    """Return a text in lines of a width, at most MAX_LINES; an ellipsis stands for what is cut."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        lines[-1:] = [longer] if not lines or font.getlength(longer) <= width_px else [lines[-1], word]
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = [f"{lines[MAX_LINES - 1]} …"]
+    for number in range(len(lines)):
+        while len(lines[number]) > 1 and font.getlength(lines[number]) > width_px:
+            lines[number] = f"{lines[number][:-2]}…"
+    return lines
 
 
 def _png(image: Image.Image) -> bytes:

@@ -16,6 +16,7 @@ import math
 import platform
 import statistics
 import subprocess
+import textwrap
 import time
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -71,7 +72,9 @@ def lock_folder(output: Path, *, is_new: bool = False) -> Callable[[], None]:
     try:
         lock = FileLock(output / _LOCK, item=output)
     except LockedError as error:
-        raise LockedError(f"{error}, or choose another --output-dir") from error
+        found = json.loads((output / _LOCK).read_bytes() or b"null")
+        holder = f"process {found['pid']} on {found['host']}" if found else "another process"
+        raise LockedError(f"{output} is being trained by {holder}; wait, stop it, or choose another --output-dir") from error
     except NoLocksError as error:
         log.warning("%s; nothing keeps another run from writing to %s as well", error, output)
         return lambda: None
@@ -102,15 +105,21 @@ def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | No
     disk.
     """
     path = output_dir / STATUS
-    recorded = path.read_bytes() if path.exists() and not begins else b""
-    if is_status(recorded) and json.loads(recorded)["state"] == RunStatus.FAILED:
+    if not begins and read_status(output_dir) == RunStatus.FAILED:
         return
     text = json.dumps({"state": state, "step": step, "reason": reason})
     write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
 
 
+def read_status(output_dir: Path) -> str | None:
+    """Return the recorded state of a run; None if there is none."""
+    path = output_dir / STATUS
+    recorded = path.read_bytes() if path.exists() else b""
+    return str(json.loads(recorded)["state"]) if is_status(recorded) else None
+
+
 def chosen_options(config: TrainConfig, given: TrainConfig) -> dict[str, object]:
-    """Return the options that were left open, as the run has resolved them in `config`."""
+    """Return the options that were not given, as the run has resolved them in `config`."""
     pairs = {one.name: (getattr(config, one.name), getattr(given, one.name)) for one in fields(config)}
     return {name: value for name, (value, before) in pairs.items() if value != before}
 
@@ -398,14 +407,20 @@ def expect_trackers(names: Sequence[str]) -> None:
             raise UsageError(f"--track-with is {name}, expected one of {known}, whose package is installed; pip install it")
 
 
+def against_zero(loss: float, zero_loss: float) -> str:
+    """Return a validation loss as a share of the zero baseline: the loss of a model that predicts zero."""
+    return f"loss {loss:.4f}, {100 * loss / zero_loss:.1f} % of the zero baseline"
+
+
 class ProgressLine(logging.Handler):
-    """Print the progress of a run and its log messages; silent on all ranks but 0."""
+    """Print the progress of a run and its log messages, each warning once; silent on all ranks but 0."""
 
     def __init__(self, *, talks: bool) -> None:
         """`talks`: True on rank 0."""
         super().__init__(logging.WARNING)
         self.console = stderr_console(quiet=not talks, highlight=False, soft_wrap=True)
         self._max_steps = 0  # until `begin`
+        self._told = set[str]()
         self._began = (0, time.monotonic())
         self._bar = Progress(
             TextColumn("step"),
@@ -434,10 +449,15 @@ class ProgressLine(logging.Handler):
         self._bar.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(f"{record.levelname.lower()}: {record.getMessage()}")
+        if (text := f"{record.levelname.lower()}: {record.getMessage()}") not in self._told:
+            self._told.add(text)
+            self.say(text)
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar; on a terminal, one that is too long continues indented."""
+        if self.console.is_terminal:
+            width = self.console.width
+            text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         self.console.print(text, markup=False)
 
     def step(self, steps_done: int) -> None:
@@ -445,23 +465,26 @@ class ProgressLine(logging.Handler):
 
     def window(self, line: dict[str, Json]) -> None:
         if "val_loss" in line:
-            loss, zero_loss = line["val_loss"], line["val_zero_loss"]
             after = counted(cast("int", line["step"]), "step")
-            self.say(f"validation after {after}: loss {loss:.4f}, predicting zero scores {zero_loss:.4f}")
+            score = against_zero(cast("float", line["val_loss"]), cast("float", line["val_zero_loss"]))
+            self.say(f"validation after {after}: {score}")
             return
-        rate, wait = line["samples_per_s"], line["data_wait_fraction"]
-        loss = "no loss" if line["loss"] is None else f"loss {line['loss']:.4f}"
-        news = f"{loss}  {per_second(cast('float', rate), 'sample')}  data wait {wait:.1%}"
+        news = "no loss" if line["loss"] is None else f"loss {line['loss']:.4f}"
+        since, began_s = self._began
+        if (passed_s := time.monotonic() - began_s) >= 1:  # else a rate says nothing
+            wait = 100 * cast("float", line["data_wait_fraction"])
+            news += f"  {per_second(cast('float', line['samples_per_s']), 'sample')}  data wait {wait:.1f} %"
         if skipped := cast("int", line.get("skipped_steps", 0)):
             news += f"  {counted(skipped, 'step')} skipped: gradients not finite"
-        if "mfu" in line:
-            news += f"  MFU {line['mfu']:.1%}"
+        if "mfu" in line and passed_s >= 1:
+            news += f"  MFU {100 * cast('float', line['mfu']):.1f} %"
         self._bar.update(self._task, news=news)
         if not self.console.is_terminal:
-            done, (since, at) = cast("int", line["step"]) + 1, self._began
+            done = cast("int", line["step"]) + 1
             # by all steps since the start, including pauses between them
-            left_s = round((time.monotonic() - at) / max(1, done - since) * (self._max_steps - done))
-            self.say(f"step {done} of {self._max_steps}  {news}  {timedelta(seconds=left_s)} left")
+            left_s = round(passed_s / max(1, done - since) * (self._max_steps - done))
+            left = f"  {timedelta(seconds=left_s)} left" if passed_s >= 1 and done < self._max_steps else ""
+            self.say(f"step {done} of {self._max_steps}  {news}{left}")
 
     def close(self) -> None:
         self._bar.stop()

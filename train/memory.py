@@ -1,24 +1,30 @@
-"""Fit a run into a device's memory: try its largest step, and while memory ends, turn on what saves some, in order of cost."""
+"""Fit a run into its device's memory, by trying its largest step with ever more options that save some; and onto its disk."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+from bucketline.command_line import counted, human_bytes
 from bucketline.errors import UsageError
+from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
 from bucketline.store.format.block import LATENT
 from bucketline.torch_setup import NoRoom, attempt, free_memory
+from bucketline.train.checkpoint import checkpoint_folders
 from bucketline.train.compile import example_batches, forward_backward
 from bucketline.train.config import BASE_OFF, DDP, Base, Ema, EmaPlace, TrainConfig
 from bucketline.train.model import build_training
-from bucketline.train.optim import make_optimizer
+from bucketline.train.optim import make_optimizer, traits_of
+from bucketline.train.weight_layout import Adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
     from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
 
 SPARE = 0.02  # of a device's memory, not used in the trial: for batches that wait there, and gaps between tensors
 EMA_EVERY = 10  # steps between updates of an average that was moved to the host
@@ -67,14 +75,15 @@ def built_to_fit(
         del made
         torch._dynamo.reset()  # compiled blocks keep tensors
         free_memory(device)
-        rows = f"memory is short for a step of {len(batch.latents)} rows of {batch.bucket}"
+        rows = f"out of memory in a step of {counted(len(batch.latents), 'sample')} of {batch.bucket}"
         options, price = next(savings, ({}, ""))
         if not options:
             raise UsageError(
-                f"{rows}, with all that saves memory and is not given otherwise: {short[0]:.200}. Use a smaller --batch with a "
-                "larger --accumulation, --recompute 1, --lora-rank 16, a larger --memory, or --memory off to try nothing"
+                f"{rows}, with every memory-saving option that you have not set: {short[0].rstrip(' .'):.200}. Use a smaller "
+                "--batch-size with a larger --accumulation, --recompute 1, "
+                "--lora-rank 16, a larger --memory, or --memory off to try nothing"
             )
-        say(f"{rows}: trying {' '.join(f'{as_option(name)} {value}' for name, value in options.items())}; {price}")
+        say(f"{rows}; next try: {' '.join(f'{as_option(name)} {value}' for name, value in options.items())} ({price})")
         config = replace(config, **options)
 
 
@@ -86,22 +95,22 @@ def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str,
     has_torchao, is_whole = importlib.util.find_spec("torchao") is not None, not config.is_sharded(world_size)
     if config.recompute is None and not config.offload_blocks:
         for share in (0.25, 0.5, 0.75, 1.0):
-            yield {"recompute": share}, f"up to {share / 3:.0%} more time, and the same losses"
+            yield {"recompute": share}, f"up to {100 * share / 3:.0f} % more time, same losses"
     if config.lora_rank is None:
         if config.ema.decay is not None and config.ema.place is None:
             every = EMA_EVERY if config.ema.every == 1 else config.ema.every
-            price = f"the average moves every {every} steps, by a copy to the device and back"
+            price = f"the average is updated every {every} steps, in host memory"
             yield {"ema": replace(config.ema, place=EmaPlace.CPU, every=every)}, price
         if config.optimizer is None and has_torchao and is_whole:
-            yield {"optimizer": "adamw-8bit"}, "moments have 8 bits"
+            yield {"optimizer": "adamw-8bit"}, "optimizer state in 8 bits"
         return
     if config.sharding != DDP or config.dora:
         return
     if config.base is None and has_torchao:
-        yield {"base": Base.INT8}, "frozen weights have 8 bits"
-        yield {"base": Base.NF4}, "frozen weights have 4 bits"
+        yield {"base": Base.INT8}, "frozen weights in 8 bits"
+        yield {"base": Base.NF4}, "frozen weights in 4 bits"
     if config.offload_blocks is None and config.recompute in (None, 1):
-        yield {"offload_blocks": EVERY_BLOCK}, "frozen weights wait in host memory and are copied for each use"
+        yield {"offload_blocks": EVERY_BLOCK}, "frozen weights in host memory, copied for each use"
 
 
 def largest_batch(config: TrainConfig, ranks: TrainRanks, loader: Loader) -> Batch:
@@ -154,6 +163,26 @@ def stepped_optimizer(training: Training) -> Optimizer:
             weight.grad = None
             weight.detach().copy_(kept)
     return optimizer
+
+
+def expect_disk(training: Training, weights: WeightLayout) -> None:
+    """Refuse a disk without room for a checkpoint, and warn of one without room for those that are kept.
+
+    A new one is written before the oldest is removed. The sizes are those of all ranks together, which share the folder.
+    """
+    config, output = training.config, training.config.output_dir
+    copies = (2 if training.average.is_kept else 1) * (2 if isinstance(weights, Adapters) else 1)  # adapters are in two files
+    size = copies * sum(tensor.nbytes for tensor in weights.tensors(training.bare_model).values())
+    size += traits_of(config).state_bytes * sum(weight.numel() for weight in training.trained)
+    remedy = "leave out the average (--ema off), " if training.average.is_kept else ""
+    refuse_too_little_disk(output, size, "a checkpoint", f"{remedy}or choose another --output-dir")
+    added = 1 if config.save_every is None else config.keep + 1 - len(checkpoint_folders(output))
+    if added * size > (free := shutil.disk_usage(output).free):
+        log.warning(
+            "a checkpoint needs about %s, and %s are free in %s: room for %d of %d (--keep %d, and the one that is being "
+            "written); use a smaller --keep, or another --output-dir",
+            *(human_bytes(size), human_bytes(free), output, free // size, added, config.keep),
+        )
 
 
 def decided(config: TrainConfig) -> TrainConfig:

@@ -383,12 +383,7 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
         model=replicated(model, family, config, device) if is_replicated else model,
         optimizer=optimizer,
         average=average,
-        prep=Prep(
-            scale=LatentScale.of(family.scaling(vae), device),
-            schedule=schedule,
-            options=config,
-            compiled=compiled,
-        ),
+        prep=Prep(scale=LatentScale.of(family.scaling(vae), device), schedule=schedule, options=config, compiled=compiled),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
         mean_weight=mean_weight(config, loader.shares),
     )

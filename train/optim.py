@@ -34,13 +34,14 @@ class Named(NamedTuple):
     takes_betas: bool = False
     steps_on_shards: bool = False  # of FSDP
     rounds_stochastically: bool = False  # weights in bf16
+    state_bytes: int = 0  # of its state for a trained weight, at least
 
 
 NAMED = {
-    "adamw": Named("torch", takes_betas=True, steps_on_shards=True),
-    "adamw-8bit": Named("torchao.optim", takes_betas=True, rounds_stochastically=True),
-    "muon": Named("torch", steps_on_shards=True),
-    "prodigy": Named("prodigyopt", learning_rate=1.0),  # a factor of the rate that it finds
+    "adamw": Named("torch", takes_betas=True, steps_on_shards=True, state_bytes=8),
+    "adamw-8bit": Named("torchao.optim", takes_betas=True, rounds_stochastically=True, state_bytes=2),
+    "muon": Named("torch", steps_on_shards=True, state_bytes=4),
+    "prodigy": Named("prodigyopt", learning_rate=1.0, state_bytes=8),  # a factor of the rate that it finds
 }
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _CONSTANTS = {"true": True, "false": False, "none": None}
@@ -177,14 +178,7 @@ def decay_at(step: int, decay: float) -> float:
 class Average:
     """Moving averages of a model's trained weights, or of its shards: next to them, in host memory, or none."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        decay: float | None,
-        *,
-        place: EmaPlace = EmaPlace.DEVICE,
-        every: int = 1,
-    ) -> None:
+    def __init__(self, model: nn.Module, decay: float | None, *, place: EmaPlace = EmaPlace.DEVICE, every: int = 1) -> None:
         """Start from the model's current weights; update at every `every`-th step. `decay`: None: keep no averages."""
         self.is_kept = decay is not None
         self._decay, self._every, self._place = decay or 0.0, every, place

@@ -197,7 +197,7 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
             "Validation": lines(
                 [
                     *(_line(f"{run.name}: averaged weights", run, "val_loss", n) for n, run in enumerate(runs)),
-                    _line("predicting zero", runs[0], "val_zero_loss", COLOURS - 1, is_dashed=True),
+                    _line("zero baseline (predicting zero)", runs[0], "val_zero_loss", COLOURS - 1, is_dashed=True),
                 ],
                 "validation loss",
                 "optimizer steps",
@@ -239,11 +239,11 @@ def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
         detail = f"It was {best:.4f} after {best_at:.0f} steps and is {last:.4f} at the end."
         yield Finding(level="warning", title=f"{of}the validation loss has risen", detail=detail, anchor="loss")
     elif zero and last >= zero[-1]:
-        detail = f"{last:.4f}; predicting zero scores {zero[-1]:.4f}."
+        detail = f"The validation loss is {last:.4f}, the zero baseline (predicting zero) {zero[-1]:.4f}."
         yield Finding(level="error", title=f"{of}nothing was learned", detail=detail, anchor="loss")
     else:
-        detail = f"{last:.4f}, the best was {best:.4f}."
-        yield Finding(level="good", title=f"{of}the validation loss is at its best", detail=detail, anchor="loss")
+        detail = f"It is {last:.4f} at the end; the lowest was {best:.4f}."
+        yield Finding(level="good", title=f"{of}the validation loss has not risen", detail=detail, anchor="loss")
 
 
 def _summary(run: ReportedRun) -> dict[str, str]:
@@ -255,7 +255,7 @@ def _summary(run: ReportedRun) -> dict[str, str]:
         "steps": f"{run.status.get('step', '')}",
         "training loss": human_number(training[-1]) if training else "",
         "validation loss": human_number(validation[-1]) if validation else "",
-        "of predicting zero": percent(validation[-1] / zero[-1]) if validation and zero and zero[-1] else "",
+        "of the zero baseline": percent(validation[-1] / zero[-1]) if validation and zero and zero[-1] else "",
         "samples/s": human_number(statistics.median(rates)) if rates else "",
         "data wait": percent(statistics.fmean(waits)) if waits else "",
         "peak memory, MiB": f"{max(memory):,.0f}" if memory else "",

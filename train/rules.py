@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.files.paths import CHECKPOINTS, is_run, overlap
+from bucketline.files.paths import is_run, overlap
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.mixture import parse_stores
 from bucketline.option_value import OnResume, as_option, options_on_resume
 from bucketline.store.format.block import FLIPPED
+from bucketline.train.checkpoint import checkpoint_folders
 from bucketline.train.config import Objective
 from bucketline.train.log import has_steps
 from bucketline.train.model import checked, facts_of, open_model_config, refuse_other_encoders, schedule_of, store_channels
@@ -51,13 +52,13 @@ def refuse_place(config: TrainConfig) -> None:
 
 def refuse_former_run(output: Path) -> None:
     """Refuse a new run's folder that has a run with steps; of one without, validations and images are replaced."""
-    if any((output / CHECKPOINTS).glob("step-*")) or has_steps(output):
-        raise UsageError(f"{output} already has a run; continue it with --resume, or choose another --output-dir")
+    if checkpoint_folders(output) or has_steps(output):
+        first = "continue it with --resume, or " if checkpoint_folders(output) else ""
+        raise UsageError(f"{output} already has a run; {first}choose another --output-dir")
 
 
 def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> None:
     """Refuse a run whose options, start, stores and model do not suit each other; the stores are open."""
-    _refuse_past(config, start)
     _refuse_changes(config, start)
     refuse_ignored(stores)
     _refuse_flips(config, stores)
@@ -70,14 +71,6 @@ def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> No
                 f"--lora-from {config.lora_from} cannot be read as a .safetensors file of adapters: {error}"
             ) from error
     _refuse_model(config, stores[0])
-
-
-def _refuse_past(config: TrainConfig, start: Start) -> None:
-    if config.max_steps is not None and start.steps_done > config.max_steps:
-        raise UsageError(
-            f"--max-steps is {config.max_steps}, and {start.checkpoint} is already at step {start.steps_done}; use that many "
-            "or more"
-        )
 
 
 def _refuse_changes(config: TrainConfig, start: Start) -> None:

@@ -19,10 +19,11 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.distributed.fsdp import FSDPModule
 
-from bucketline.command_line import counted
+from bucketline.command_line import counted, human_number
 from bucketline.errors import BucketlineError, PlanError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.files.paths import CHECKPOINTS, IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS
+from bucketline.files.paths import IMAGES, IMAGES_FOLDER, LOSS_CURVE, METRICS, RUN_FILE, is_run
+from bucketline.loader.iteration import parse_state
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
 from bucketline.loader.seen import PLANS, append_plan, read_plans
 from bucketline.option_value import OnResume, as_option, options_on_resume
@@ -38,12 +39,14 @@ from bucketline.train.log import (
     RunStatus,
     WindowRecorder,
     WindowState,
+    against_zero,
     chosen_options,
     cut_back,
     expect_trackers,
     lock_folder,
     mark,
     read_metrics,
+    read_status,
     write_config,
     write_status,
 )
@@ -51,7 +54,7 @@ from bucketline.train.model import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
-from bucketline.train.run_file import config_as_json
+from bucketline.train.run_file import config_as_json, model_of, values_of_file
 from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
 
@@ -69,6 +72,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLLECT_EVERY_STEPS = 5000
+MANY_EPOCHS = 100  # of which the mean number of steps is told: a bucket's last rows may wait for the next epoch
+OUTPUTS = ("num_images", "image_prompts", "export_every", "push_to_hub")  # options that have a finished run write something
 MOST_NAMED = 16  # samples of a step that was skipped
 FRESH = Start(checkpoint=None, state=None)
 
@@ -79,23 +84,23 @@ class TrainSummary:
 
     steps_done: int
     steps_before: int = 0  # of them, before a resume
-    stopped_by: str | None
-    validation: ValidationResult | None
+    stopped_by: str | None = None
+    validation: ValidationResult | None = None
     checkpoint: Path
-    images: tuple[Path, ...]
+    images: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
-        done = counted(self.steps_done, "step")
+        run, done = self.checkpoint.parent.parent, self.steps_done
+        trained = counted(done - self.steps_before, "step") + (f", to step {done}" if self.steps_before else "")
         if self.stopped_by:
-            lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume {self.checkpoint.parent.parent}"]
-        elif self.steps_before == self.steps_done:
-            lines = [f"already at step {self.steps_done}: nothing to train; a larger --max-steps trains on"]
+            lines = [f"stopped by {self.stopped_by} after {trained}", f"continue with: bucketline train --resume {run}"]
+        elif self.steps_before == done:
+            lines = [f"{run} has finished: step {done} of {done}; raise --max-steps (or --epochs) to train on"]
         else:
-            lines = [f"trained {done}"]
+            lines = [f"trained {trained}"]
         if self.validation is not None:
-            loss, zero_loss = self.validation.loss, self.validation.zero_loss
-            share = f"{loss / zero_loss:.3f} of what predicting zero scores ({zero_loss:.4f})"
-            lines.append(f"validation loss  {loss:.4f}, {share}")
+            lines.append(f"validation       {against_zero(self.validation.loss, self.validation.zero_loss)}")
+            lines.append(f"zero baseline    {self.validation.zero_loss:.4f}, the loss of predicting zero")
         lines.append(f"checkpoint       {self.checkpoint}")
         lines += [f"image            {path}" for path in self.images]
         return "\n".join(lines)
@@ -111,13 +116,13 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         contextlib.ExitStack() as at_end,
     ):
         start = from_rank_zero(ranks, lambda: take_folder(config, at_end))
+        if start.checkpoint is not None and from_rank_zero(ranks, lambda: has_finished(config, start)):
+            end_processes()
+            done = start.steps_done
+            return TrainSummary(steps_done=done, steps_before=done, checkpoint=start.checkpoint)
         with contextlib.closing(Run(config, ranks, accelerator, start, progress)) as run:
             summary = run.train(stop)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
-            # aborts the process (pytorch/pytorch#179291)
-            time.sleep(0.2)
+        end_processes()
         if run.upload is not None:  # after everything else: the run is complete without them
             run.upload.finish(lambda: stop.is_asked)
     return summary
@@ -139,14 +144,23 @@ def start_processes(config: TrainConfig) -> Accelerator:
         )
 
 
+def end_processes() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile aborts the
+        # process (pytorch/pytorch#179291)
+        time.sleep(0.2)
+
+
 def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
     """Lock the run's folder until the end, and return where the run starts: at step 0, or at the newest complete checkpoint.
 
     A new run's folder is made unless it exists. No file is changed until training begins.
     """
     output = config.output_dir
-    if config.resume and not (output / CHECKPOINTS).is_dir():
-        raise UsageError(f"{output} has no checkpoint to resume; give the --output-dir of a run, or leave out --resume")
+    if config.resume and not is_run(output):
+        raise UsageError(f"there is no run in {output} to resume; give the --output-dir of a run, or leave out --resume")
     if not config.resume:
         refuse_place(config)
     is_new = not output.exists()
@@ -158,8 +172,21 @@ def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
     if not config.resume:
         refuse_former_run(output)
         return FRESH
+    if not checkpoint.checkpoint_folders(output):
+        raise UsageError(f"{output} cannot be resumed: {way_on(output)}")
     folder = checkpoint.last_whole(output)
     return Start(checkpoint=folder, state=checkpoint.read_state(folder))
+
+
+def has_finished(config: TrainConfig, start: Start) -> bool:
+    """Return whether a resumed run has ended: it has no step left, and no output that is new to it."""
+    if start.state is None or config.new_plan or read_status(config.output_dir) != RunStatus.DONE:
+        return False
+    before, present, given = start.state.config, config_as_json(config), config.output_dir / RUN_FILE
+    steps = before["max_steps"]
+    is_same = config.max_steps == steps or (config.epochs or 0) == values_of_file(TrainConfig, str(given)).get("epochs")
+    names = {*OUTPUTS, *options_on_resume(TrainConfig, OnResume.FIXED)} - {"optimizer"}  # which the run has chosen
+    return is_same and steps == start.steps_done and all(before.get(name) == present[name] for name in names)
 
 
 @contextlib.contextmanager
@@ -210,6 +237,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         usual = Precision.BF16 if has_bf16 else Precision.FP32
         config = replace(config, precision=Precision(str(recorded.get("precision") or usual)))
+    length = "--max-steps" if config.epochs is None else f"--epochs is {config.epochs:g}: the number of steps"
     if config.epochs is not None:
         plans = read_plans(config.output_dir / PLANS) if start.state is not None else []
         if config.new_plan or len({line.state.plan for line in plans}) > 1:  # lines may also be of one on other ranks
@@ -218,12 +246,11 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         first, after = (loader.plan.steps_before(int(whole) + n) for n in range(2))
         if (steps := first + round(part * (after - first))) == 0:
             raise PlanError(loader.plan.without_step())
-        if start.steps_done > steps:
-            raise UsageError(
-                f"--epochs is {config.epochs:g}, {counted(steps, 'step')}, and {start.checkpoint} is already at step "
-                f"{start.steps_done}; give more"
-            )
         config = replace(config, max_steps=steps, epochs=None)
+    if start.steps_done > config.num_steps:
+        raise UsageError(
+            f"{length} is {config.num_steps}, and {start.checkpoint} is already at step {start.steps_done}; give more"
+        )
     if (schedule := config.lr_schedule).end is None and schedule.ends:
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
@@ -272,10 +299,12 @@ class Run:
                     self._begin()
                 self.training, self._weights, self._prompts = self._build(config)
                 self.config = self.training.config
-                self._tell_assumptions()
+                self._tell_start()
                 self.loader.start()  # to read ahead while the rest compiles
                 from bucketline.train.compile import compile_and_count, step_work_of
+                from bucketline.train.memory import expect_disk
 
+                from_rank_zero(ranks, lambda: expect_disk(self.training, self._weights))
                 self.work = step_work_of(self.config, ranks, self.device)
                 compile_and_count(self.training, ranks, self.loader, self._progress.say, self.work)
                 if self.config.push_to_hub and ranks.is_main:
@@ -341,10 +370,6 @@ class Run:
             if not self.has_begun:
                 self._begin()
             self._validations = from_rank_zero(self.ranks, self._open_log)
-            if not self.loader.rows.buckets("val"):
-                self._progress.say(
-                    f"{self.loader.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
-                )
             self._validate_if_due()
             with rare_collection():
                 stopped_by = self._loop(stop)
@@ -462,7 +487,7 @@ class Run:
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
-        self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        self._progress.say(f"step {self.steps_done}: now on generation {named}, {counted(rows, 'sample')} per epoch")
         return True  # and `_pause` collects: stores and their buckets know each other
 
     def _validate_if_due(self) -> bool:
@@ -539,37 +564,57 @@ class Run:
         more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
         return f"{', '.join(names)}{more}"
 
-    def _tell_assumptions(self) -> None:
-        """Print what was left open; warn of a start at random, a new plan, changes by a resume, small buckets."""
-        config, family, start = self.config, self.training.family, self.start
-        if self.given.epochs is not None:
-            self._progress.say(f"{counted(config.num_steps, 'step')}: --epochs is {self.given.epochs:g}")
-        if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
-            log.warning("%s", small)
-        if config.caption_dropout and not family.is_guidable:
-            log.warning(
-                "--caption-dropout is %g, and %s guides by a second model, which is not trained and sees no text: what this "
-                "one learns for the empty caption is never a negative prompt there; leave it out, unless captions are to count "
-                "less",
-                *(config.caption_dropout, family.pipelines[0]),
-            )
+    def _tell_start(self) -> None:
+        """Print what a new run does, or where one is resumed; warn of a start at random, a new plan, and of changes."""
+        config, start, say = self.config, self.start, self._progress.say
+        if start.state is not None:
+            epoch = parse_state(start.state.loader).epoch + 1
+            kept = counted(len(checkpoint.checkpoint_folders(config.output_dir)), "checkpoint")
+            say(f"resumed {config.output_dir} at step {start.steps_done} of {config.num_steps}, epoch {epoch}; {kept}")
+        if start.state is None or config.new_plan:
+            self._tell_data()
         if start.state is None:
-            chosen = [f"{as_option(name)} {value}" for name, value in chosen_options(config, self.given).items() if value]
-            self._progress.say(f"left open: {', '.join(chosen) or 'nothing'}")
-            if config.model.is_dir() and not weight_files(config.model / family.folder):
-                log.warning(
-                    "%s has a configuration but no weights: the model starts at random, from --seed %d; adapters fit only this "
-                    "random base",
-                    *(config.model, config.seed),
-                )
+            chosen = [(name, value) for name, value in chosen_options(config, self.given).items() if value]
+            if config.objective is None:
+                chosen.append(("objective", f"{self.training.prep.schedule.objective} (from the model's scheduler)"))
+            named = [f"{name.replace('_', ' ')} {value}" for name, value in chosen if name != "max_steps"]
+            say(f"defaults: {', '.join(named) or 'none'}")
+            if config.model.is_dir() and not weight_files(config.model / self.training.family.folder):
+                said = "%s has a configuration but no weights: the model starts at random; adapters fit only this random base"
+                log.warning(said, config.model)
             return
         if config.new_plan:
             log.warning("--new-plan: training continues from step %d in a new order, on the present stores", start.steps_done)
         present = config_as_json(config)
-        told = {*options_on_resume(TrainConfig, OnResume.WARN)} - (set() if family.is_told_guidance else {"guidance"})
+        told = {*options_on_resume(TrainConfig, OnResume.WARN)}
+        told -= set() if self.training.family.is_told_guidance else {"guidance"}
         for name, value in start.state.config.items():
             if name in told and present[name] != value:
                 log.warning("%s was %s before and is now %s", as_option(name), value, present[name])
+
+    def _tell_data(self) -> None:
+        """Print the length and the samples of a run; warn of small buckets, and of a caption dropout without use."""
+        config, family, say = self.config, self.training.family, self._progress.say
+        stores, plan = [share.store for share in self.loader.shares], self.loader.plan
+        if (noted := model_of([one.place for one in stores])) is not None and noted.model == str(config.model):
+            say(f"model: {config.model}, with which {'the stores were' if len(stores) > 1 else 'the store was'} packed")
+        per_epoch = plan.steps_before(MANY_EPOCHS) / MANY_EPOCHS or 1
+        size = f"{counted(sum(one.num_rows for one in plan.buckets), 'sample')} in {counted(len(plan.buckets), 'bucket')}"
+        epochs = human_number(self.given.epochs or config.num_steps / per_epoch)
+        say(f"training: {counted(config.num_steps, 'step')}, {epochs} {'epoch' if epochs == '1' else 'epochs'} of {size}")
+        trained, held = (sum(one.num_rows for own in stores for one in own.buckets(split)) for split in ("train", "val"))
+        rules = {str(found) for one in stores if (found := one.manifest.rules.get("val_fraction"))}
+        rule = f" (--val-fraction {', '.join(sorted(rules))})" if rules else ""
+        say(
+            f"validation: {held} of {counted(held + trained, 'sample')}, held out by the store{rule}"
+            if held
+            else f"no validation: no sample of {trained} is held out by the store{rule}; pack with a larger --val-fraction"
+        )
+        if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
+            log.warning("%s", small)
+        if config.caption_dropout and not family.is_guidable:
+            said = "--caption-dropout is %g, and %s guides by a second model, which is not trained: it has little use here"
+            log.warning(said, config.caption_dropout, family.pipelines[0])
 
 
 def set_up_device(config: TrainConfig, device: torch.device) -> None:

@@ -20,11 +20,12 @@ from bucketline.options import COMMAND_LINE_ONLY, options_of, sections_of, sugge
 from bucketline.typed_json import as_toml, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
 
+    from bucketline.ingest.packing.packed_model import PackedModel
     from bucketline.typed_json import Json
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -46,6 +47,8 @@ def read_run_file(given: str, commands: Collection[str] = ()) -> str:
     """
     is_path = "/" in given or given.endswith(_SUFFIX)
     if not is_path and given not in preset_names():
+        if answer := coming_from.answer("train", given):
+            raise UsageError(f"there is no preset {given!r:.80}: {answer}")
         raise UsageError(
             f"there is no preset {given!r:.80}{suggestion(given, [*preset_names(), *commands])}; expected "
             f"{', '.join(preset_names())}, or the path of a {_SUFFIX} file"
@@ -70,7 +73,9 @@ def values_of_file(options: type, given: str, commands: Collection[str] = ()) ->
         for name, value in (entries if isinstance(entries, dict) else {top: entries}).items():
             field = name.replace("-", "_")
             if field not in known:
-                answer = coming_from.answer("train", name, [f"--{one.replace('_', '-')}" for one in known])
+                answer = coming_from.answer("train", name, [f"--{one.replace('_', '-')}" for one in known]) or ""
+                if answer.startswith("here it is --"):  # as a file has it
+                    answer = answer.replace("--", "", 1).replace("-", "_")
                 raise UsageError(
                     f"{given} has {name!r:.80}, which is not an option of a file"
                     + (f"; {answer}" if answer else suggestion(name, sorted(known)))
@@ -106,6 +111,9 @@ def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> 
                     f"--resume is {run} and --output-dir is {other}; a run continues in its folder: leave one of them out"
                 )
             sources = [(str(path), values_of_file(options, str(path))), *sources, ("--resume", {"output_dir": run})]
+        if "model" not in {*words, *(name for _, values in sources for name in values)}:
+            stores = words.get("store") or next((values["store"] for _, values in sources[::-1] if "store" in values), [])
+            sources.insert(0, ("the store", _model_of_options([stores] if isinstance(stores, str) else stores)))
         given = {*words}
         for place, values in reversed(sources):
             own = {name: value for name, value in values.items() if name not in given and _INSTEAD.get(name) not in given}
@@ -113,6 +121,25 @@ def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> 
             Dict({name: value for name, value in own.items() if value != []}, source=place)(app, names, arguments)
 
     return fill
+
+
+def model_of(stores: Iterable[object]) -> PackedModel | None:
+    """Return the model that stores were last packed with on this machine; None if none has noted it."""
+    from bucketline.ingest.packing.packed_model import packed_model
+
+    return next((noted for one in stores if (noted := packed_model(Path(str(one)))) is not None), None)
+
+
+def _model_of_options(stores: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the model that stores were packed with, for those that are not given."""
+    from bucketline.loader.mixture import parse_stores  # imports numpy
+
+    noted = model_of(one.path for one in parse_stores(tuple(stores), "--store"))
+    if noted is None:
+        return {}
+    if not Path(noted.model).exists():
+        raise UsageError(f"{stores[0]} was packed with {noted.model}, which is no folder or file here; give --model MODEL")
+    return {"model": noted.model} | ({"model_config": noted.model_config} if noted.model_config else {})
 
 
 def config_as_json(config: Any) -> dict[str, Json]:  # noqa: ANN401 - a TrainConfig, whose file imports this one

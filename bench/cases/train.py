@@ -80,7 +80,7 @@ class Train(Case):
 
         size = self.batch_size or MODELS[self.model].batch_size
         trainer = _trainer(
-            _asked(folder, self.model, self.rows, batch=str(size), max_steps=1, learning_rate=1e-5, service=self.service)
+            _asked(folder, self.model, self.rows, batch_size=str(size), max_steps=1, learning_rate=1e-5, service=self.service)
         )
         try:
             return self._alternate(Windows(trainer, self.steps))
@@ -289,7 +289,7 @@ class TrainSaves(Case):
             self.model,
             self.rows,
             output_dir=run,
-            batch=str(self.batch_size),
+            batch_size=str(self.batch_size),
             max_steps=self.save_every * (saves + 1),
             save_every=str(self.save_every),
             keep=1,

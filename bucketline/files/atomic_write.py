@@ -220,7 +220,7 @@ class FileLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(self._fd, 4096).decode("utf-8", "replace")
+            holder = os.read(self._fd, 4096).decode("utf-8", "replace").strip("{}").replace('"', "")
             os.close(self._fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise LockedError(

@@ -37,4 +37,4 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         else:
             print_import(result, self)
         print_failures(result, self)
-        return 0 if result.imported + result.unchanged and not result.too_many_rejects else 1
+        return 0 if result.imported + result.unchanged + result.withdrawn and not result.too_many_rejects else 1

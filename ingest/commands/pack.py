@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import (
     counted,
     human_bytes,
-    human_number,
     one_line,
+    per_second,
     print_json,
     print_json_line,
     printable,
@@ -21,9 +21,10 @@ from bucketline.command_line import (
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import is_folder_of_images, redacted
 from bucketline.ingest.config import FILE_TABLES, PackConfig
-from bucketline.ingest.images.crop import crop_losses_as_lines
+from bucketline.ingest.held_out import HeldOut, SplitBy
+from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------------- printing
-# Lines that several commands of `ingest` print.
 
 
 def print_entry(entry: DatasetEntry | None) -> None:
@@ -46,14 +46,27 @@ def print_entry(entry: DatasetEntry | None) -> None:
         print(f"{one_line(str(entry.name))} x {entry.repeats}: {one_line(str(redacted(entry.path)))}")
 
 
-def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str], without: str | None) -> None:
-    """Print where captions came from, which images have none, and notes about the source."""
-    if without is not None:
-        print(f"  images without a caption: {without}")
+def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str]) -> None:
+    """Print where captions came from, and notes about the source."""
     if captions_from:
         print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
     for note in notes:
         print(f"  note: {one_line(note)}")
+
+
+def took(number: int, seconds: float, noun: str) -> str:
+    """Return how long a run took, with its rate if it took a second or more."""
+    rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
+    return f"in {seconds:.1f} s{rate}"
+
+
+def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:
+    """Print how many samples are held out; if none is though a fraction is set, also why."""
+    if not number and not rule.fraction:
+        return
+    is_by_folder = rule.by is SplitBy.FOLDER
+    why = ": :folder holds out whole folders, and this is one" if is_by_folder else ": add images, and pack again"
+    print(f"  held out for validation: {number} of {counted(num_samples, 'sample')}{'' if number else why}")
 
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
@@ -84,7 +97,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             _refuse_swapped(self.source, self.place)
             raise
         if own.model != self.model and not torchrun_ranks()["rank"]:
-            told = f"model: {printable(own.model)}, as the last pack into {shown(self.place)}"
+            told = f"model: {printable(own.model)} (of the last pack into {shown(self.place)})"
             print(told, file=sys.stderr if self.json else sys.stdout, flush=True)
         try:
             with naming_packed_model(own):
@@ -118,7 +131,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if summary.too_many_rejects or summary.not_pruned_beyond_limit:
             _print_beyond_limits(summary, self)
             return 1
-        return 0 if summary.packed + summary.unchanged else 1
+        return 0 if summary.packed + summary.unchanged + summary.withdrawn else 1
 
     @classmethod
     def complete(cls, options: Pack, given: frozenset[str]) -> Pack:
@@ -144,7 +157,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
         rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:
-            print(f"{name}as the store was packed: {printable(rules)}")
+            print(f"{name}from the store: {printable(rules)}")
 
     def _dry_run(self) -> int:
         """Compare the source, or those of a data set file, with the store."""
@@ -161,7 +174,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         for entry, report in reports:
             print_entry(entry)
             _print_dry_run(report, self)
-        print_captions_and_notes({}, [] if file is None else file.notes, None)
+        print_captions_and_notes({}, [] if file is None else file.notes)
         return 0
 
     def _run_each(self) -> int:
@@ -183,7 +196,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if self.json:
             print_json(asdict(result))
         else:
-            print_captions_and_notes({}, result.notes, None)
+            print_captions_and_notes({}, result.notes)
             if result.why_not_readable is None:
                 what = ", ".join(f"{one_line(name)} x {repeats}" for name, repeats in result.repeats.items())
                 print(f"{shown(self.store)}: the loader and the trainer read it as one store ({what})")
@@ -202,7 +215,7 @@ def _prepare_environment(config: PackConfig) -> None:
 
 
 _FEW_IDS = 3
-_STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
+_STAGES = {"encode": "encoding", "decode": "decoding", "write": "disk"}
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
@@ -224,80 +237,87 @@ def _refuse_swapped(source: str, place: Path | str) -> None:
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:
-    rate = summary.packed / max(summary.seconds, 1e-9)
     print(
         f"{counted(summary.found, 'image')} found = {summary.packed} packed + {summary.unchanged} unchanged "
-        f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({human_number(rate)} packed/s)"
+        f"+ {summary.rejected} rejected{plus_withdrawn(summary.withdrawn)}, "
+        f"{took(summary.packed, summary.seconds, 'image')}"
     )
     if summary.packed and (total := sum(summary.stage_seconds.values())):
         shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
-        print(f"  of the time {', '.join(shares)}; slowest: {summary.slowest_stage}")
+        print(f"  time: {', '.join(shares)}; bottleneck: {_STAGES[summary.slowest_stage]}")
     for reason, count in summary.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
         print(f"  each with its reason in {shown(config.store / 'rejects.jsonl')}")
+    print_withdrawn(summary.withdrawn)
+    listed = shown(config.store / WITHOUT_CAPTION)
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
-        (summary.latents_kept, "image", " unchanged but for a caption or mtime (its latents are kept)"),
-        (summary.without_caption, "image", " without a caption (packed with the empty one)"),
+        (summary.latents_kept, "image", " with a new caption or mtime only (latents reused)"),
+        (summary.without_caption, "image", f" without a caption, packed with the empty one; listed in {listed}"),
         (
             summary.enlarged,
             "image",
             " enlarged to fill its bucket" if summary.enlarged == 1 else " enlarged to fill their bucket",
         ),
-        (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
         (summary.generations_meanwhile, "generation", " published during packing"),
     )
     if summary.recaptioned:
-        print(f"  captions are made by other rules: {printable(summary.recaptioned)}; only their text is encoded")
+        print(f"  caption rules changed: {printable(summary.recaptioned)}; only text is encoded")
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)}{what}")
     for encoder, number in summary.captions_cut.items():
-        print(f"  {counted(number, 'caption')} cut by {encoder}")
+        print(f"  {counted(number, 'caption')} of the store cut by {encoder}")
     if summary.captions_cut:
-        first = ", ".join(map(one_line, summary.captions_cut_ids))
-        print(f"  images with cut captions: {first}; each with what was cut in {shown(config.store / LONG_CAPTIONS)}")
-    ids_are_in = f"each in {shown(config.store / WITHOUT_CAPTION)}" if summary.without_caption else None
-    print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
-    for line in crop_losses_as_lines(summary.crop_loss):
-        print(f"  {line}")
+        print(f"  what was cut: `store report {shown(config.place)}`, or `cuts` in `store ls {shown(config.place)} --json`")
+    print_captions_and_notes(summary.captions_from, summary.notes)
+    if summary.crop_loss:
+        print(f"  {crop_loss_line(summary.crop_loss)}")
+    print_held_out(summary.held_out, summary.samples, config.held_out)
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
     _print_sample_changes(summary, config)
-    _print_ids(("kept, with the captions of the rules before", summary.captions_as_before, []))
+    _print_ids(("kept with captions of the old rules", summary.captions_as_before, []))
     if summary.text_error is not None:
         print(f"  error of the quantised text: {summary.text_error}")
     print(
         f"{shown(config.place)}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"
     )
-    if not summary.packed + summary.unchanged:
+    if not summary.packed + summary.unchanged + summary.withdrawn:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
 def _print_dry_run(report: DryRun, config: PackConfig) -> None:
-    print(
-        f"dry run, nothing is written: {counted(report.found, 'image')} found = {report.new} new + {report.changed} changed "
-        f"+ {report.moved} moved to the other split + {report.recaptioned} with other captions or mtime "
-        f"+ {report.unchanged} unchanged + {report.rejected} rejected"
+    counts = (
+        (report.new, "new"),
+        (report.changed, "changed"),
+        (report.moved, "moved to the other split"),
+        (report.recaptioned, "with a new caption or mtime only"),
+        (report.unchanged, "unchanged"),
+        (report.rejected, "rejected"),
     )
+    parts = " + ".join(f"{number} {what}" for number, what in counts if number) + plus_withdrawn(report.withdrawn)
+    print(f"dry run, nothing is written: {counted(report.found, 'image')} found = {parts.removeprefix(' + ') or 0}")
     for bucket, count in report.buckets.items():
         print(f"  to encode, in {bucket}: {counted(count, 'image')}")
     if report.recaptioned:
-        print(f"  to encode only the text, with the stored latents: {counted(report.recaptioned, 'image')}")
+        print(f"  to encode, only the text: {counted(report.recaptioned, 'image')}")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
+    print_withdrawn(report.withdrawn)
     if report.too_many_rejects:
-        print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
+        print("  more rejects than --max-rejects allows: no sample would be dropped, exit code 1")
     _print_sample_changes(report, config)
     if report.pending_shards:
         shards = counted(report.pending_shards, "shard")
-        print(f"  an interrupted run left {shards}, which a pack adopts first; their images are counted as new")
-    print_captions_and_notes({}, report.notes, None)
-    print(f"from the file headers only, so damage after them is not seen; not compared: {report.not_compared}")
+        print(f"  an interrupted run left {shards}, which a pack takes over first; here their images count as new")
+    print_captions_and_notes({}, report.notes)
+    print("only file headers were read: damage after them is not seen")
+    print(f"not compared: {report.not_compared}")
 
 
 def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:

@@ -17,7 +17,7 @@ class Peek(ReadingArguments):
 
     The model must have the VAE that the store was packed with.
 
-    Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
+    Example: ingest peek photos.store coffee/whole.png -o coffee.png
     """
 
     FIRST = ("model", "device", "json")
@@ -26,22 +26,24 @@ class Peek(ReadingArguments):
     """Folder or URL of the store."""
     id: Annotated[Positional[str], Arg(metavar="ID")]
     """Sample id: the path in the source, with extension."""
-    model: Annotated[str, Arg(metavar="MODEL")]
-    """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub."""
+    model: Annotated[str | None, Arg(metavar="MODEL")] = None
+    """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub. Default:
+    the one that the store was last packed with on this machine."""
     model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     output: Annotated[Path, Arg(aliases=("-o",), metavar="PNG")]
     """PNG file to write, which must not exist yet."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
-        from bucketline.ingest.encoders.model_folder import open_model
+        from bucketline.ingest.packing.packed_model import known_model
         from bucketline.ingest.peek import peek
 
-        store, model = self.open_store(self.place), open_model(self.model, self.model_config)
+        store = self.open_store(self.place)
+        model = known_model(self.place, self.model, self.model_config, is_quiet=self.json)
         peeked = peek(store, self.id, model, self.output, self.device)
         if self.json:
             print_json(asdict(peeked))

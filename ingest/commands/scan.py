@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
-from bucketline.ingest.commands.pack import print_captions_and_notes, print_entry, print_warnings
+from bucketline.ingest.commands.pack import print_captions_and_notes, print_entry, print_held_out, print_warnings
 from bucketline.ingest.config import FILE_TABLES, ScanConfig
-from bucketline.ingest.images.crop import crop_losses_as_lines
+from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.store.commands.look import shown
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
         else:
             for entry, report in reports:
                 print_entry(entry)
-                _print_scan(report)
-            print_captions_and_notes({}, [] if file is None else file.notes, None)
+                _print_scan(report, self)
+            print_captions_and_notes({}, [] if file is None else file.notes)
             if self.output is not None:
                 print(f"{shown(self.output)}: contact sheet of the crops that lose most")
         return 0 if all(report.buckets for _, report in reports) else 1
 
 
-def _print_scan(report: ScanReport) -> None:
+def _print_scan(report: ScanReport, options: ScanConfig) -> None:
     print(f"{counted(report.found, 'image')}, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
@@ -57,22 +57,27 @@ def _print_scan(report: ScanReport) -> None:
     if report.smallest and report.median and report.largest:
         sizes = zip(("smallest", "median", "largest"), (report.smallest, report.median, report.largest), strict=True)
         print("  " + ", ".join(f"{what} {height}x{width} px" for what, (height, width) in sizes) + " (height x width)")
-    print(f"grid {report.grid}:")
-    for bucket in report.buckets:
-        print(f"  {bucket.name:<24}{bucket.samples:>9}")
-    enlarged = "to be enlarged to fill its bucket" if report.enlarged == 1 else "to be enlarged to fill their bucket"
+    print(f"grid {report.grid}, {counted(len(report.buckets), 'bucket')}:")
+    if report.buckets:
+        print(f"  {'bucket':<22}{'images':>10}{'crop loss':>13}{'at most':>11}")
+    for bucket, number in report.buckets.items():
+        loss, most = (f"{100 * report.crop_loss[bucket][name]:.1f} %" for name in ("mean", "max"))
+        print(f"  {bucket:<22}{number:>10}{loss:>13}{most:>11}")
+    if report.crop_loss:
+        print(f"  {crop_loss_line(report.crop_loss)}")
+    num_held_out = sum(number for name, number in report.buckets.items() if name.startswith("val/"))
+    print_held_out(num_held_out, report.found - report.rejected, options.held_out)
+    enlarged = "would be enlarged to fill its bucket" if report.enlarged == 1 else "would be enlarged to fill their bucket"
+    first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
     counts = (
-        (report.without_caption, "image", "without a caption"),
+        (report.without_caption, "image", f"without a caption: {first}; --json names all"),
         (report.enlarged, "image", enlarged),
         (len(report.captions_beyond), "image", "with more captions than are kept"),
     )
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)} {what}")
-    first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
-    print_captions_and_notes(report.captions_from, report.notes, f"{first}; --json names all" if first else None)
-    for line in crop_losses_as_lines(report.crop_loss):
-        print(f"  {line}")
+    print_captions_and_notes(report.captions_from, report.notes)
     print_warnings(report.captions_without_image, report.passed_over)
     if not report.is_full:
         print("from the file headers only; --full decodes every image and finds damage after the header")

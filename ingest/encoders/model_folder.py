@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------------- part weights
-# How many weights a part of a model has and in which dtype, from the headers of its files.
 
 WEIGHT_BYTES = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "int8": 1.1, "nf4": 0.6}  # quantised: with scales and what stays in BF16
 
@@ -57,7 +56,6 @@ def part_weights(model: ModelFolder, name: str, bases: tuple[str, ...]) -> tuple
 
 
 # --------------------------------------------------------------------------------------------------------------------- weights
-# Check that loaded weights are complete, and compute digests of weights and tokenizers.
 
 
 @contextmanager
@@ -105,7 +103,6 @@ def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers to
 
 
 # ------------------------------------------------------------------------------------------------------------------------- hub
-# Look up a model on a hub, and in the hub's local cache if the hub cannot be reached.
 
 _TIMEOUT_S = 10.0
 _CONFIG = "/config.json"

@@ -186,7 +186,6 @@ class _EncoderLinear(QuantisedLinear):
 
 
 # ----------------------------------------------------------------------------------------------------------------- text limits
-# Caption length limits of a family and the number of stored tokens, from its tokenizers and its pipeline.
 
 MOST_TOKENS = 4096  # upper bound of --max-tokens; far beyond what any family was trained on
 
@@ -203,10 +202,8 @@ class PromptLengths:
         """Return the number of tokens of the open part: as requested, else the pipeline's default."""
         if not any(part.is_open for part in self._family.parts):
             if asked is not None:
-                raise UsageError(
-                    f"--max-tokens {asked}: the tokenizer determines the length of {self._family.name} captions; leave the "
-                    "option out"
-                )
+                fixed = f"captions of {self._family.name} have a fixed number of tokens, 77 with a CLIP"
+                raise UsageError(f"--max-tokens {asked}: {fixed}; leave the option out")
             return None
         most = min(part.most_tokens or MOST_TOKENS for part in self._family.parts if part.is_open and part.has_positions)
         if asked is not None and asked > most:

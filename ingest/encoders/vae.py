@@ -154,7 +154,6 @@ def vae_provenance(kind: str, constants: Mapping[str, Any], **made: Json) -> dic
 
 
 # ------------------------------------------------------------------------------------------------------------------- oom retry
-# Retry in halves when a batch does not fit into GPU memory.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -198,7 +197,6 @@ class OomRetry(Generic[T, R]):
 
 
 # --------------------------------------------------------------------------------------------------------------------- latents
-# Latent columns of an image: its latent, and optionally that of the flipped image.
 
 
 class LatentColumns:

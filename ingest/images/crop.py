@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -18,7 +19,7 @@ from bucketline.store.format.block import draw
 from bucketline.store.format.schema import MAX_RESIZED_PX, box_in_source, kept_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
@@ -136,7 +137,6 @@ def _round(numerator: int, denominator: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------- rejects
-# Reasons for rejecting an image: a reason to count by, and a detail that names what was found.
 
 
 class Reason(StrEnum):
@@ -272,10 +272,7 @@ def crop_draw(sample_id: str) -> int:
     return draw(sample_id, "crop")
 
 
-SHOWN = 10  # worst buckets that the summary lists
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CropLoss:
     """Number of images in one bucket, and the sum and maximum of the shares of source pixels cropped away."""
 
@@ -283,21 +280,8 @@ class CropLoss:
     total: float = 0.0
     most: float = 0.0
 
-    def add(self, images: int, total: float, most: float) -> None:
-        self.images += images
-        self.total += total
-        self.most = max(self.most, most)
-
-
-def note_crop_loss(losses: dict[str, CropLoss], bucket: str, cropped_away: float) -> None:
-    """Add one image to its bucket; `cropped_away` is the share of its pixels outside the crop, 0 to 1."""
-    losses.setdefault(bucket, CropLoss()).add(1, cropped_away, cropped_away)
-
-
-def add_crop_losses(whole: dict[str, CropLoss], part: Mapping[str, CropLoss]) -> None:
-    """Add the losses of one rank to the total."""
-    for bucket, loss in part.items():
-        whole.setdefault(bucket, CropLoss()).add(loss.images, loss.total, loss.most)
+    def __add__(self, other: CropLoss) -> CropLoss:
+        return CropLoss(images=self.images + other.images, total=self.total + other.total, most=max(self.most, other.most))
 
 
 def crop_losses_as_json(losses: Mapping[str, CropLoss]) -> dict[str, dict[str, float]]:
@@ -312,25 +296,49 @@ def crop_losses_as_json(losses: Mapping[str, CropLoss]) -> dict[str, dict[str, f
     }
 
 
-def crop_losses_as_lines(losses: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Format the result of `crop_losses_as_json` as lines of text, largest loss first.
+def crop_loss_line(losses: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the result of `crop_losses_as_json` in one line, with the bucket of the largest loss.
 
-    >>> crop_losses_as_lines({"train/64x64": {"images": 4, "mean": 0.25, "max": 0.5}})
-    ['cropped away in train/64x64: 25.0 % of the pixels on average, 50.0 % at most, of 4 images']
+    >>> crop_loss_line({"train/64x64": {"images": 4, "mean": 0.25, "max": 0.5}})
+    'crop loss: 25.0 % of the area on average, at most 50.0 % (train/64x64)'
     """
-    worst = sorted(losses.items(), key=lambda item: (-item[1]["mean"], item[0]))
-    lines = [
-        f"cropped away in {bucket}: {loss['mean']:.1%} of the pixels on average, {loss['max']:.1%} at most, "
-        f"of {counted(int(loss['images']), 'image')}".replace("%", " %")
-        for bucket, loss in worst[:SHOWN]
-    ]
-    if len(worst) > SHOWN:
-        lines.append(f"and less in {len(worst) - SHOWN} more buckets (--json lists them all)")
-    return lines
+    images = sum(loss["images"] for loss in losses.values())
+    mean = sum(loss["images"] * loss["mean"] for loss in losses.values()) / images
+    worst = max(losses, key=lambda bucket: losses[bucket]["max"])
+    return f"crop loss: {100 * mean:.1f} % of the area on average, at most {100 * losses[worst]['max']:.1f} % ({worst})"
+
+
+_SMALL = 4  # images in a bucket: with fewer, they repeat within a batch of this many
+_SMALL_SHARE = 0.1  # of all images; what a large source has in rare buckets is not worth a word
+_MOST_IMAGES = 500
+_MOST_LOST = Fraction(1, 4)  # of an image's area, for the sake of fewer buckets
+
+
+def fewer_buckets_note(placed: Sequence[Placement]) -> list[str]:
+    """Return a note with a grid of fewer buckets, if many of a small source's training images have a bucket with few others.
+
+    The bucket with the fewest images is left out first, unless an image would then lose more than a quarter.
+    """
+    counts = kept = Counter(one.bucket for one in placed)
+    num_small = sum(number for number in counts.values() if number < _SMALL)
+    if len(counts) < 2 or len(placed) > _MOST_IMAGES or num_small <= _SMALL_SHARE * len(placed):
+        return []
+    found, small = placed, sorted(counts, key=lambda size: (counts[size], size))
+    while small and kept[small[0]] < _SMALL and len(kept) > 1:
+        grid = Grid(name="", sizes=tuple(sorted(kept.keys() - {small.pop(0)})))
+        tried = [bucket_placement(*one.source, grid) for one in placed]
+        if max(one.cropped_share for one in tried) <= max(_MOST_LOST, *(one.cropped_share for one in found)):
+            kept, found = Counter(one.bucket for one in tried), tried
+            small = sorted(kept, key=lambda size: (kept[size], size))
+    if len(kept) == len(counts):
+        return []
+    now, then = (f"crop loss {100 * sum(one.cropped_away for one in each) / len(placed):.1f} %" for each in (placed, found))
+    few = f"{num_small} of {len(placed)} images are in buckets of fewer than {_SMALL}, and repeat within batches of {_SMALL}"
+    grid_text = f"--grid {','.join(map(str, sorted(kept)))}"
+    return [f"{few}. Now: {len(counts)} buckets, {now}; with {grid_text}: {counted(len(kept), 'bucket')}, {then}"]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ grid
-# Bucket grids: the sizes that images are sorted into, by default those of the model.
 
 MAX_SIDE_PX = 1 << 14
 MAX_BUCKETS = 1024
@@ -477,7 +485,6 @@ def _layouts(num_tokens: int) -> list[tuple[int, int]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------- model sizes
-# Image sizes of a model: its default grid, its latent sizes, and the sizes that it cannot take.
 
 
 def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:

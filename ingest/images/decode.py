@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------- file type
-# Formats that Pillow reads by plugins, and what a file that is not an image is, by its first bytes.
 
 
 def register() -> tuple[str, ...]:

@@ -289,7 +289,6 @@ def _with_layout(tile: Any, layout: str) -> Any:  # noqa: ANN401 - Pillow's
 
 
 # ------------------------------------------------------------------------------------------------------------------------ srgb
-# Convert any pixels to sRGB: 16 bits to 8, apply colour profiles, blend transparency onto a background.
 
 PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 WITHOUT_ALPHA = {"LA": "L", "PA": "RGB", "RGBA": "RGB"}

@@ -228,7 +228,6 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON
 
 
 # -------------------------------------------------------------------------------------------------------------------- registry
-# The formats that `ingest import` knows, ours and those of other packages.
 
 _OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 IMPORTERS: Extensions[Importer] = Extensions(

@@ -8,7 +8,12 @@ from typing import Annotated, Literal
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype  # noqa: TC001 - commands read their annotations at run time
+from bucketline.ingest.config import (
+    Dtype,
+    EncodeDtype,
+    TextDtype,
+    WithdrawnOptions,
+)
 from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.rules import reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
@@ -21,8 +26,11 @@ TextOption = Literal["source", "encode", "plain", "none"]
 CropOption = Literal["source", "center", "unknown"]
 
 
+_KINDS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig(ChangingArguments):
+class ImportConfig(WithdrawnOptions, ChangingArguments):
     """Import another trainer's latent cache, without images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
@@ -38,7 +46,7 @@ class ImportConfig(ChangingArguments):
     SECTION = "import: everything else about the cache and the store"
     FIRST = ("model", "vae", "captions", "text", "crop", "val_fraction", "dtype", "dry_run", "max_rejects", "json")
 
-    kind: Annotated[Positional[str], Arg(metavar="KIND")]
+    kind: Annotated[Positional[str], Arg(metavar="KIND", words=_KINDS)]
     """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or one of a package that you installed."""
     source: Annotated[Positional[Path], Arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
@@ -82,7 +90,7 @@ class ImportConfig(ChangingArguments):
     """Captions encoded together."""
     shard_size: ByteSize = USUAL_SHARD
     """Seal a shard at this size and begin the next."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the text encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     threads: Annotated[int | None, Arg(metavar="INT")] = None
     """Reader threads; default: one per core, at most four."""

@@ -30,14 +30,14 @@ from bucketline.ingest.importers.rows import (
     text_plan,
 )
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.packed_index import PackedIndex, withdrawn_ids
 from bucketline.ingest.packing.run import newest_store
 from bucketline.store.format.block import FLIPPED, draw
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.schema import captions_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -106,7 +106,7 @@ def _planned(
     at_most = 1 if text == SOURCE else config.max_captions  # a cache has an embedding of one caption
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
-    changed = not_stored(listing.entries, store, config.source, at_most)
+    changed = not_stored(listing.entries, store, config.source, at_most, config.taken_back)
     if store is not None:
         _refuse_other_origin(changed, store, config.source)
     spread, captions = None, None
@@ -167,11 +167,15 @@ def _unique(listed: Sequence[CacheEntry]) -> list[CacheEntry]:
     return entries
 
 
-def not_stored(entries: Sequence[CacheEntry], store: Store | None, source: Path, max_captions: int) -> list[CacheEntry]:
-    """Return the entries that the store does not have as they are now: values and captions."""
+def not_stored(
+    entries: Sequence[CacheEntry], store: Store | None, source: Path, max_captions: int, taken_back: Collection[str] = ()
+) -> list[CacheEntry]:
+    """Return the entries that the store does not have as they are now, values and captions, and that are not withdrawn."""
+    withdrawn = withdrawn_ids(None if store is None else store.manifest, taken_back, (entry.id for entry in entries))
     if store is None:
         return list(entries)
     index, changed = PackedIndex(store), []
+    entries = [entry for entry in entries if entry.id not in withdrawn]
     for entry, stored in zip(entries, index.find_all([entry.id for entry in entries]), strict=True):
         try:
             same = (

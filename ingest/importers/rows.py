@@ -216,7 +216,6 @@ def _as_recorded(found: Geometry, placed: Placement) -> Placement:
 
 
 # -------------------------------------------------------------------------------------------------------------------- captions
-# Captions of imported samples: embeddings of the cache or of the model's encoders, and the rows that wait for them.
 
 _ENCODE, PLAIN, _NONE = "encode", "plain", "none"
 _MOST_KNOWN = 64  # captions whose embeddings are kept, since a later sample may have them too

@@ -9,21 +9,30 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import counted, human_bytes, human_number, one_line, printable
+from bucketline.command_line import counted, human_bytes, one_line, printable
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
+from bucketline.ingest.commands.pack import took
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
 from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_named, row_of
-from bucketline.ingest.packed_index import PackedIndex
+from bucketline.ingest.packed_index import PackedIndex, withdrawn_ids
 from bucketline.ingest.packing.run import target_of
 from bucketline.ingest.parallel.signals import Interrupts
 from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
-from bucketline.ingest.summary import RunSummary, by_reason, check_identity, joined_summaries, rejects_as_lines
+from bucketline.ingest.summary import (
+    RunSummary,
+    by_reason,
+    check_identity,
+    joined_summaries,
+    plus_withdrawn,
+    print_withdrawn,
+    rejects_as_lines,
+)
 from bucketline.store import StoreWriter
 from bucketline.store.commands.look import bar_of_bytes, shown
 from bucketline.store.sync.working import sender_to
@@ -90,6 +99,7 @@ def _write(
         shard_bytes=config.shard_size.num_bytes,
     )
     with writer, ExitStack() as held:
+        writer.take_back(config.taken_back)
         plan.store = target.open(writer.manifest)  # with what a killed run had committed
         plan.changed = not_stored(plan.changed, plan.store, config.source, plan.rows.max_captions)
         sender = sender_to(target, writer.manifest, f"import-{secrets.token_hex(4)}", is_first=True)
@@ -181,7 +191,7 @@ def _result(
     """Sum up; `published` is None if nothing was."""
     listing, before, rejected = plan.listing, plan.store, len(summary.rejects)
     now = published or (None if before is None else before.manifest)
-    kept = gone = replaced = 0
+    kept = gone = replaced = withdrawn = 0
     if before is not None:
         index = PackedIndex(before)
 
@@ -189,6 +199,8 @@ def _result(
             return sum(one is not None for one in index.find_all(ids))
 
         kept = num_stored([reject.id for reject in summary.rejects])
+        left_out = withdrawn_ids(before.manifest, config.taken_back, (entry.id for entry in listing.entries))
+        withdrawn = sum(entry.id in left_out for entry in listing.entries)
         replaced = num_stored([entry.id for entry in plan.changed]) - kept
         gone = before.manifest.samples - num_stored([entry.id for entry in listing.entries])
     return ImportResult(
@@ -197,8 +209,9 @@ def _result(
         found=len(listing.entries),
         imported=summary.packed,
         replaced=replaced,
-        unchanged=len(listing.entries) - summary.packed - rejected,
+        unchanged=len(listing.entries) - summary.packed - rejected - withdrawn,
         rejected=rejected,
+        withdrawn=withdrawn,
         rejected_by_reason=by_reason(summary),
         rejects=summary.rejects[:20],
         buckets=dict(sorted(summary.buckets.items())),
@@ -240,6 +253,7 @@ class ImportResult:
     replaced: int  # of those, samples that the store had, with other values or captions
     unchanged: int
     rejected: int
+    withdrawn: int  # left out, since `store drop` withdrew their ids
     rejected_by_reason: dict[str, int]
     rejects: list[Reject]  # the first 20
     buckets: dict[str, int]  # of what is imported
@@ -266,22 +280,22 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     is_dry = result.dry_run
     sums = (
         f"{result.imported} {'to import' if is_dry else 'imported'} + {result.unchanged} unchanged + {result.rejected} rejected"
+        f"{plus_withdrawn(result.withdrawn)}"
     )
-    rate = human_number(result.imported / max(result.seconds, 1e-9))
-    took = "dry run, nothing is written: " if is_dry else ""
-    print(f"{took}{counted(result.found, 'sample')} found = {sums}, in {result.seconds:.1f} s ({rate} per s)")
+    before = "dry run, nothing is written: " if is_dry else ""
+    print(f"{before}{counted(result.found, 'sample')} found = {sums}, {took(result.imported, result.seconds, 'sample')}")
     variant = f" of {one_line(result.variant)}" if result.variant else ""
-    print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}, as you say; scaling undone: {result.scaling_undone}")
+    print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}; scaling undone: {result.scaling_undone}")
     if result.spread is not None:
         print(f"  the latents' spread is {result.spread:.3g} times the VAE's")
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
     for bucket, count in result.buckets.items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (
-        ("replaced, which the store had with other values or captions", result.replaced),
+        ("with new values or captions, replaced in the store", result.replaced),
         ("without a caption", result.without_caption),
-        ("rejected now, with the row that the store has kept", result.kept),
-        ("no longer in the cache, with the row that the store has kept", result.not_in_source),
+        ("rejected now, but kept in the store", result.kept),
+        ("no longer in the cache, but kept in the store", result.not_in_source),
         *((f"with {one_line(what)}, which is not imported", count) for what, count in result.left_out.items()),
     ):
         if count:
@@ -292,6 +306,7 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
         print(f"    {one_line(reject.id)}: {printable(reject.detail)}")
     if result.rejected and not is_dry:
         print(f"  each with its reason in {shown(config.place)}/rejects.jsonl")
+    print_withdrawn(result.withdrawn)
     for note in result.notes:
         print(f"  note: {one_line(note)}")
     if not is_dry:
@@ -302,5 +317,5 @@ def print_failures(result: ImportResult, config: ImportConfig) -> None:
     """Print on stderr why an import is not a success, whatever is printed on stdout."""
     if result.too_many_rejects:
         print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
-    if not result.imported + result.unchanged:
+    if not result.imported + result.unchanged + result.withdrawn:
         print(f"error: not one of {counted(result.found, 'sample')} could be imported", file=sys.stderr)

@@ -6,44 +6,33 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.paths import read_regular
 from bucketline.ingest.images.crop import crop_losses_as_json
-from bucketline.ingest.packed_index import NAMED_IDS, SampleChanges, StoredIds, sample_changes
+from bucketline.ingest.packed_index import SampleChanges, sample_changes
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.pipeline.captions import remove_kept_captions
 from bucketline.ingest.pipeline.model import NOT_COMPARED
 from bucketline.ingest.pipeline.pool import slowest_of
 from bucketline.ingest.summary import (
-    LONG_CAPTIONS,
     WITHOUT_CAPTION,
     RunSummary,
     by_reason,
-    long_captions_as_lines,
     rejects_as_lines,
     without_caption_as_lines,
 )
-from bucketline.store.format.block import PLAIN_FAMILY, sample_digest
-from bucketline.store.shard.reader import as_keys
+from bucketline.store.format.block import PLAIN_FAMILY
 from bucketline.store.sync.working import SentShard, take_sent
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.run import PackRun
     from bucketline.ingest.parallel.ranks import PackRanks
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
-    from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text import TextError
-
-
-_MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +46,19 @@ class PackResult(SampleChanges):
     captions_as_before: int  # samples that --recaption kept with captions of the rules before, because it could not read them
     unchanged: int
     rejected: int
-    without_caption: int
+    withdrawn: int  # left out, since `store drop` withdrew their ids
+    without_caption: int  # of the source's images that are not rejected or withdrawn
     captions_from: dict[str, int]  # number of images per origin of their captions
     notes: list[str]  # what was left out of the source, or may be a misunderstanding
     enlarged: int
     crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
-    captions_truncated: int
-    captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
-    captions_cut_ids: list[str]  # at most ten
+    captions_cut: dict[str, int]  # by encoder: captions of the store's samples that it did not see to their end
     captions_beyond: list[str]  # ids of samples with more captions than max_captions
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
+    held_out: int  # of the store's samples
+    samples: int  # of the store, after this run
     text_error: TextError | None  # of the store's captions, if their tokens are quantised
     payload_bytes: int
     disk_bytes: int
@@ -87,36 +77,37 @@ def finish(run: PackRun) -> PackResult:
     before = run.plan.manifest
     dropped, changes = sample_changes(config, target.open(before), outline, account)
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
-    write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
+    without_caption = without_caption_as_lines(outline.without_caption, account)
+    write_or_explain(config.store / WITHOUT_CAPTION, without_caption)
     published = target.publish(run.newest, run.sealed, dropped, {**run.newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
-    _write_long_captions(config.store / LONG_CAPTIONS, target.open(published), run.sealed, account)
     target.send_lists()
     remove_kept_captions(config.store)
     change = config.caption_rules.difference(before.rules)
     as_before = changes["not_in_source"] + changes["kept_unreadable"] + changes["kept_beyond_limit"]
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
-        found=outline.num_items,
+        found=account.total,
         packed=account.packed,
         latents_kept=account.latents_kept,
         recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
         captions_as_before=as_before if change else 0,
         unchanged=account.unchanged,
         rejected=len(account.rejects),
-        without_caption=account.without_caption,
+        withdrawn=account.withdrawn,
+        without_caption=without_caption.count(b"\n"),
         captions_from=dict(outline.listing.captions_from.most_common()),
         notes=[*outline.listing.notes, *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
-        captions_truncated=account.captions_truncated,
-        captions_cut=account.num_cut,
-        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED_IDS],
+        captions_cut=published.captions_cut,
         captions_beyond=account.captions_beyond,
         captions_without_image=outline.listing.orphans,
         passed_over=outline.listing.passed_over,
         rejected_by_reason=by_reason(account),
         **changes,
+        held_out=sum(rows for shard in published.shards for name, rows in shard.live.items() if name.startswith("val/")),
+        samples=published.samples,
         text_error=published.text_error,
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),
@@ -140,24 +131,6 @@ def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSumm
     return [
         f"captions are the last hidden state of a {text['class']!s:.80}; if that is what the model takes, --text plain says so"
     ]
-
-
-def _write_long_captions(path: Path, store: Store, sealed: list[str], account: RunSummary) -> None:
-    """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
-    try:
-        listed = read_regular(path, _MAX_LISTED_BYTES)
-    except OSError:
-        listed = b""
-
-    def is_replaced(sample_ids: list[str]) -> list[bool]:
-        if not sample_ids:
-            return []
-        names, ids = [shard.name for shard in store.manifest.shards], StoredIds(store)
-        at = ids.positions(as_keys([sample_digest(sample_id) for sample_id in sample_ids]))
-        shards = ids.shards_of(np.maximum(at, 0)) if len(ids) else at
-        return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
-
-    write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))
 
 
 # ------------------------------------------------------------------------------------------------------------------- meanwhile

@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from bucketline.command_line import printable
 from bucketline.errors import ModelError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.paths import can_be_reached, read_regular, redacted
+from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.sources.dataset_file import is_dataset_file, read_dataset_file
+from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.typed_json import TypedJsonError, decode, encode
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.model_folder import ModelFolder
 
 PACKED_MODEL = "packed_model.json"  # next to the manifest
 MODEL = "model"
@@ -95,12 +99,35 @@ def with_packed_model(config: _C) -> _C:
             f"{needs}, since its stores were last packed with several: {first.name} with {own.model}, {other.name} with "
             f"{found[other].model}"
         )
-    if own.is_gone:
-        raise ModelError(
-            f"{own.model}, with which {first} was last packed, is no longer there or cannot be reached; add --model MODEL with "
-            "the place where it is"
-        )
+    _refuse_gone(own, first)
     return replace(config, model=own.model, model_config=config.model_config or own.model_config)
+
+
+def known_model(place: Path | str, model: str | None, model_config: str | None, *, is_quiet: bool) -> ModelFolder:
+    """Return `--model`, or the model that a store was last packed with on this machine, which is printed unless `is_quiet`.
+
+    Raises:
+        UsageError: if `--model` is left out and the store does not know its model.
+        ModelError: if that model is gone, or cannot be used.
+    """
+    if model is not None:
+        return open_model(model, model_config)
+    noted = packed_model(place) if isinstance(place, Path) else None
+    if noted is None:
+        why = "is at a URL" if isinstance(place, str) else "was not packed on this machine"
+        raise UsageError(f"add --model MODEL with the model that {shown(place)} was packed with: the store {why}")
+    _refuse_gone(noted, place)
+    if not is_quiet:
+        print(f"model: {printable(noted.model)} (of the last pack into {shown(place)})")
+    return open_model(noted.model, model_config or noted.model_config)
+
+
+def _refuse_gone(noted: PackedModel, place: Path | str) -> None:
+    if noted.is_gone:
+        raise ModelError(
+            f"{noted.model}, with which {place} was last packed, is no longer there or cannot be reached; add --model MODEL "
+            "with the place where it is"
+        )
 
 
 @contextmanager

@@ -18,13 +18,14 @@ from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
-from bucketline.ingest.packed_index import unknown
+from bucketline.ingest.packed_index import holds_out_any, leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
+from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
-from bucketline.ingest.summary import MAX_LONG_CAPTIONS, check_identity, joined_summaries
+from bucketline.ingest.summary import check_identity, joined_summaries
 from bucketline.store import Store
 from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.folder import LocalFolder
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------------- prepare
-# Before packing: open the source, open or create the store, and check that the disk has room.
 
 
 def opened_source(config: PackConfig) -> Source:
@@ -169,7 +169,6 @@ def _text_bytes(facts: EncoderFacts, caption_chars: NDArray[np.int32]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- target
-# The store of a pack or an import: on a disk, or in object storage by way of a folder in which its shards are made.
 
 
 class Placed(Protocol):
@@ -228,7 +227,7 @@ class PackRun:
     outline: Outline
     slices: list[ItemParts]
     started: float
-    num_listed: int  # long captions that the summary may list
+    num_withdrawn: int  # images whose ids are withdrawn: they are in no slice
     plan: PackPlan | None = None
     newest: Manifest | None = None  # published meanwhile, or that of the plan
     num_meanwhile: int = 0  # generations published meanwhile
@@ -242,14 +241,17 @@ class PackRun:
         target: StoreTarget,
         held: ExitStack,
         num_slices: Callable[[Listing], int],
-        num_workers: int,
     ) -> PackRun:
         """List the source, and cut it into slices; the store's folder is this process's until `held` is closed."""
         started = time.monotonic()
         held.enter_context(target.held())
         source = opened_source(config)
-        newest_whole(target.folder)
+        newest = newest_whole(target.folder)
         listing = config.listing_of(source)
+        num_withdrawn = leave_out_withdrawn(listing, newest, config.taken_back)
+        existing = target.newest()
+        store = None if existing is None else target.open(existing)
+        hold_out_one(listing.items, config.held_out, lambda ids: store is not None and holds_out_any(store, ids))
         outline, slices = take_apart(listing, num_slices(listing))
         return cls(
             config=config,
@@ -258,12 +260,14 @@ class PackRun:
             outline=outline,
             slices=slices,
             started=started,
-            num_listed=num_workers * MAX_LONG_CAPTIONS,
+            num_withdrawn=num_withdrawn,
         )
 
     def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int) -> PackPlan:
         """Open or create the store, and return the plan; see `prepare`."""
         manifest = prepare(self.config, model, facts, self.outline, held, self.target, num_making=num_making)
+        if taken_back := self.config.taken_back:
+            manifest = self.target.publish(manifest, (), taken_back=taken_back)
         self.newest = manifest
         self.plan = PackPlan(
             source=source_as_json(self.source),
@@ -281,9 +285,6 @@ class PackRun:
 
     def take(self, number: int, packed: PackedSlice) -> None:
         """Count a slice, whose shards are in the store's folder."""
-        listed = packed.account.long_captions
-        del listed[max(0, self.num_listed) :]
-        self.num_listed -= len(listed)
         self.sealed += packed.sealed
         self.accounts[number] = packed.account
         self.slices[number].parts.clear()  # memory
@@ -297,12 +298,12 @@ class PackRun:
     def account(self) -> RunSummary:
         """Return the summary of all slices."""
         whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
-        check_identity(self.outline.num_items, whole)
+        whole.withdrawn = self.num_withdrawn
+        check_identity(self.outline.num_items + self.num_withdrawn, whole)
         return whole
 
 
 # ---------------------------------------------------------------------------------------------------------------- stored rules
-# A pack into a store that exists takes the store's rules for the options that the command line left out.
 
 
 def with_stored_rules(config: PackConfig) -> PackConfig:

@@ -253,7 +253,6 @@ def _this_process() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- shares
-# The assignment of samples to ranks.
 
 
 def rank_of(digest: bytes, world_size: int) -> int:

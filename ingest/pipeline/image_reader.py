@@ -28,12 +28,13 @@ from bucketline.store.format.schema import SampleRecord, bucket_name, captions_c
 from bucketline.store.read.samples import checked_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.packed_index import PackedIndex, PackedSample
     from bucketline.ingest.sources.source import Source, SourceBytes, SourceItem, Stamp
@@ -94,7 +95,7 @@ class Compared:
 
 
 def record_of(
-    item: SourceItem, placement: Placement, stamp: Stamp, split: str, content: bytes, caption_rows: tuple[int, ...] = ()
+    item: SourceItem, placement: Placement, stamp: Stamp, split: str, content: bytes, cuts: Iterable[Cut]
 ) -> SampleRecord:
     """Return the record of an image, before its row is known."""
     return SampleRecord(
@@ -111,7 +112,8 @@ def record_of(
         crop=placement.crop,
         crop_in_source=placement.crop_in_source,
         captions=item.captions,
-        caption_rows=caption_rows,
+        caption_rows=(),
+        cuts=tuple((cut.encoder, cut.tokens, cut.limit, cut.cut) for cut in cuts),
     )
 
 
@@ -159,7 +161,8 @@ class ImageReader:
 
     def _by_stamp(self, item: SourceItem, stored: PackedSample | None) -> tuple[str, Change | None, Stamp | None]:
         """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells."""
-        split = split_of(item, self._held_out)
+        is_kept = stored is not None and stored.is_held_out and self._held_out.fraction > 0  # see `hold_out_one`
+        split = "val" if is_kept else split_of(item, self._held_out)
         if stored is None or item.caption_error is not None:
             return split, Change.NEW, None
         if stored.is_held_out != (split == "val"):

@@ -166,7 +166,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------------- encoders
-# The encoders of a run: each is loaded when something is to be encoded by it, and compared with the store's.
 
 
 class Encoders:

@@ -149,7 +149,6 @@ def _yield_to_others() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ read ahead
-# Read the images of a source in object storage ahead, many at a time, as far as bounded memory allows.
 
 REQUESTS = 32  # at a time; each waits for a round trip most of the time
 MOST_BYTES = 256 << 20  # of files that are read and not taken yet
@@ -192,7 +191,6 @@ def _as_remote(source: Source) -> ObjectSource | TarSource | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- stage timer
-# Measure which stage of packing is the bottleneck: decoding, encoding or writing.
 
 DECODE, ENCODE, WRITE = "decode", "encode", "write"
 HELD_UP = 0.1  # share of the time spent waiting for a stage, above which that stage is the slowest

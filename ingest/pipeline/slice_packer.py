@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------------------------ row writer
-# Writer thread: writes encoded rows to shards while the next ones are decoded and encoded.
 
 BATCHES_WAITING = 4  # encoded batches in the queue
 _POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
@@ -453,13 +452,12 @@ class SlicePacker:
             if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
                 self._reject(item, error)
                 continue
-            record = record_of(item, place, image.stamp, image.split, image.content)
+            cuts = tuple(cut for digest in digests for cut in self._shard.cuts.get(digest, ()))
+            record = record_of(item, place, image.stamp, image.split, image.content, cuts)
             batch.rows.append((record, latents, digests))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
             self.account.latents_kept += not isinstance(image.image, Decoded)
-            for digest in digests:
-                self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
@@ -487,7 +485,6 @@ class SlicePacker:
                 if isinstance(found, RejectedError):
                     bad[digest] = found
                     continue
-                self.account.captions_truncated += found.is_truncated
                 if found.cuts:
                     self._shard.cuts[digest] = found.cuts
                 good.append(found.caption)

@@ -36,7 +36,7 @@ from bucketline.ingest.sources.folder import FolderSource, is_regularization, re
 from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset
 from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectTableSource, is_object_url
 from bucketline.ingest.sources.parquet import ParquetSource, TableSource, has_images
-from bucketline.ingest.sources.source import SourceOptions
+from bucketline.ingest.sources.source import CaptionPer, SourceOptions
 from bucketline.ingest.sources.tar import TAR, Shard, TarSource, expand, has_scheme, local_path
 from bucketline.option_value import value_fields
 from bucketline.options import options_of, suggestion
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------- open source
-# Choose the kind of source by what SOURCE is; and sources as JSON, for ranks that do not choose again.
 
 _EXPECTED_KINDS = (
     "a folder of images, of tars or of Parquet files with images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, "
@@ -183,6 +182,7 @@ class DatasetEntry:
     dataset_splits: tuple[str, ...] = ()
     caption_template: tuple[str, ...] = ()
     shuffle_tags: str | None = None
+    caption_per: CaptionPer | None = None
     follow_links: bool | None = None
     kohya_folders: bool = False  # the folders `N_name` in `path` are sources of their own, with N repeats
 
@@ -222,8 +222,8 @@ class DatasetEntry:
         return {**self._own(), "val_fraction": str(HeldOut(fraction=float(self.split == "val"), by=by))}
 
     def _own(self) -> dict[str, Any]:
-        names = ("caption", "captions_from", "dataset_splits", "caption_template", "shuffle_tags", "follow_links")
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, ())}
+        names = ("caption_template", "shuffle_tags", *(one.name for one in fields(SourceOptions)))
+        return {name: value for name in names if (value := getattr(self, name, None)) not in (None, ())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------------------- kohya folders
-# Folders named as kohya's trainers have them: `10_sks dog` is read ten times per pass, `reg` is for prior preservation.
 
 _REPEATED = re.compile(r"([1-9][0-9]{0,2})_(.+)")  # not 2019_summer
 _REGULARIZATION = re.compile(r"([0-9]+_)?reg(ulari[sz]ation)?([ _-].*)?", re.IGNORECASE)
@@ -110,9 +109,8 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     if not found.images:
         if (source / MANIFEST).is_file():
             raise SourceError(f"{source} is a store, which has no images; name the folder of its images")
-        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         skipped = f"; {_skipped(source, links)}" if links else ""
-        raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")
+        raise SourceError(f"{source} has no images, in none of its folders; expected .jpg, .png, .webp or others{skipped}")
     listing = found.listing(_read_tables(found.tables, captions), str(source))
     listing.empty_folders = sorted(empty)
     if links:
@@ -177,6 +175,7 @@ class FoundFiles:
             f"--captions-from {extension} uses only these"
             for extension, number in files.num_unused.items()
         ]
+        files.names.note_lines(listing.notes)
         refuse_unmet(files.options, listing.captions_from)
         return listing
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- place
-# The place of a source in object storage, its objects' sizes and times of change, and errors of reading it.
 
 _SCHEMES = ("s3", "gs", "az", "memory", *NEAR)
 _SECOND_NS = 1_000_000_000
@@ -122,7 +121,6 @@ def refuse_overlapping_urls(source: str, store: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- object file
-# A range of bytes, in a local file or in object storage, as a file object.
 
 
 class ByteWindow(io.RawIOBase):

@@ -187,7 +187,6 @@ class ParquetSource(Source):
 
 
 # ----------------------------------------------------------------------------------------------------------------------- table
-# A table as a source: a .jsonl, .csv or .parquet that names image files in its own folder or below.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import stat
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path  # noqa: TC003 - decoded by its annotation
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 
 MAX_FILE_BYTES = 1 << 30  # of one image
+
+CaptionPer = Literal["line", "file"]
+"""What a text file, or a cell of a CSV, has several of: a caption per line, or one caption, its lines joined by spaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,6 @@ def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------- options
-# Options of a source, common to `ingest pack` and `ingest scan`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ class SourceOptions(ObjectArguments):
     """Options about captions, splits, links and object storage."""
 
     captions_from: tuple[str, ...] = ()  # a column or field, and .EXT of caption files; empty: the usual ones
+    caption_per: CaptionPer = "line"
     caption: str | None = None  # of images without one; None: they get the empty caption
     dataset_splits: tuple[str, ...] = ()  # NAME, NAME=train or NAME=val; empty: all but test
     follow_links: bool = False  # follow file symlinks that lead out of the source
@@ -169,7 +172,6 @@ class SourceOptions(ObjectArguments):
 
 
 # ----------------------------------------------------------------------------------------------------------------- local files
-# Local image files: their size, mtime and bytes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,6 @@ class Tar:
 
 
 # ---------------------------------------------------------------------------------------------------------------- tar grouping
-# WebDataset's convention: members with the same key are one sample, and the extension after the first dot is their type.
 
 _META = re.compile(r"__[^/]*__($|/)")  # names that webdataset skips
 
@@ -410,6 +409,7 @@ class TarSource(Source):
         splits.finish(self.shards[0].shown if len(self.shards) == 1 else redacted(self.root), self.root, listing.notes)
         if not listing.items:
             raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars have no images")
+        names.note_lines(listing.notes)
         refuse_unmet(self.options, listing.captions_from)
         return listing
 

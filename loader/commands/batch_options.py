@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class BatchSize(OptionValue):
     """The size of a batch, by the fields of `LoaderConfig` that set it.
 
-    >>> BatchSize.parse("1.5MP/8", "--batch").sizes(), str(BatchSize(batch_tokens=16384))
+    >>> BatchSize.parse("1.5MP/8", "--batch-size").sizes(), str(BatchSize(batch_tokens=16384))
     ({'batch_pixels': 1572864, 'batch_multiple': 8}, '16ktok')
     """
 
     FORMS = ("BATCH_SIZE", "BATCH_PIXELS[/BATCH_MULTIPLE]", "BATCH_TOKENS[/BATCH_MULTIPLE]")
-    METAVAR = "8|4MP|16ktok"
+    METAVAR = "N|4MP"
     EXPECTED = "rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok (of 1024); in multiples of 8 rows: 4MP/8"
     LIMITS: ClassVar = dict.fromkeys((*SIZES, "batch_multiple"), ONE_OR_MORE)
 
@@ -46,31 +46,22 @@ class BatchOptions(OrderOptions):
 
     SECTION = OrderOptions.SECTION
 
-    batch: BatchSize | None = None
-    """Size of a rank's micro-batch: rows; or as many rows of a bucket as fit 4MP (megapixels of 1024 x 1024 px) or 16ktok (1024
-    latent positions, h x w, each), at least one. 4MP/8: in multiples of 8 rows. The global batch is ranks x this x
-    --accumulation."""
-
-    def __post_init__(self) -> None:
-        OrderOptions.__post_init__(self)
-        self._expect_batch()
-
-    def _expect_batch(self) -> None:
-        if self.batch is None:
-            raise UsageError(f"no batch size given: pass --batch: {BatchSize.EXPECTED}")
+    batch_size: BatchSize | None = None
+    """Batch size per GPU: rows; or as many rows of a bucket as fit 4MP (megapixels of 1024 x 1024 px) or 16ktok (1024 latent
+    positions, h x w, each), at least one. 4MP/8: in multiples of 8 rows. The global batch is GPUs x this x --accumulation."""
 
     def sizes(self) -> dict[str, int]:
         """Return the size as the fields of `LoaderConfig`."""
-        assert self.batch is not None
-        return self.batch.sizes()
+        assert self.batch_size is not None
+        return self.batch_size.sizes()
 
     def for_loader(self, **others: object) -> LoaderConfig:
         """Return a loader's configuration with the options that both have, and with the `others`."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name in LoaderConfig.__dataclass_fields__}
-        return LoaderConfig(**{**own, **self.sizes(), **others})
+        return LoaderConfig(**{**own, "batch_size": None, **self.sizes(), **others})
 
 
-_OF_A_RUN = ("batch", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
+_OF_A_RUN = ("batch_size", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
 """Fields that a run decides."""
 
 
@@ -110,6 +101,7 @@ class PlannedOptions(BatchOptions):
     """Stores, size and order of the batches: given, or those of a run."""
 
     SECTION = OrderOptions.SECTION
+    ONE_OF = (("stores", "of_run"), ("batch_size", "of_run"))
 
     stores: Positional[tuple[str, ...]] = ()
     """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass,
@@ -120,18 +112,9 @@ class PlannedOptions(BatchOptions):
     decides the order from it."""
     world_size: WorldSize = ONE_RANK
     """Number of training ranks, such as 8; with their machines, such as 64@8: a window then deals its shards to these."""
-    split: SplitRows = TRAIN_ROWS
+    split: Annotated[SplitRows, Arg(words=("train", "val"))] = TRAIN_ROWS
     """Split to read: train or val; and how to handle rows that do not fill a global batch, by carry (the default), drop or
     partial, such as val:partial."""
-
-    def __post_init__(self) -> None:
-        BatchOptions.__post_init__(self)
-        if not self.stores and self.of_run is None:
-            raise UsageError("no store is given; name one or more, or a run: --run RUN")
-
-    def _expect_batch(self) -> None:
-        if self.of_run is None:
-            BatchOptions._expect_batch(self)
 
     @classmethod
     def complete(cls, options: Self, given: frozenset[str]) -> Self:

@@ -19,11 +19,11 @@ class Peek(PlannedOptions):
     The rows are read by a loader that begins at the step. With --run, the page shows exactly what that run's step had, or will
     have: its rows, captions, dropped captions and flips.
 
-    Example: loader peek photos.store --step 1000 --batch 16 -o step.html
+    Example: loader peek photos.store --step 1000 --batch-size 16 -o step.html
     """
 
     SECTION = "peek: what the page shows"
-    FIRST = ("of_run", "batch", "world_size", "seed", "split", "caption_dropout", "flip", "json")
+    FIRST = ("of_run", "batch_size", "world_size", "seed", "split", "caption_dropout", "flip", "json")
 
     step: int
     """Optimizer step, from 0."""

@@ -27,11 +27,11 @@ class PlanCommand(PlannedOptions):
     With `--world-size 64@8` and `--cache-bytes`, the window is the one that each of that many machines (8) would choose by a
     cache of this size. Requests are those for lines of 8 MiB that fetch the stores once from object storage.
 
-    Example: loader plan photos.store --batch 8 --world-size 2 --epochs 3
+    Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
     """
 
     SECTION = "plan: what to count and print"
-    FIRST = ("of_run", "batch", "world_size", "epochs", "split", "seed", "window", "list_batches", "json")
+    FIRST = ("of_run", "batch_size", "world_size", "epochs", "split", "seed", "window", "list_batches", "json")
 
     epochs: int = 1
     """Passes over the rows."""

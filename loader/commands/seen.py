@@ -33,12 +33,13 @@ class SeenCommand(RemoteArguments):
     """
 
     SECTION = "seen: samples to tell of"
+    ONE_OF = (("id", "ids", "all"),)
 
     stores: Positional[tuple[str, ...]] = ()
     """Folders or URLs of the run's stores that have moved."""
-    of_run: Annotated[Path | None, Arg(name="run", metavar="RUN")] = None
+    of_run: Annotated[Path, Arg(name="run", metavar="RUN")]
     """Folder of the run (up to its newest checkpoint), a checkpoint in it, or a JSON file with a loader's `state_dict()`, with
-    the loop's `plans.jsonl` next to it if its plan changed. Required."""
+    the loop's `plans.jsonl` next to it if its plan changed."""
     id: Annotated[Repeated[tuple[str, ...]], Arg(metavar="ID")] = ()
     """Sample id: the path in the source, including the extension. May be repeated."""
     ids: Annotated[Path | None, Arg(metavar="FILE")] = None
@@ -50,15 +51,12 @@ class SeenCommand(RemoteArguments):
 
     def __post_init__(self) -> None:
         RemoteArguments.__post_init__(self)
-        if self.of_run is None:
-            raise UsageError("no --run is given; name a run's folder, a checkpoint, or a loader's state: --run RUN")
-        if bool(self.id or self.ids) == self.all:
-            raise UsageError("expected either --id (or --ids) or --all")
+        if (self.id or self.ids) and self.all:
+            raise UsageError("--all is given with --id or --ids, expected one of them; leave the other out")
 
     def run(self) -> int:
         from bucketline.loader.seen import read_run
 
-        assert self.of_run is not None
         run = read_run(self.of_run, "--run")
         from bucketline.loader.seen import Seen
 
@@ -93,8 +91,8 @@ class SeenCommand(RemoteArguments):
             print_json({"steps": steps, "samples": samples, "unknown": seen.unknown})
         for sample_id, sightings, buckets in found if not self.json else ():
             where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
-            times = {0: "never", 1: "once"}.get(len(sightings), f"{len(sightings)} times")
-            print(f"{one_line(sample_id)}: seen {times} in {counted(steps, 'step')}, {where}")
+            times = {0: "never seen", 1: "seen once"}.get(len(sightings), f"seen {len(sightings)} times")
+            print(f"{one_line(sample_id)}: {times} in {counted(steps, 'step')}, {where}")
             for one in sightings:
                 print(f"  {printable(_said(one))}")
         missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]

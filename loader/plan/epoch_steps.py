@@ -147,7 +147,7 @@ class EpochSteps:
         rows, size = max(self.sizes, key=lambda one: one[0] / one[1])
         return (
             f"this epoch has no batch: by remainder='carry' its rows wait until they fill a global batch, which takes {size}, "
-            f"and the bucket that is nearest to that has {counted(rows, 'row')}; use a smaller batch, fewer ranks, or "
+            f"and the bucket that is nearest to that has {counted(rows, 'row')}; use a smaller batch, fewer GPUs, or "
             "remainder='partial', or count steps over forever()"
         )
 

@@ -296,30 +296,30 @@ class Plan:
         small.sort(key=lambda bucket: bucket.num_rows / bucket.global_batch)
         named = [self._say_small(bucket) for bucket in small[:_NAMED_SMALL]]
         if len(small) > _NAMED_SMALL:
-            named.append(f"and {len(small) - _NAMED_SMALL} more such buckets")
+            named.append(f"and {counted(len(small) - _NAMED_SMALL, 'more such bucket')}")
         other = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
-        return f"{', '.join(named)}; use a smaller batch or fewer ranks, or pack with a coarser --grid{other}"
+        return f"{', '.join(named)}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
 
     def _say_small(self, bucket: PlanBucket) -> str:
         n, size = bucket.num_rows, bucket.global_batch
-        what = f"{bucket.name} ({counted(n, 'image')})"
+        what = f"{bucket.name} has {counted(n, 'image')} for a batch of {size}"
         if self.remainder is Remainder.DROP:
-            return f"{what} never fills a batch of {size} and is not read"
+            return f"{what} and is never read"
         if self.remainder is Remainder.PARTIAL:
-            return f"{what} leaves {size - n} of a batch's {size} rows at weight 0"
-        return f"{what} fills a batch of {size} once in {size / n:.0f} passes (with copies)"
+            return f"{what}, so {size - n} rows of it have weight 0"
+        return f"{what}, so images repeat within it"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""
-        named = [f"{bucket.name} has {bucket.num_rows} rows" for bucket in self.buckets[:MAX_NAMED]]
+        named = [f"{bucket.name} has {counted(bucket.num_rows, 'row')}" for bucket in self.buckets[:MAX_NAMED]]
         if len(self.buckets) > MAX_NAMED:
-            named.append(f"and {len(self.buckets) - MAX_NAMED} more buckets")
+            named.append(f"and {counted(len(self.buckets) - MAX_NAMED, 'more bucket')}")
         sizes = sorted({bucket.global_batch for bucket in self.buckets})
         size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
         is_carried = self.remainder is Remainder.CARRY  # to later epochs
         others = "more epochs" if is_carried else "a remainder of carry or partial"
         return (
-            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks, or "
+            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer GPUs, or "
             f"{others}"
         )
 
@@ -465,7 +465,7 @@ class CacheNeeds:
             return None
         order = {None: "with all rows shuffled", 0: "in stored order"}.get(window, f"in windows of {window} rows")
         needed = cache_for(self.whole_bytes) if window is None else self.ring_bytes + self.kept_bytes
-        fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch)"
+        fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch-size)"
         other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
         return (
             f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "

@@ -6,6 +6,7 @@ connection is lost, until a deadline: its request has the batch at which to cont
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import socket
@@ -20,6 +21,7 @@ import torch
 
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import JoinableThread, OwnerProcess
+from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.iteration import Stats
 from bucketline.loader.prefetch.stream import Buffers, Delivery, ThreadStream, depth_of
 from bucketline.loader.service import sockets, wire
@@ -165,7 +167,8 @@ class FrameReader:
         """Receive the tensors of the batch whose head was read into a buffer, `[buffer_bytes]` uint8."""
         try:
             filled = wire.filled_as_laid_out(buffer, self._position, self._layout)
-        except (ValueError, TypeError, RecursionError) as error:
+            _expect_batch(self._layout)
+        except (AssertionError, LookupError, ValueError, TypeError, RecursionError) as error:
             raise LostError(f"a batch's layout is damaged: {error}; is it a server of the same bucketline?") from error
         if filled.num_bytes != self._num_bytes:
             raise LostError(f"a batch of {filled.bucket:.100} has {self._num_bytes} bytes, its layout {filled.num_bytes}")
@@ -185,6 +188,14 @@ class FrameReader:
             if not got:
                 raise LostError("the server has ended without a message")
             at += got
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _expect_batch(layout: bytes) -> None:
+    """Check that a layout has a batch's columns, by an empty batch of them; raise what making it raises."""
+    bucket, _, fields = wire.parse_layout(layout)
+    empty = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in fields}
+    Batch(step=0, micro_step=0, epoch=0, bucket=bucket, **as_fields(empty))
 
 
 def _failure_in(text: bytearray) -> BucketlineError:

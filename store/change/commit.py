@@ -227,7 +227,8 @@ def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = Fals
 
     def restored(base: ChangeBase) -> Manifest:
         newest, earlier = base.manifest, _whole(base, generation)
-        return newest if (newest.shards, newest.buckets) == (earlier.shards, earlier.buckets) else earlier
+        is_same = all(getattr(newest, name) == getattr(earlier, name) for name in ("shards", "buckets", "withdrawn"))
+        return newest if is_same else earlier
 
     with newest_base(place) as base:  # before anything is adopted
         before, earlier = base.manifest, restored(base)
@@ -282,6 +283,7 @@ class Dropped:
 def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = None, dry_run: bool = False) -> Dropped:
     """Publish a generation without the given samples; older generations keep them. With `dry_run`, only check.
 
+    Their ids are withdrawn: a pack leaves their images out until `ingest pack --take-back ID`.
     `match`: a pattern of *, ? and [abc]; the samples whose ids match are dropped, too.
     """
     named = tuple(ids)
@@ -296,7 +298,8 @@ def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = 
 
     def without(base: ChangeBase) -> Manifest:
         check(base)
-        return replace(base.manifest, shards=tuple(replaced(base, (), map(sample_digest, wanted))))
+        shards, withdrawn = replaced(base, (), map(sample_digest, wanted)), {*base.manifest.withdrawn, *wanted}
+        return replace(base.manifest, shards=tuple(shards), withdrawn=tuple(sorted(withdrawn)))
 
     if dry_run:
         with newest_base(place) as base:

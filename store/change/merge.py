@@ -15,7 +15,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
 from bucketline.files.atomic_write import copy_some, refuse_existing, refuse_too_little_disk, staged_folder
-from bucketline.store.format.block import file_digest
+from bucketline.store.format.block import file_digest, sample_digest
 from bucketline.store.format.manifest import sealed, write_manifest
 from bucketline.store.format.text import TextError
 from bucketline.store.read.files import files_of
@@ -54,6 +54,7 @@ def merge(
 ) -> Merged:
     """Create the store `out` from all live samples of `sources`, each at its newest generation, opened read-only.
 
+    Ids that one store withdrew stay so, unless another store has the sample.
     `on_bytes` is called with the bytes copied so far and in total. If anything fails, `out` does not exist.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
@@ -78,7 +79,8 @@ def merge(
             shards = tuple(_copy(folder, path, entry, name, copied) for (path, entry), name in zip(parts, names, strict=True))
             error = TextError.joined(store.manifest.text_error for store in stores)
             more = {"buckets": buckets, "shards": shards, "retired": (), "added": added, "text_error": error}
-            merged = replace(stores[0].manifest, store_id=uuid.uuid4().hex, generation=_GENERATION, **more)  # type: ignore[arg-type]
+            own = {"store_id": uuid.uuid4().hex, "generation": _GENERATION, "withdrawn": _withdrawn(stores)}
+            merged = replace(stores[0].manifest, **own, **more)  # type: ignore[arg-type]
             written = write_manifest(folder, sealed(merged))
             if written.samples != samples:
                 raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")
@@ -166,6 +168,12 @@ def _refuse_common(stores: Sequence[Store]) -> None:
     raise StoreError(
         f"{len(again)} samples are in two stores: {'; '.join(named)}{more}; `store drop` them from one of the stores first"
     )
+
+
+def _withdrawn(stores: Sequence[Store]) -> tuple[str, ...]:
+    """Return the ids that a store withdrew and no other has."""
+    ids = {sample_id for store in stores for sample_id in store.manifest.withdrawn}
+    return tuple(sorted(one for one in ids if not any(store.find_digest(sample_digest(one)) for store in stores)))
 
 
 def _names(entries: Sequence[ShardEntry]) -> list[str]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Drop(ChangingArguments):
     """Drop samples from a store. Their bytes stay until `store compact`; older generations keep them.
 
-    The next pack packs a dropped image again if the source still has it. `store repair` drops the samples that cannot be read.
+    Their ids are withdrawn: the next packs leave these images out, also if they change. `ingest pack --take-back ID` packs one
+    again. `store repair` drops the samples that cannot be read, and withdraws none.
 
     Example: store drop photos.store other0/0.png other2/2.png
     """
@@ -56,6 +57,7 @@ class Drop(ChangingArguments):
                 f"{shown(self.store)}: {counted(len(done.ids), 'sample')} dropped, {done.samples} stay; "
                 f"generation {done.generation}"
             )
+            print("  later packs leave out what was dropped; `ingest pack … --take-back ID` packs one again")
         return 0
 
 
@@ -406,9 +408,9 @@ class Cache:
         for store in removed:
             print(f"removed {shown(store.url)} ({shown(store.folder)}): {human_bytes(store.num_bytes)}")
         for store in kept:
-            use = "open" if store.is_open else "not open"
+            use = "in use" if store.is_open else "not in use"
             pinned, ring = human_bytes(store.pinned_bytes), human_bytes(store.ring_bytes)
-            about = f"{human_bytes(store.num_bytes)}, {pinned} pinned, {ring} in the ring, {use}"
+            about = f"{human_bytes(store.num_bytes)}, {pinned} kept, {ring} passing through, {use}"
             print(f"{shown(store.url)} ({shown(store.folder)}): {about}")
         print(f"{shown(path)}: {counted(len(kept), 'store')}, {human_bytes(sum(store.num_bytes for store in kept))}")
         return 0

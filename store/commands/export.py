@@ -30,7 +30,9 @@ class Export(ReadingArguments):
     """Path or URL of the store."""
     output: Annotated[Positional[Path], Arg(metavar="OUT")]
     """Output folder; must not exist yet."""
-    format: Annotated[str, Arg(metavar="{webdataset,safetensors,kohya,mds}")]
+    format: Annotated[
+        str, Arg(metavar="{webdataset,safetensors,kohya,mds}", words=("webdataset", "safetensors", "kohya", "mds"))
+    ]
     """Format of the output. webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per
     sample, samples.jsonl; kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder
     for each bucket. Also a format of a package that you installed."""

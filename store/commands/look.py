@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from contextlib import contextmanager
@@ -217,15 +216,18 @@ class Info(ReadingArguments):
     def look(self) -> tuple[dict[str, Any], int]:
         from bucketline.store.read.files import lost_shards
         from bucketline.store.read.samples import info
+        from bucketline.store.write.publish import Unpublished, unpublished
 
         store = self.open_store(self.store)
         lost = lost_shards(store.folder, store.manifest.shards)
         if lost:
             _print_lost(shown(self.store), lost)
-        return info(store, lost), 1 if lost else 0
+        is_here = store.source is None
+        left = unpublished(store.path, store.manifest) if is_here else Unpublished(rows=0, is_being_written=False)
+        return {**info(store, lost), "unpublished": asdict(left)}, 1 if lost else 0
 
     def show(self, found: dict[str, Any]) -> None:
-        _print_info(found)
+        _print_info(found, shown(self.store))
 
 
 def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
@@ -243,29 +245,57 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
         )
 
 
-def _print_info(report: dict[str, Any]) -> None:
+def _print_samples(report: dict[str, Any], place: str) -> None:
+    """Print how many samples there are, and which are not published or withdrawn."""
+    disk, payload = report["disk_bytes"], report["payload_bytes"]
+    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
+    shards = counted(report["shards"], "shard")
+    if report["generation"]:
+        print(
+            f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {shards}, "
+            f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}"
+        )
+    else:
+        print(f"no generation is published yet, so readers see no samples; {human_bytes(disk)} on disk")
+    if report["unpublished"]["is_being_written"]:
+        print("a process is writing to it now")
+    elif rows := report["unpublished"]["rows"]:
+        told = f"`ingest pack SOURCE {place}`"
+        print(f"an interrupted run committed {counted(rows, 'row')}; the same command continues it ({told})")
+    if report["withdrawn"]:
+        print(f"{counted(report['withdrawn'], 'sample')} withdrawn (store drop): packs leave them out")
+    for encoder, count in report["captions_cut"].items():
+        print(printable(f"{counted(count, 'caption')} cut by {encoder}; `store report` shows them"))
+
+
+def _shown_rule(rule: object) -> str:
+    """Return a rule without JSON's marks.
+
+    >>> _shown_rule({"orders": 8, "keep": 1}), _shown_rule(["a photo of {caption}", "sks"])
+    ('orders 8 keep 1', 'a photo of {caption} | sks')
+    """
+    if isinstance(rule, dict):
+        return " ".join(f"{name} {_shown_rule(value)}" for name, value in rule.items())
+    return " | ".join(map(_shown_rule, rule)) if isinstance(rule, list) else str(rule)
+
+
+def _print_info(report: dict[str, Any], place: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from bucketline.store.format.text import TextError
 
+    _print_samples(report, place)
     console = Console()
-    disk, payload = report["disk_bytes"], report["payload_bytes"]
-    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
-    console.print(
-        f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {counted(report['shards'], 'shard')}, "
-        f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}",
-        soft_wrap=True,
-    )
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
-        about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
+        about = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None and not key.endswith("hash"))
         console.print(printable(f"{name}: {about}"), highlight=False, soft_wrap=True, markup=False)
     if isinstance(imported := report["rules"].get("import"), dict):
         about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "val_fraction")
         console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
     elif rules := {name: rule for name, rule in report["rules"].items() if rule not in (None, False, [])}:
-        about = ", ".join(f"{name} {json.dumps(rule, ensure_ascii=False)}" for name, rule in rules.items())
+        about = ", ".join(f"{name} {_shown_rule(rule)}" for name, rule in rules.items())
         console.print(printable(f"rules: {about}"), highlight=False, soft_wrap=True, markup=False)
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])
@@ -292,7 +322,8 @@ def _print_info(report: dict[str, Any]) -> None:
                 role = column.get("role", name) + (" (optional)" if column.get("optional") else "")
                 table.add_row(*first, role, "x".join(map(str, column["shape"])), column["dtype"])
                 first = ["", ""]
-    console.print(table)
+    if report["buckets"]:
+        console.print(table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +371,7 @@ def _report(store: Store, listed: Listed) -> dict[str, Any]:
         "row": listed.row,
         "shard": store.shards[listed.shard].name,
         "captions": record.captions,
+        "cuts": record.cuts,
         "original_size": record.original_size,
         "source": record.source,
         "source_bytes": record.source_bytes,

@@ -30,7 +30,7 @@ class Report(ReadingArguments):
     """Decode the shown latents with the VAE of this model, which the store was packed with. Needs the extra ingest."""
     model_config: Annotated[str | None, Arg(metavar="MODEL")] = None
     """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    device: Annotated[str, Arg(metavar="DEVICE")] = "auto"
+    device: Annotated[str, Arg(metavar="DEVICE", words=("auto", "cpu", "cuda"))] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     source: Annotated[str | None, Arg(metavar="SOURCE")] = None
     """Source that the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""

@@ -178,6 +178,7 @@ class ShardEntry:
     max_tokens: int  # of the longest caption
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
+    cut: dict[str, int] = field(default_factory=dict)  # by text encoder: captions of live rows that it did not see to their end
 
     def __post_init__(self) -> None:
         if not (COLUMN_SHARD_NAME if self.is_of_column else SHARD_NAME).fullmatch(self.name):
@@ -242,6 +243,7 @@ class Manifest(Schema):
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
     text_error: TextError | None = None  # of its captions, measured when they were quantised; None if none was
+    withdrawn: tuple[str, ...] = ()  # sorted ids that `store drop` withdrew: a pack leaves their images out
 
     def __post_init__(self) -> None:
         Schema.__post_init__(self)
@@ -250,6 +252,8 @@ class Manifest(Schema):
             raise ValueError("a shard is listed twice")
         if not self.groups[TEXT_GROUP].is_quantised and self.text_error is not None:
             raise ValueError("it has an error of quantised text but no such text")
+        if list(self.withdrawn) != sorted({*self.withdrawn}):
+            raise ValueError("its withdrawn ids are not in order, or one is listed twice")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")
@@ -350,6 +354,12 @@ class Manifest(Schema):
     def samples(self) -> int:
         """Live rows of all buckets."""
         return sum(shard.live_samples for shard in self.shards)
+
+    @property
+    def captions_cut(self) -> dict[str, int]:
+        """By text encoder, the captions of live rows that it did not see to their end."""
+        names = sorted({name for shard in self.shards for name in shard.cut})
+        return {name: sum(shard.cut.get(name, 0) for shard in self.shards) for name in names}
 
 
 def sealed(manifest: Manifest) -> Manifest:

@@ -374,6 +374,8 @@ class SampleRecord:
     crop_in_source: tuple[int, int, int, int]  # the same box in the upright source image, rounded outwards; or UNKNOWN_BOX
     captions: tuple[str, ...]
     caption_rows: tuple[int, ...]  # in this shard; the first ones are the row's `captions`
+    # of each caption that a text encoder did not see to its end: the encoder, its tokens, the limit, what was cut off
+    cuts: tuple[tuple[str, int, int, str], ...] = ()
 
     @property
     def text_bytes(self) -> int:
@@ -408,6 +410,8 @@ def encode_record(record: SampleRecord, **changes: int | tuple[int, ...]) -> byt
     """Return the serialised bytes of a record, with `changes` in place of some fields."""
     values = {name: getattr(record, name) for name in _NAMES}  # `asdict` copies each value, which takes ten times as long
     values |= changes
+    if not record.cuts:
+        del values["cuts"]
     packed: bytes = msgpack.packb(values, use_bin_type=True, unicode_errors="surrogateescape")
     return packed
 
@@ -419,6 +423,7 @@ def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
         fields: dict[str, Any] = msgpack.unpackb(data, raw=False, unicode_errors="surrogateescape", strict_map_key=True)
         for name in _TUPLES:
             fields[name] = tuple(fields[name])
+        fields["cuts"] = tuple(map(tuple, fields.get("cuts", ())))
         record = SampleRecord(**fields)
         _check_types(record)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
@@ -432,6 +437,8 @@ def _check_types(record: SampleRecord) -> None:
     numbers = (record.row, record.source_bytes, record.source_mtime_ns, *sizes[0], *sizes[1], *boxes[0], *boxes[1])
     if {type(text) for text in texts} != {str} or {type(n) for n in (*numbers, *record.caption_rows)} != {int}:
         raise TypeError("a field has the wrong type")
+    if any([*map(type, cut)] != [str, int, int, str] for cut in record.cuts):
+        raise TypeError("a cut caption is not described by an encoder, two numbers and a text")
     if [*map(len, sizes), *map(len, boxes)] != [2, 2, 4, 4] or type(record.content) is not bytes:
         raise TypeError("a size, a box or the content's digest has the wrong form")
     if not 0 <= record.source_mtime_ns <= MAX_MTIME_NS:

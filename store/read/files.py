@@ -143,15 +143,24 @@ NAMED_SHARDS = 3  # lost shards that an error lists by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostFile:
+    """A file that is not there, or not whole."""
+
+    name: str
+    reason: str  # "is missing", or "has 7 bytes instead of 8192"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LostShard:
     """A shard with lost files."""
 
     shard: str
     samples: int  # live samples
-    files: tuple[str, ...]  # what became of each, such as "g1.lmdb is missing"
+    files: tuple[LostFile, ...]
 
     def __str__(self) -> str:
-        return f"shard {self.shard} ({counted(self.samples, 'sample')}): {', '.join(self.files)}"
+        lost = ", ".join(f"{one.name} {one.reason}" for one in self.files)
+        return f"shard {self.shard} ({counted(self.samples, 'sample')}): {lost}"
 
 
 def files_of(store: Path, entry: ShardEntry) -> Iterator[tuple[Path, FileEntry | DroppedEntry]]:
@@ -176,11 +185,11 @@ def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool 
     files = [(entry, path, expected) for entry in shards for path, expected in files_of(Path(), entry)]
     files = [file for file in files if sidecars or file[1].suffix == ".lmdb"]
     sizes = folder.sizes([path.as_posix() for _, path, _ in files])
-    lost: dict[str, tuple[ShardEntry, list[str]]] = {}
+    lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
     for (entry, path, expected), found in zip(files, sizes, strict=True):
         if found != expected.num_bytes:
             how = "is missing" if found is None else f"has {found} bytes instead of {expected.num_bytes}"
-            lost.setdefault(entry.name, (entry, []))[1].append(f"{path.name} {how}")
+            lost.setdefault(entry.name, (entry, []))[1].append(LostFile(name=path.name, reason=how))
     return tuple(LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(own)) for entry, own in lost.values())
 
 

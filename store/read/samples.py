@@ -292,6 +292,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "generation": manifest.generation,
         "samples": manifest.samples,
+        "withdrawn": len(manifest.withdrawn),
         "payload_bytes": manifest.payload_bytes,
         "disk_bytes": _stored_bytes(store),
         "shards": len(manifest.shards),
@@ -304,6 +305,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
             for name, c in sorted({**manifest.text.tokens, **manifest.text.fixed}.items())
         },
         "text_error": encode(manifest.text_error),
+        "captions_cut": manifest.captions_cut,
         "ragged": {
             name: {
                 **{key: value for key, value in asdict(group).items() if key != "header_bytes"},

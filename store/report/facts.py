@@ -245,6 +245,13 @@ class Facts:
     words: Counter[str] = field(default_factory=Counter)  # STOP_WORDS left out
     lengths: Counter[int] = field(default_factory=Counter)  # words of a caption
     longest: list[tuple[int, int, str, str]] = field(default_factory=list)  # a heap: words, order, id, caption
+    cuts: Counter[str] = field(default_factory=Counter)  # captions that a text encoder cut, by encoder
+    cut: list[tuple[int, tuple[str, str, int, int, str]]] = field(default_factory=list)  # a heap, by hash: see `cut_examples`
+
+    @property
+    def cut_examples(self) -> list[tuple[str, str, int, int, str]]:
+        """Return some of these captions: id, encoder, tokens, limit, what was cut."""
+        return [one for _, one in sorted(self.cut, reverse=True)]
 
 
 def collect_facts(store: Store, cards_of_each: int) -> Facts:
@@ -282,6 +289,9 @@ def _note_captions(facts: Facts, record: SampleRecord) -> None:
     texts = [text for text in record.captions if text]
     facts.captions += len(texts)
     facts.without_caption += not texts
+    for cut in record.cuts:
+        facts.cuts[cut[0]] += 1
+        _keep(facts.cut, (-draw(record.id, "page", cut[0]), (record.id, *cut)), EXAMPLES)
     for n, text in enumerate(texts):
         words = _WORD.findall(text.lower())
         facts.lengths[len(words)] += 1
@@ -315,12 +325,10 @@ class ListFacts:
 
     rejects: Counter[str] = field(default_factory=Counter)  # by reason
     reject_examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by reason: id, detail
-    cuts: Counter[str] = field(default_factory=Counter)  # captions, by encoder
-    cut_examples: list[tuple[str, str, int, int, str]] = field(default_factory=list)  # id, encoder, tokens, limit, what was cut
 
 
 def collect_lists(store: Store) -> ListFacts:
-    """Read `rejects.jsonl` and `long_captions.jsonl`; examples are the entries with the smallest hashes."""
+    """Read `rejects.jsonl`; examples are the entries with the smallest hashes."""
     facts = ListFacts()
     heaps: dict[str, list[tuple[int, tuple[str, str]]]] = {}
     for entry in list_of(store, "rejects.jsonl"):
@@ -328,12 +336,4 @@ def collect_lists(store: Store) -> ListFacts:
         facts.rejects[reason] += 1
         _keep(heaps.setdefault(reason, []), (-draw(name, "page"), (name, str(entry.get("detail")))), EXAMPLES)
     facts.reject_examples = {reason: [one for _, one in sorted(heap, reverse=True)] for reason, heap in heaps.items()}
-    cut: list[tuple[int, tuple[str, str, int, int, str]]] = []
-    for entry in list_of(store, "long_captions.jsonl"):
-        encoder, name = str(entry.get("encoder")), str(entry.get("id"))
-        facts.cuts[encoder] += 1
-        numbers = (entry.get("tokens"), entry.get("limit"))
-        tokens, limit = (value if isinstance(value, int) else 0 for value in numbers)
-        _keep(cut, (-draw(name, "page", encoder), (name, encoder, tokens, limit, str(entry.get("cut")))), EXAMPLES)
-    facts.cut_examples = [one for _, one in sorted(cut, reverse=True)]
     return facts

@@ -76,7 +76,7 @@ def findings(*, facts: Facts, lists: ListFacts, latents: LatentFacts, vae: Mappi
     return [
         *_of_latents(latents, vae),
         *_of_crops(facts),
-        *_of_captions(facts, lists),
+        *_of_captions(facts),
         *_of_rejects(facts, lists),
     ]
 
@@ -147,13 +147,13 @@ def _of_crops(facts: Facts) -> Iterator[Finding]:
         yield Finding(level="good", title="Little is cropped away", detail=f"{percent(total)} of the pixels on average.")
 
 
-def _of_captions(facts: Facts, lists: ListFacts) -> Iterator[Finding]:
+def _of_captions(facts: Facts) -> Iterator[Finding]:
     if facts.samples and facts.without_caption > FEW_CAPTIONS * facts.samples:
         share = percent(facts.without_caption / facts.samples)
         title = f"{counted(facts.without_caption, 'sample')} without a caption"
         yield Finding(level="warning", title=title, detail=f"{share} of all; they train the empty caption.", anchor="captions")
-    if total := lists.cuts.total():
-        by = ", ".join(f"{name}: {count}" for name, count in lists.cuts.most_common())
+    if total := facts.cuts.total():
+        by = ", ".join(f"{name}: {count}" for name, count in facts.cuts.most_common())
         title = f"{counted(total, 'caption')} cut by a text encoder"
         yield Finding(level="warning", title=title, detail=f"{by}. What is beyond the limit is not learned.", anchor="captions")
 

@@ -40,6 +40,7 @@ _INDEX_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
     "bucket": ("U16", ()),
     **dict.fromkeys(("digest", "content", "caption_digest"), ("U8", (DIGEST_BYTES,))),
 }
+CUT_PREFIX = "cut/"  # then a text encoder: of each sample, the captions that it cut; only if there are any
 KEY = "S16"  # sixteen bytes, compared bytewise
 
 
@@ -118,7 +119,8 @@ class SealedShard:
         if not isinstance(groups, list) or any(not isinstance(name, str) or name not in self.entry.groups for name in groups):
             raise CorruptError(f"{self.paths.index}: its buckets are not those of the manifest; run `store verify`")
         captions, samples = self.entry.groups[TEXT_GROUP].rows, self.entry.samples
-        for name, (dtype, shape) in _INDEX_COLUMNS.items():
+        cuts = {name: ("U16", ()) for name in file.names if name.startswith(CUT_PREFIX)}
+        for name, (dtype, shape) in (_INDEX_COLUMNS | cuts).items():
             values = file.column(name)
             expected = (captions if name.startswith("caption_") else samples, *shape)
             if values.dtype != DTYPES[dtype] or values.shape != expected:
@@ -218,6 +220,12 @@ class SealedShard:
                 entry = self.index_entry(position)
                 names[entry.row] = self.record(entry).id
         return names
+
+    def captions_cut(self, positions: NDArray[np.int64]) -> dict[str, int]:
+        """Return by text encoder how many captions it cut, of the samples at some positions in the index."""
+        names = [name for name in self.index.names if name.startswith(CUT_PREFIX)]
+        found = {name.removeprefix(CUT_PREFIX): int(self.index.take(name, positions).sum(dtype=np.int64)) for name in names}
+        return {encoder: count for encoder, count in found.items() if count}
 
     def index_entry(self, position: int) -> IndexEntry:
         return self.index_entries(np.array([position]))[0]

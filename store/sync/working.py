@@ -57,7 +57,7 @@ from bucketline.store.write.publish import (
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import TypeAlias
 
     from bucketline.store.format.manifest import Manifest
@@ -153,7 +153,12 @@ class WorkingStore:
         return ShardSender(self.folder, self.path, manifest, run, sent_shards(self.path) if is_first else ())
 
     def publish(
-        self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
+        self,
+        manifest: Manifest,
+        sealed: Iterable[str],
+        dropped: Iterable[bytes] = (),
+        rules: dict[str, Json] | None = None,
+        taken_back: Collection[str] = (),
     ) -> Manifest:
         """Commit sealed shards that `manifest` does not list. Return the bucket's newest generation; see `StoreTarget`.
 
@@ -162,13 +167,13 @@ class WorkingStore:
         """
         new, dropped = set(sealed) - {entry.name for entry in manifest.shards}, list(dropped)
         is_first = self._newest is None
-        if not new and (is_first or (not dropped and rules in (None, manifest.rules))):
+        if not new and (is_first or (not dropped and not taken_back and rules in (None, manifest.rules))):
             return manifest
 
         def change(base: ChangeBase) -> Manifest:
             _refuse_other(manifest, base.manifest, self.folder.url)
             is_same = base.manifest.digest == manifest.digest
-            return with_shards(base, new if is_same else new - base.manifest.known_shards, dropped, rules)
+            return with_shards(base, new if is_same else new - base.manifest.known_shards, dropped, rules, taken_back)
 
         first = manifest if is_first else None
         _, self._newest = commit_change(self.folder, change, work=self.work, first=first)

@@ -372,17 +372,18 @@ class ShardCheck:
 
     def _compare_entry(self, again: ShardEntry, *, is_list_intact: bool) -> None:
         """Compare the manifest's entry with what the shard's file gives, and the list of dropped rows."""
-        entry, record_bytes = self._shard.entry, self._shard.entry.record_bytes
+        entry, record_bytes, cut = self._shard.entry, self._shard.entry.record_bytes, self._shard.entry.cut
         if is_list_intact:
             live = self._shard.index.column("record_bytes")[self._shard.live_entries()]
             record_bytes = int(live.sum(dtype=np.int64))
+            cut = self._shard.captions_cut(np.flatnonzero(self._shard.live_entries()))
             for group, listed in entry.groups.items():
                 rows = self._shard.dropped_rows(group)
                 if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= listed.rows):
                     self._faults.add("the list of its dropped rows is not in order, or names rows that do not exist", group)
         dropped = {name: group.dropped for name, group in entry.groups.items()}
         groups = {name: group._replace(dropped=dropped.get(name, 0)) for name, group in again.groups.items()}
-        again = replace(again, groups=groups, record_bytes=record_bytes, dropped=entry.dropped, added=entry.added)
+        again = replace(again, groups=groups, record_bytes=record_bytes, dropped=entry.dropped, added=entry.added, cut=cut)
         if difference := first_difference(encode(again), encode(entry), ""):
             self._faults.add("{} is {}, the manifest says {}".format(*difference))
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bucketline.store.folder import Folder
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
 
-_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json")  # see FORMAT.md
+_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "packed_model.json")  # see FORMAT.md
 _PART_BYTES = 8 << 20  # of a file that is read in parts
 _NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
 _OF_RUNS = tuple(f"pending/{name}" for name in (ATTEMPTS_FOLDER, RANKS_FOLDER, KEPT_CAPTIONS))

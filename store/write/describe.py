@@ -286,10 +286,12 @@ def _described(store: Path, name: str, manifest: Manifest, files: list[FileEntry
     entry = entry_of_extents(name, files, extents, manifest)
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
+    cut = shard.captions_cut(np.arange(entry.samples))
     buckets = tuple(_bucket_of(shard, group) for group in entry.groups if is_bucket(group))
     error = dict(extents.metadata["text"]).get("error")  # which `entry_of_extents` has checked
     text_error = None if error is None else decode(TextError, error)
-    return Described(entry=dataclasses.replace(entry, record_bytes=record_bytes), buckets=buckets, text_error=text_error)
+    entry = dataclasses.replace(entry, record_bytes=record_bytes, cut=cut)
+    return Described(entry=entry, buckets=buckets, text_error=text_error)
 
 
 def entry_of_extents(name: str, files: list[FileEntry], extents: PagedFile, manifest: Manifest) -> ShardEntry:

@@ -6,14 +6,17 @@ Only one process at a time does this; it holds the store's writer lock.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import shutil
 import socket
 import uuid
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Protocol
 
+import lmdb
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
@@ -21,13 +24,14 @@ from bucketline.files.atomic_write import FileLock, explaining, is_aside, move_d
 from bucketline.files.paths import read_regular
 from bucketline.forks import cached_property
 from bucketline.store.folder import Folder, LocalFolder
-from bucketline.store.format.block import bytes_digest
+from bucketline.store.format.block import bytes_digest, sample_digest
 from bucketline.store.format.manifest import (
     COPY_PREFIX,
     ENGINE,
     FORMAT_VERSION,
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    SAMPLE_PREFIX,
     SHARD_NAME,
     DroppedEntry,
     GroupEntry,
@@ -52,7 +56,7 @@ from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.store.write.describe import MAKING, describe_shard
-from bucketline.store.write.seal import SEALING, may_have_commits, seal, seal_apart
+from bucketline.store.write.seal import SEALING, may_have_commits, read_lmdb, seal, seal_apart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -304,6 +308,30 @@ def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",
     return sorted(found - listed_by_any(store, found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpublished:
+    """What writers have committed to a store on a disk, and no generation lists yet."""
+
+    rows: int
+    is_being_written: bool  # by a running process, whose rows are not counted
+
+
+def unpublished(store: Path, manifest: Manifest) -> Unpublished:
+    """Return what an interrupted run has left in a store, which the next one adopts. Changes nothing, and holds no lock."""
+    found = [*(store / "pending").glob("*.lmdb"), *(shard_paths(store, name).lmdb for name in unlisted(store, manifest))]
+    found, rows = [path for path in found if not path.name.startswith(COPY_PREFIX)], 0
+    with suppress(OSError), (store / "pending" / WRITER_LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Unpublished(rows=0, is_being_written=True)
+    for path in found:  # which no later run changes
+        with suppress(lmdb.Error, OSError), read_lmdb(path) as (_, txn), txn.cursor() as cursor:
+            keys = cursor.iternext(values=False) if cursor.set_range(SAMPLE_PREFIX) else ()
+            rows += sum(1 for _ in takewhile(lambda key: bytes(key).startswith(SAMPLE_PREFIX), keys))
+    return Unpublished(rows=rows, is_being_written=False)
+
+
 def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:
     """Remove what killed processes left unfinished, and the copies of an interrupted rewrite that no generation lists.
 
@@ -351,20 +379,26 @@ def publish(
     new: Iterable[str],
     dropped: Iterable[bytes],
     rules: dict[str, Json] | None = None,
+    taken_back: Collection[str] = (),
 ) -> Manifest:
     """Publish what `with_shards` makes of `manifest`, in a store on a disk. If nothing changes, nothing is written."""
     with explaining(store):
         base = ChangeBase(LocalFolder(store), manifest, next_generation(store, manifest), store)
-        after = with_shards(base, new, dropped, rules)
+        after = with_shards(base, new, dropped, rules, taken_back)
         return manifest if after is manifest else publish_shards(store, after, after.shards, base.number)
 
 
 def with_shards(
-    base: ChangeBase, new: Iterable[str], dropped: Iterable[bytes], rules: dict[str, Json] | None = None
+    base: ChangeBase,
+    new: Iterable[str],
+    dropped: Iterable[bytes],
+    rules: dict[str, Json] | None = None,
+    taken_back: Collection[str] = (),
 ) -> Manifest:
     """Return the base's manifest with the sealed shards `new`, without the samples whose digests are `dropped`.
 
-    `rules` replaces the manifest's; None keeps them. A sample in a new shard replaces one with the same id in an older shard.
+    `rules` replaces the manifest's; None keeps them. A sample in a new shard replaces one with the same id in an older shard,
+    unless the id is withdrawn: it may have been since the shard was begun. The ids `taken_back` are no longer withdrawn.
     If nothing changes, it is the same manifest.
     """
     manifest = base.manifest
@@ -378,15 +412,15 @@ def with_shards(
             if buckets.setdefault(bucket.name, bucket) != bucket:
                 raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
         added.append(found.entry)
-    shards = tuple(replaced(base, added, dropped))
+    withdrawn = tuple(sample_id for sample_id in manifest.withdrawn if sample_id not in taken_back)
+    shards = tuple(replaced(base, added, (*dropped, *map(sample_digest, withdrawn if added else ()))))
     rules = manifest.rules if rules is None else rules
-    if shards == manifest.shards and rules == manifest.rules:
+    if (shards, rules, withdrawn) == (manifest.shards, manifest.rules, manifest.withdrawn):
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
     retired = tuple(name for name in manifest.retired if name not in {entry.name for entry in added})
-    return dataclasses.replace(
-        manifest, buckets=ordered, rules=rules, shards=shards, retired=retired, text_error=TextError.joined(errors)
-    )
+    changes: dict[str, Any] = {"buckets": ordered, "rules": rules, "shards": shards, "retired": retired}
+    return dataclasses.replace(manifest, **changes, withdrawn=withdrawn, text_error=TextError.joined(errors))
 
 
 def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]) -> list[ShardEntry]:
@@ -462,13 +496,14 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
     if int(bucket.max()) >= len(names):
         raise CorruptError(f"{shard.paths.index}: an entry names a bucket that the shard does not have; run `store verify`")
     rows: dict[str, NDArray[np.uint32]] = {}
-    record_bytes = entry.record_bytes
+    record_bytes, gone = entry.record_bytes, np.zeros(len(positions), dtype=bool)
     for number in np.unique(bucket).tolist():
         own = bucket == number
         is_new = own & ~np.isin(row, shard.dropped_rows(names[number]))
         if is_new.any():
             rows[names[number]] = row[is_new]
             record_bytes -= int(num_bytes[is_new].sum(dtype=np.int64))
+            gone |= is_new
     if not rows:
         return entry
     merged = {
@@ -481,9 +516,11 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
     groups: Mapping[str, GroupEntry] = {
         name: group._replace(dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }
+    lost = shard.captions_cut(positions[gone])
     return dataclasses.replace(
         entry,
         groups=dict(groups),
+        cut={name: count - lost.get(name, 0) for name, count in entry.cut.items() if count > lost.get(name, 0)},
         record_bytes=record_bytes,
         dropped=DroppedEntry(generation=base.number, num_bytes=len(data), digest=bytes_digest(data)),
     )
@@ -526,7 +563,12 @@ class StoreTarget(Protocol):
         ...
 
     def publish(
-        self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
+        self,
+        manifest: Manifest,
+        sealed: Iterable[str],
+        dropped: Iterable[bytes] = (),
+        rules: dict[str, Json] | None = None,
+        taken_back: Collection[str] = (),
     ) -> Manifest:
         """Publish sealed shards that `manifest`, the newest generation known here, does not list; see `with_shards`."""
         ...
@@ -572,9 +614,15 @@ class LocalTarget:
         return Store(self.path, manifest)
 
     def publish(
-        self, manifest: Manifest, sealed: Iterable[str], dropped: Iterable[bytes] = (), rules: dict[str, Json] | None = None
+        self,
+        manifest: Manifest,
+        sealed: Iterable[str],
+        dropped: Iterable[bytes] = (),
+        rules: dict[str, Json] | None = None,
+        taken_back: Collection[str] = (),
     ) -> Manifest:
-        return publish(self.path, manifest, set(sealed) - {entry.name for entry in manifest.shards}, dropped, rules)
+        new = set(sealed) - {entry.name for entry in manifest.shards}
+        return publish(self.path, manifest, new, dropped, rules, taken_back)
 
     def send_lists(self) -> None:
         """Do nothing: they are in the store's folder."""

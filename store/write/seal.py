@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from array import array
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ from bucketline.store.format.manifest import (
 )
 from bucketline.store.format.schema import captions_checksum, decode_record
 from bucketline.store.format.text import DIGEST, STARTS, TEXT_GROUP, TextError, is_bucket
-from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
+from bucketline.store.shard.reader import CUT_PREFIX, INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.typed_json import decode, encode
@@ -118,6 +119,7 @@ class ShardContents:
     tokens: dict[str, int] = field(default_factory=dict)  # of the captions and of ragged entries, by group
     max_tokens: dict[str, int] = field(default_factory=dict)  # likewise, of the longest
     text_error: TextError | None = None
+    cuts: dict[str, dict[int, int]] = field(default_factory=dict)  # by encoder: captions cut, by the sample's number
     shard_id: bytes = b""
     shard_id_at: int = 0
 
@@ -158,7 +160,8 @@ class ShardContents:
             self._check(samples)
         except (ValueError, LookupError, ArithmeticError) as error:
             raise CorruptError(f"shard {self.name}: its rows cannot be compared with its records ({error!r:.200})") from error
-        samples = samples[_order(samples["digest"])]
+        order = _order(samples["digest"])
+        samples = samples[order]
         captions = self.digests(TEXT_GROUP)
         caption_row = _order(captions)
         number_of = np.array([groups.index(bucket) for bucket in self.buckets], dtype=DTYPES["U16"])
@@ -176,6 +179,10 @@ class ShardContents:
             *(column(name, "U8") for name in ("digest", "content")),
             ("caption_digest", "U8", captions[caption_row]),
         ]
+        for encoder, counts in sorted(self.cuts.items()):
+            of_sample = np.zeros(len(samples), dtype=DTYPES["U16"])
+            of_sample[list(counts)] = list(counts.values())
+            tensors.append((CUT_PREFIX + encoder, "U16", of_sample[order]))
         return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups, "shard_id": self.shard_id.hex()})
 
     def _check(self, samples: NDArray[Any]) -> None:
@@ -255,6 +262,8 @@ class ShardContents:
             raise CorruptError(
                 f"shard {self.name}: the record of {sample.id!r:.200} has a number out of range ({error})"
             ) from error
+        for encoder, count in Counter(cut[0] for cut in sample.cuts).items():
+            self.cuts.setdefault(encoder, {})[len(self.samples) // _PACKED.size] = min(count, (1 << 16) - 1)
         self.samples += packed
 
     def _note_block(self, group: str, number: int, block: memoryview, offset: int) -> None:

@@ -80,6 +80,7 @@ class PartWriter:
         self._shard_bytes = shard_bytes
         self._num_named = 0
         self._added: set[bytes] = set()  # digests of ids
+        self.withdrawn = frozenset(() if manifest is None else manifest.withdrawn)  # ids that `store drop` withdrew
         self._specs: dict[str, BlockSpec] = {}
         self._shard: ShardWriter | None = None
         self._turn = OneAtATime(path)
@@ -97,12 +98,12 @@ class PartWriter:
         return {**self.__dict__, "_published": None}  # the other process opens it by itself
 
     def __contains__(self, sample_id: str) -> bool:
-        """Return True if the generation that this writer knows has the sample, or it was added here since.
+        """Return True if the generation that this writer knows has the sample, or withdrew it, or it was added here since.
 
         A part knows the newest generation of when it was made. One index lookup per shard.
         """
         digest = sample_digest(sample_id)
-        if digest in self._added:
+        if digest in self._added or sample_id in self.withdrawn:
             return True
         if self._published is None and self._known is not None:
             self._published = self._target.open(self._known)
@@ -151,7 +152,7 @@ class PartWriter:
 
         Raises:
             UsageError: if the columns are not the bucket's in name, dtype or shape, or not finite; if a caption has no
-                embedding; or if the id was added before. Nothing is added then, and the writer can continue.
+                embedding; or if the id was added before, or is withdrawn. Nothing is added then, and the writer can continue.
             StoreError: if the disk is full, the store is not writable, or the record has a value that the index cannot hold.
         """
         values = self._form.values(_item(record.id), columns)
@@ -165,6 +166,8 @@ class PartWriter:
         ragged: Mapping[str, Any],
     ) -> None:
         item, digest = _item(record.id), sample_digest(record.id)
+        if record.id in self.withdrawn:
+            raise UsageError(f"{item} is withdrawn (`store drop`): leave it out, or call take_back of the StoreWriter first")
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
@@ -502,7 +505,9 @@ class StoreWriter(PartWriter):
             self._shard_names = ""
 
     def __contains__(self, sample_id: str) -> bool:
-        """Return True if the newest generation has the sample, or it was added since; one index lookup per shard.
+        """Return True if the newest generation has the sample, or withdrew it, or it was added since.
+
+        One index lookup per shard.
 
         Raises:
             UsageError: before the writer's `with` block.
@@ -529,6 +534,18 @@ class StoreWriter(PartWriter):
             self._take_over(self._target.publish(self.manifest, {*self.sealed, *sealed, *theirs}))
             self._forget_added()
             return self.manifest
+
+    def take_back(self, ids: Collection[str]) -> None:
+        """Publish that ids which `store drop` withdrew no longer are, so that they can be added. Others change nothing.
+
+        Parts that were made before do not know it.
+
+        Raises:
+            StoreError: as `publish`.
+        """
+        with self._turn:
+            self._refuse_outside()
+            self._take_over(self._target.publish(self.manifest, (), taken_back=ids))
 
     def part(self, name: str) -> PartWriter:
         """Return a writer for another process, with shards of its own; `name` is made of letters, digits, `-` and `_`.
@@ -573,6 +590,7 @@ class StoreWriter(PartWriter):
 
     def _take_over(self, manifest: Manifest) -> None:
         self.manifest = self._known = manifest
+        self.withdrawn = frozenset(manifest.withdrawn)
         self._published = self._target.open(manifest)
 
 

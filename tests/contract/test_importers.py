@@ -222,7 +222,7 @@ def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: 
     store, latents = tmp_path / "s.store", tmp_path / "run"
     assert run_import(kind, source, store, own, *more, *options(kind, own)).code == 0
     config = TrainConfig(
-        store=(store,), model=own.model, output_dir=latents, batch=BatchSize(batch_size=2), max_steps=2, warmup_steps=0
+        store=(store,), model=own.model, output_dir=latents, batch_size=BatchSize(batch_size=2), max_steps=2, warmup_steps=0
     )
     summary = train(config, ALONE)
     assert summary.checkpoint.is_dir()

@@ -62,7 +62,7 @@ def make_pages(demo: Path, runs: Sequence[Path], folder: Path) -> dict[str, Path
     store = Path("photos.store")
     commands: dict[str, list[object]] = {
         "report": ["store", "report", store, "--source", "photos"],
-        "step": ["loader", "peek", store, "--step", 7, "--batch", 16],
+        "step": ["loader", "peek", store, "--step", 7, "--batch-size", 16],
         "runs": ["bucketline", "train", "report", *(path.name for path in runs)],
         "faults": ["store", "report", Path("faulty.store")],
     }

@@ -120,7 +120,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "notes.txt").write_text("notes\n", encoding="utf-8")
     with contextlib.chdir(folder):
         call("ingest", "pack", "photos", "photos.store", "--model", "sd15", "--val-fraction", "0.2").done()
-        options = "--store photos.store --model sd15 --output-dir runs/a --batch 2 --max-steps 2 --num-images 0 --seed 1"
+        options = "--store photos.store --model sd15 --output-dir runs/a --batch-size 2 --max-steps 2 --num-images 0 --seed 1"
         trained = called(train, *options.split())
         assert not trained.code, trained.err  # it returns nothing after a run
     shutil.copytree(folder / "photos.store", folder / "pulled.store", ignore=shutil.ignore_patterns(PACKED_MODEL))

@@ -81,7 +81,7 @@ def test_a_lost_worker_and_a_lost_node_cost_nothing_and_the_store_is_that_of_one
     assert (ran.json["packed"], ran.json["unchanged"], ran.json["rejected"]) == (NUM_IMAGES, 0, 1)
     compared = compare(tmp_path / "s", whole)
     assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
-    for name in ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl"):
+    for name in ("rejects.jsonl", "without_caption.jsonl"):
         assert (tmp_path / "s" / name).read_bytes() == (whole / name).read_bytes()
 
 
@@ -131,5 +131,5 @@ def test_two_ray_workers_pack_what_one_process_packs(tmp_path: Path, photographs
     assert (compared.samples, compared.faults) == (workers.json["packed"], [])
     records = [{name: held.record for name, held in by_id(Store.open(tmp_path / name)).items()} for name in ("workers", "one")]
     assert records[0] == records[1]
-    for file in ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl"):
+    for file in ("rejects.jsonl", "without_caption.jsonl"):
         assert (tmp_path / "workers" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()

@@ -85,7 +85,7 @@ def test_two_ranks_read_every_training_sample_once_and_one_bucket_at_every_step(
 
 
 def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch(packed: Packed) -> None:
-    plan = call("loader", "plan", packed[0], "--batch", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
+    plan = call("loader", "plan", packed[0], "--batch-size", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
     counts = Counter(sample_id for batch in plan["batches"] for ids in batch["ranks"] for sample_id in ids)
     assert max(counts.values()) == 2
     for bucket in plan["buckets"]:

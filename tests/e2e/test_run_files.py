@@ -34,7 +34,7 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     other.mkdir()
     monkeypatch.chdir(project)
     typed = [
-        *("sd-lora", "--store", "data/tiny.store:2", "--model", "model", "--batch", "2", "--accumulation", "2"),
+        *("sd-lora", "--store", "data/tiny.store:2", "--model", "model", "--batch-size", "2", "--accumulation", "2"),
         *("--log-every", "1", "--num-images", "0", "--learning-rate", "1e-3", "--validate-every", "2", "--max-steps", "5"),
     ]
     whole = [*typed, "--output-dir", "runs/typed", "--lr-schedule", "cosine"]
@@ -49,7 +49,7 @@ def test_a_run_from_a_file_and_one_resumed_by_its_folder_equal_the_typed_one(
     monkeypatch.chdir(other)
     run = "../project/runs/parts"
     trainer("--resume", run, "--seed", "1").fails("--seed is 1", "was trained with 0; use --seed 0", code=2)
-    assert "step 2: nothing to train" in trainer("--resume", run).done().out
+    assert "has finished: step 2 of 2; raise --max-steps" in trainer("--resume", run).done().out
     trainer("--resume", run, "--max-steps", "4").done()
     trainer("--resume", run, "--max-steps", "5").done()
     assert losses(project / "runs" / "parts") == losses(project / "runs" / "typed")

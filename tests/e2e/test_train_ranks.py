@@ -148,7 +148,7 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
     whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, **drawn)
     run(1, whole)
     parts = replace(
-        whole, output_dir=folder / "parts", batch=BatchSize(batch_size=1), accumulation=2, max_steps=4, sharding=FSDP
+        whole, output_dir=folder / "parts", batch_size=BatchSize(batch_size=1), accumulation=2, max_steps=4, sharding=FSDP
     )
     run(2, replace(parts, export_every=3, export_dtype="fp32"))
     saved = parts.output_dir / "checkpoints" / "step-00000004"
@@ -161,7 +161,7 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
         Image.open(parts.output_dir / "images.png") as two,
     ):
         assert np.abs(np.asarray(one, "i2") - np.asarray(two, "i2")).max() <= 2
-    run(1, replace(parts, batch=BatchSize(batch_size=2), max_steps=8, resume=True))
+    run(1, replace(parts, batch_size=BatchSize(batch_size=2), max_steps=8, resume=True))
     assert_equal_within_floating_point(whole.output_dir, parts.output_dir)
 
 
@@ -179,12 +179,12 @@ def test_four_ranks_with_two_copies_go_on_as_two_with_one_and_equal_one_rank(
     folder: Path, run: Run, lora_rank: int | None
 ) -> None:
     """Half of a model each, in two copies; then of one copy; with adapters as well, and with weights that stay gathered."""
-    given = {"batch": "8", "accumulation": 1, "max_steps": 6, "validate_every": 2, "lora_rank": lora_rank}
+    given = {"batch_size": "8", "accumulation": 1, "max_steps": 6, "validate_every": 2, "lora_rank": lora_rank}
     one = config(folder, output_dir=folder / "one", **given)
     run(1, one)
-    four = replace(one, output_dir=folder / "four", batch=BatchSize(batch_size=1), accumulation=2, max_steps=4)
+    four = replace(one, output_dir=folder / "four", batch_size=BatchSize(batch_size=1), accumulation=2, max_steps=4)
     run(4, replace(four, sharding=Sharding(name="fsdp", ranks=2), keep_gathered=True))
-    run(2, replace(four, sharding=FSDP, batch=BatchSize(batch_size=2), max_steps=6, resume=True))
+    run(2, replace(four, sharding=FSDP, batch_size=BatchSize(batch_size=2), max_steps=6, resume=True))
     assert_equal_within_floating_point(one.output_dir, four.output_dir)
 
 
@@ -230,9 +230,9 @@ def test_two_ranks_with_half_the_model_each_skip_the_same_steps_and_end_together
 def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_both(
     folder: Path, run: Run, ranks: ForkedRanks
 ) -> None:
-    asked = config(folder, batch="3", accumulation=1, max_steps=2)
+    asked = config(folder, batch_size="3", accumulation=1, max_steps=2)
     run(1, asked)
-    two = replace(asked, batch=BatchSize(batch_size=1), max_steps=4, resume=True)
+    two = replace(asked, batch_size=BatchSize(batch_size=1), max_steps=4, resume=True)
     done = ranks.run(2, as_arguments(two)).fails("global_batch was 3 when its state was saved and is 2 now", "--new-plan")
     assert "Traceback" not in done.err
     assert status(asked) == {"state": "done", "step": 2, "reason": None}, "a refused resume leaves the record of the run"

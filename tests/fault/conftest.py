@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.families import FAMILIES
+from tests.fault.families import FAMILIES, OUTSIDE
 from tests.fault.record import Record, shortfalls, table, write_page
 
 RECORD = "record of "  # and the family: a property of a test's report
@@ -51,18 +51,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def merged(found: Iterable[tuple[str, Record]]) -> list[Record]:
-    """Return one record of every fault, in the order of the families."""
+    """Return one record of every fault, in the order of the families; that of all of them last."""
     by_fault: dict[str, Record] = {}
     names = list(FAMILIES)
-    for _, record in sorted(found, key=lambda pair: names.index(pair[0])):
-        by_fault.setdefault(record.fault, Record(record.fault, record.kind)).merge(record)
-    return list(by_fault.values())
+    for name, record in sorted(found, key=lambda pair: names.index(pair[0])):
+        own = "" if record.fault == OUTSIDE else name
+        by_fault.setdefault(record.fault, Record(record.fault, record.kind, family=own)).merge(record)
+    return sorted(by_fault.values(), key=lambda record: not record.family)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     option, records = session.config.getoption, merged(FOUND)
     if FOUND and (path := option("--page", None)) is not None and not hasattr(session.config, "workerinput"):
-        write_page(path, records, seed=option("--seed"), minutes=option("--minutes"), took_s=time.monotonic() - BEGUN)
+        of = {name: tries for name, (_, _, tries) in FAMILIES.items()}
+        write_page(path, records, of, seed=option("--seed"), minutes=option("--minutes"), took_s=time.monotonic() - BEGUN)
         if shortfalls(records) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -23,39 +23,39 @@ from tests.fault.record import Asked, Kind, Outcome, Record
 
 MARK = "record: "
 OUTSIDE = "anything written into the home or the working folder, by a family"
-FAMILIES = {  # MODULE:FUNCTION, and the limit in seconds of the long form; a quick one, which may run next to others, has half
-    "packs": ("packs:killed_writers_and_packs", 1500),
-    "ranks": ("packs:killed_ranks", 1200),
-    "ray": ("ray_packs:killed_on_ray", 2400),
-    "stops": ("packs:stopped", 900),
-    "loader": ("loaders:loader_failures", 1200),
-    "flips": ("damage:flipped_bits", 1500),
-    "damage": ("damage:damaged_files", 900),
-    "lies": ("damage:lying_files", 1500),
-    "disks": ("disks:failing_disks", 900),
-    "pack-disks": ("disks:packs_on_failing_disks", 1800),
-    "dates": ("people:odd_dates", 900),
-    "away": ("disks:vanishing_disks", 1500),
-    "trainer": ("trainers:trainers", 1200),
-    "fuzz": ("fuzz:fuzzed", 1500),
-    "people": ("people:people", 2400),
-    "hostile": ("hostile:hostile_input", 2400),
-    "links": ("hostile:linked_stores", 2400),
-    "checkpoints": ("trainers:hostile_checkpoints", 600),
-    "floods": ("loaders:floods", 600),
-    "logs": ("trainers:broken_logs", 1200),
-    "runs": ("disks:failing_runs", 1200),
-    "power": ("shim:losses", 600),
-    "names": ("changed_at_urls:names_used_again", 900),
-    "notes": ("changed_at_urls:killed_pushes", 900),
-    "clocks": ("changed_at_urls:wrong_clocks", 900),
-    "threads": ("changed_at_urls:threads", 900),
-    "server": ("remote:failing_servers", 1800),
-    "server-kills": ("remote:killed_readers", 1200),
-    "copies": ("remote:copied_stores", 1200),
-    "server-lies": ("remote:hostile_servers", 1800),
-    "server-disk": ("remote:full_caches", 600),
-    "server-rm": ("remote:removed_caches", 900),
+FAMILIES = {  # MODULE:FUNCTION, the limit in seconds of the long form (half for a quick one), and what it tries
+    "packs": ("packs:killed_writers_and_packs", 1500, "packs and writers of shards killed"),
+    "ranks": ("packs:killed_ranks", 1200, "one rank of a pack killed"),
+    "ray": ("ray_packs:killed_on_ray", 2400, "a worker or the driver of a pack on Ray killed"),
+    "stops": ("packs:stopped", 900, "packs told to stop by Ctrl-C or SIGTERM"),
+    "loader": ("loaders:loader_failures", 1200, "files that change under a loader, its threads and services ended"),
+    "flips": ("damage:flipped_bits", 1500, "a bit flipped in each kind of a store's files"),
+    "damage": ("damage:damaged_files", 900, "damaged stores repaired and packed again"),
+    "lies": ("damage:lying_files", 1500, "files that lie, with right checksums"),
+    "disks": ("disks:failing_disks", 900, "stores written and read on a failing disk"),
+    "pack-disks": ("disks:packs_on_failing_disks", 1800, "packs on a failing disk"),
+    "dates": ("people:odd_dates", 900, "images and tars of odd dates"),
+    "away": ("disks:vanishing_disks", 1500, "a source whose disk goes away"),
+    "trainer": ("trainers:trainers", 1200, "a trainer killed, then resumed"),
+    "fuzz": ("fuzz:fuzzed", 1500, "parsers given changed files"),
+    "people": ("people:people", 2400, "what people do: two packs at once, moved stores, wrong paths"),
+    "hostile": ("hostile:hostile_input", 2400, "hostile sources: tars, pickles, bombs, links"),
+    "links": ("hostile:linked_stores", 2400, "links, pipes and devices under a store's names"),
+    "checkpoints": ("trainers:hostile_checkpoints", 600, "checkpoints that are damaged or lie"),
+    "floods": ("loaders:floods", 600, "strangers at a service's socket and port"),
+    "logs": ("trainers:broken_logs", 1200, "a log that cannot be written"),
+    "runs": ("disks:failing_runs", 1200, "runs on a failing disk, or with the clock set back"),
+    "power": ("shim:losses", 600, "power loss while a store is written"),
+    "names": ("changed_at_urls:names_used_again", 900, "names of shards used again at a URL"),
+    "notes": ("changed_at_urls:killed_pushes", 900, "a push to a URL killed"),
+    "clocks": ("changed_at_urls:wrong_clocks", 900, "a server's clock two days off"),
+    "threads": ("changed_at_urls:threads", 900, "a writer shared by threads and forked children"),
+    "server": ("remote:failing_servers", 1800, "a server that fails, stalls or answers wrongly"),
+    "server-kills": ("remote:killed_readers", 1200, "readers from a server killed"),
+    "copies": ("remote:copied_stores", 1200, "diverged copies of a store in one cache"),
+    "server-lies": ("remote:hostile_servers", 1800, "a web server or bucket that lies"),
+    "server-disk": ("remote:full_caches", 600, "a cache on a full disk"),
+    "server-rm": ("remote:removed_caches", 900, "a cache removed under its readers"),
 }
 
 
@@ -68,7 +68,7 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
         of_libraries = dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"), str(caches))
         path_of_tests = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
         environment = {**without_gpus(os.environ), **of_libraries, "HOME": str(home), "PYTHONPATH": path_of_tests}
-        function, limit_s = FAMILIES[name]
+        function, limit_s, _ = FAMILIES[name]
         asked = Asked(seed=seed, is_quick=is_quick, folder=folder, draw=random.Random(seed))
         records = [
             *records_of(

@@ -31,7 +31,7 @@ from bucketline.ingest.importers.cache import IMPORTERS, Crops, ListRequest
 from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.sources.captions.files import captions_of_json, captions_of_text
+from bucketline.ingest.sources.captions.files import CaptionNames, captions_of_json
 from bucketline.ingest.sources.tar import Tar
 from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
 from bucketline.store.format.manifest import MANIFEST, parse_manifest
@@ -263,7 +263,7 @@ def checkpoint(data: bytes, folder: Path) -> None:
 
 
 def captions(data: bytes, _folder: Path) -> None:
-    captions_of_text("a.txt", data)
+    CaptionNames().read(".txt", "a.txt", data)
     captions_of_json("a.json", data)
 
 

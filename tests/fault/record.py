@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -88,6 +88,7 @@ class Record:
     counts: Counter[Outcome] = field(default_factory=Counter)
     said: list[str] = field(default_factory=list)  # of each trial that ended as it should not
     not_run: str | None = None  # why it could not be tried here
+    family: str = ""
 
     @property
     def trials(self) -> int:
@@ -171,20 +172,39 @@ def shortfalls(records: Iterable[Record]) -> list[str]:
     return [f"{found} trials of the kind '{kind}', expected {least} or more" for found, kind, least in few]
 
 
-def write_page(path: Path, records: Sequence[Record], *, seed: int, minutes: float, took_s: float) -> None:
-    """Write the text of `page.md`, with what was tried and what came of it."""
+def by_family(records: Iterable[Record], families: Mapping[str, str]) -> list[str]:
+    """Return a table in Markdown with a line for each family that has records, by name and what it tries."""
+    lines = [["what was tried", "`-k`", "faults", "trials", *GOOD, "bad"], [*["---"] * 2, *["--:"] * (3 + len(GOOD))]]
+    by_name: dict[str, list[Record]] = {}
+    for record in records:
+        by_name.setdefault(record.family, []).append(record)
+    for name, those in by_name.items():
+        counts = sum((record.counts for record in those), Counter[Outcome]())
+        good = [counts[outcome] for outcome in GOOD]
+        numbers = (len(those), counts.total(), *good, counts.total() - sum(good))
+        not_run = "".join(f"; not tried, {record.fault}: {record.not_run}" for record in those if record.not_run is not None)
+        tries, chosen = (families[name], f"`{name}-`") if name else (those[0].fault, "")
+        lines.append([tries + not_run, chosen, *(f"{number:,}" for number in numbers)])
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def write_page(
+    path: Path, records: Sequence[Record], families: Mapping[str, str], *, seed: int, minutes: float, took_s: float
+) -> None:
+    """Write the text of `page.md`, with what was tried and what came of it; `families` says what each of them tries."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     git = ["git", "rev-parse", "--short=12", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     again = f"make torture SEED={seed}" + (f" MINUTES={minutes:g}" if minutes else "")
     counts = by_kind(records)
-    bad = ", ".join(f"{sum(record.counts[o] for record in records)} of *{o}*" for o in Outcome if o not in GOOD)
+    bad = [f"{sum(record.counts[o] for record in records)} {o}" for o in Outcome if o not in GOOD]
     paragraphs = [
+        f"**{counts.total():,} trials of {len(records)} faults. Bad: {', '.join(bad)}.**",
+        f"Trials by kind: {', '.join(f'{counts[kind]:,} {kind}' for kind in Kind)}.",
         f"Seed {seed}, {took_s / 60:.0f} minutes, commit {commit}, on {system}, {versions}.",
-        f"Again: `{again}`; one family of faults: `{ONE} --long --seed {seed} -k NAME-`.",
-        f"Tried: {', '.join(f'{counts[kind]} of the kind *{kind}*' for kind in Kind)}. Came of it: {bad}.",
-        "\n".join(table(records)),
+        f"Run it again by `{again}`, or one family by `{ONE} --long --seed {seed} -k NAME-`. Both print a line for each fault.",
+        "\n".join(by_family(records, families)),
     ]
     if wrong := [f"- {record.fault}: {_in_a_line(said)}" for record in records for said in record.said]:
         paragraphs += ["## What went wrong", "\n".join(wrong)]

@@ -36,7 +36,7 @@ model = "sd15"
 output_dir = "runs/a"
 max_steps = 100
 [batches]
-batch = "4MP"
+batch_size = "4MP"
 seed = 3
 [objective]
 loss_weight = "min-snr:5"

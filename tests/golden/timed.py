@@ -48,7 +48,8 @@ def _measures(work: Path, endpoint: str) -> dict[str, Callable[[], object]]:
     pack = ("pack", work / "photos", work / "s", "--model", work / "sd", *rules)
     url, remote = "s3://timed/rows", ("--endpoint", endpoint)
     rows, cached = work / "rows", partial(_epochs, url, endpoint=endpoint, cache=work / "cache")
-    training = ("--store", work / "s", "--model", work / "sd", "--output-dir", work / "run", "--batch", 4, "--num-images", 0)
+    to = ("--store", work / "s", "--model", work / "sd", "--output-dir", work / "run")
+    training = (*to, "--batch-size", 4, "--num-images", 0)
     return {
         "pack": program(ingest, pack),
         "second pack": program(ingest, pack),

@@ -25,7 +25,8 @@ CLASSES = {0: "cat", 1: "dog", 2: "house"}
 NUM_IMAGES = 10
 END, STOP = 6, 4  # steps of a whole run, and of the first part of one that is resumed
 OPTIONS = (
-    *("--batch", 2, "--accumulation", 2, "--warmup-steps", 2, "--learning-rate", 1e-3, "--lr-schedule", f"cosine:0.1@{END}"),
+    *("--batch-size", 2, "--accumulation", 2, "--warmup-steps", 2),
+    *("--learning-rate", 1e-3, "--lr-schedule", f"cosine:0.1@{END}"),
     *("--log-every", 1, "--validate-every", 3, "--save-every", STOP, "--ema", 0.9, "--caption-dropout", 0.1),
     *("--num-images", 0, "--seed", 5),
 )
@@ -53,8 +54,8 @@ CHOICES: dict[str, dict[str, tuple[object, ...]]] = {
         "bf16": ("--precision", "bf16"),
         "weights in bf16": ("--weights", "bf16", "--precision", "bf16", "--optimizer", "adamw-8bit"),
         "recomputed": ("--recompute", 1),
-        "pixels in a window": ("--batch", "0.002MP", "--window", 16, "--verify"),
-        "tokens": ("--batch", "0.4ktok", "--log-every", 2),
+        "pixels in a window": ("--batch-size", "0.002MP", "--window", 16, "--verify"),
+        "tokens": ("--batch-size", "0.4ktok", "--log-every", 2),
         "a service": ("--service", "auto"),
         "8 bits": ("--optimizer", "adamw-8bit"),
         "muon": ("--optimizer", "muon"),

@@ -70,7 +70,7 @@ def cli(preset: str = "") -> None:
     few = folder / "few.toml"
     few.write_text("val_timesteps = 2\nimage_steps = 4\n", encoding="utf-8")
     options = (
-        f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch 4 --max-steps 60 "
+        f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch-size 4 --max-steps 60 "
         "--log-every 5 --save-every 20 --validate-every 30 --learning-rate 1e-3"
     )
     if preset:

@@ -216,7 +216,7 @@ def refuse_without_extras(folder: Path) -> None:
         "ingest pack[ingest]": (BIN / "ingest", "pack", photos, folder / "a.store", "--model", folder),
         "loader serve[loader]": (BIN / "loader", "serve", folder / "a.store", "--at", folder / "socket"),
         "store report[report]": (BIN / "store", "report", folder / "rows.store", "-o", folder / "report.html"),
-        "train[train]": (BIN / "bucketline", *train, "--max-steps", "1", "--batch", "1"),
+        "train[train]": (BIN / "bucketline", *train, "--max-steps", "1", "--batch-size", "1"),
     }
     for name, command in asked.items():
         extra = name.partition("[")[2].rstrip("]")
@@ -258,13 +258,13 @@ def main() -> None:
     scan_sources(photos, folder)
     run(BIN / "ingest", "pack", photos / "some.parquet", folder / "some.store", "--model", model, *sizes)
     run(BIN / "store", "verify", store)
-    print(run(BIN / "loader", "plan", store, "--batch", "2").splitlines()[0], flush=True)
+    print(run(BIN / "loader", "plan", store, "--batch-size", "2").splitlines()[0], flush=True)
     run(BIN / "store", "report", store, "--source", photos, "-o", folder / "report.html")
     print(f"report: {(folder / 'report.html').stat().st_size} bytes", flush=True)
     run(BIN / "store", "export", store, "--format", "webdataset", folder / "tars")
     run(BIN / "ingest", "peek", store, "00.png", "--model", model, "-o", folder / "00.png")
     print(f"loaded: {load(store)} rows", flush=True)
-    begin = ("--store", store, "--model", model, "--batch", "2", "--max-steps", "2", "--num-images", "1")
+    begin = ("--store", store, "--model", model, "--batch-size", "2", "--max-steps", "2", "--num-images", "1")
     run(BIN / "bucketline", "train", *begin, "--output-dir", folder / "run", "--track-with", "tensorboard")
     run(BIN / "bucketline", "train", "report", folder / "run", "-o", folder / "run.html")
     print(f"trained: {(folder / 'run' / 'metrics.jsonl').stat().st_size} bytes of metrics", flush=True)

@@ -127,7 +127,7 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
         "--max-steps",
         "1",
     ]
-    code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--batch", "1"])
+    code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--batch-size", "1"])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[train]'")
 

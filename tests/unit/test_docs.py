@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,7 @@ from tests.every_command import COMMANDS_OF
 if TYPE_CHECKING:
     from pathlib import Path
 
-GENERATED = ("RESULTS.md", "faults.md", "coming-from.md")
+GENERATED = ("RESULTS.md", "faults.md")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "store/FORMAT.md", "bucketline/README.md")),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED),
@@ -52,6 +53,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda one: one.name)
+def test_a_program_on_a_page_is_the_file_that_tests_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path, code in re.findall(r"^<!-- (\S+\.py) -->\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert (ROOT / path).read_text(encoding="utf-8") == code, f"copy {path} into {page.name}"
+
+
+def test_the_index_and_the_site_list_every_page() -> None:
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
+    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (docs / "index.md").read_text(encoding="utf-8")))
+    assert listed == pages - {"index.md"}
+    assert set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))) == pages
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "coming-from"], ids=lambda one: one.name)
 def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
     everywhere = {word for command in COMMANDS_OF.values() for one in options_of(command) for word in one.names} | OTHERS
     for line in code_of(page):
@@ -65,6 +81,17 @@ def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
             continue
         asked = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {line.partition(' -- ')[0]}"))
         assert asked <= known, (line, asked - known)
+
+
+def test_pages_name_the_repository_that_the_package_does() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    own = urls["Repository"]
+    assert all(one.startswith(own) for one in urls.values())
+    cloned = {
+        page.relative_to(ROOT).as_posix(): re.findall(r"git clone (\S+)", page.read_text(encoding="utf-8")) for page in PAGES
+    }
+    assert cloned["README.md"]
+    assert {url.removesuffix(".git") for found in cloned.values() for url in found} == {own}
 
 
 def test_every_command_is_documented() -> None:

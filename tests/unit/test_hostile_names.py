@@ -86,7 +86,7 @@ def test_errors_spell_names_out(photos: Path, packed: tuple[Path, Ran], model: P
         ("store", "info", gone),
         ("store", "get", place, EVIL, "-o", tmp_path / "x.safetensors"),
         ("store", "drop", place, EVIL),
-        ("loader", "plan", gone, "--batch", 1),
+        ("loader", "plan", gone, "--batch-size", 1),
         ("loader", "seen", place, "--run", gone, "--all"),
     ):
         ran = call(*command)
@@ -109,8 +109,8 @@ def test_a_store_spells_names_out(packed: tuple[Path, Ran], photos: Path, tmp_pa
         ("store", "export", place, tmp_path / f"{EVIL}out", "--format", "safetensors"),
         ("store", "merge", tmp_path / f"{EVIL}merged", place),
         ("store", "report", place, "-o", tmp_path / f"{EVIL}.html", "--source", photos),
-        ("loader", "plan", place, place, "--batch", 1, "--list"),
-        ("loader", "peek", place, "--batch", 1, "--step", 0, "-o", tmp_path / f"{EVIL}rows.html"),
+        ("loader", "plan", place, place, "--batch-size", 1, "--list"),
+        ("loader", "peek", place, "--batch-size", 1, "--step", 0, "-o", tmp_path / f"{EVIL}rows.html"),
         ("ingest", "scan", photos, "-o", tmp_path / f"{EVIL}sheet.html"),
     ):
         assert_tame(call(*map(str, command)), names_it=command[1] not in ("restore", "compact", "drop"))

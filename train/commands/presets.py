@@ -16,7 +16,7 @@ class TrainPresets:
     Example: bucketline train presets sdxl-lora > mine.toml
     """
 
-    name: Annotated[Positional[str | None], Arg(metavar="[NAME]")] = None
+    name: Annotated[Positional[str | None], Arg(metavar="[NAME]", words=(*preset_names(),))] = None
     """Preset to print; none: a line for each."""
 
     def run(self) -> int:

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.sources.source import Listing, SourceOptions
+    from bucketline.ingest.sources.source import CaptionPer, Listing, SourceOptions
     from bucketline.typed_json import Json
 
 
 # ---------------------------------------------------------------------------------------------------------------- caption text
-# Parse captions from text (one per line) or a JSON field, and choose the names of columns and extensions to try.
 
 MAX_CAPTIONS_BYTES = 1 << 20  # per image
 CAPTION_COLUMNS = ("text", "caption", "captions", "prompt", "prompts")
@@ -47,7 +46,9 @@ class CaptionNames:
 
     columns: tuple[str, ...] = CAPTION_COLUMNS
     extensions: tuple[str, ...] = EXTENSIONS  # in lower case, with the dot
-    is_whole: bool = False  # a text file is one caption, as it is, not one per line
+    per: CaptionPer = "line"
+    is_whole: bool = False  # a text file is one caption, as it is
+    several: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)  # texts of several lines, each a caption
 
     @property
     def is_asked_for(self) -> bool:
@@ -62,6 +63,7 @@ class CaptionNames:
         return cls(
             columns=CAPTION_COLUMNS if column is None else (column,),
             extensions=extensions if extension is None else ("." + extension.lstrip(".").lower(),),
+            per=options.caption_per,
         )
 
     def column_of(self, there: Collection[str]) -> str | None:
@@ -84,7 +86,32 @@ class CaptionNames:
         """Parse a caption file by its extension, in lower case; return the captions, or why there are none."""
         if extension == JSON:
             return captions_of_json(name, data, self.columns)
-        return whole_text(name, data) if self.is_whole else captions_of_text(name, data)
+        texts, problem = whole_text(name, data)
+        return (texts if self.is_whole or not texts else self.split(name, texts[0])), problem
+
+    def split(self, name: str, text: str) -> tuple[str, ...]:
+        r"""Return the captions in `name`, a text file or a cell of a CSV; note it for `lines_note` if these are several lines.
+
+        >>> [CaptionNames(per=per).split("a.txt", "a cat\n\na tabby") for per in ("line", "file")]
+        [('a cat', 'a tabby'), ('a cat a tabby',)]
+        """
+        lines = lines_of(text)
+        if len(lines) > 1 and self.per == "file":
+            return (" ".join(lines),)
+        if len(lines) > 1:
+            self.several.append((name, lines))
+        return lines
+
+    def note_lines(self, notes: list[str]) -> None:
+        """Add a note about the texts of several lines that were split since the last one, with an example."""
+        if not self.several:
+            return
+        name, lines = min(self.several)
+        shown = " | ".join(f"'{line[:60]}{'…' * (len(line) > 60)}'" for line in lines[:2]) + " | …" * (len(lines) > 2)
+        found = "1 caption has" if len(self.several) == 1 else f"{len(self.several)} captions have"
+        found += " several lines: each line is a caption of its own, and training draws one at each step"
+        notes.append(f"{found} ({name}: {shown}); --caption-per file makes one caption of all lines")
+        self.several.clear()
 
 
 def refuse_unmet(options: SourceOptions, captions_from: Collection[str]) -> None:
@@ -109,12 +136,6 @@ def ambiguous(names: Iterable[str]) -> Captions:
     return (), f"{' and '.join((first, *others))} are both caption files of this image; keep one"
 
 
-def captions_of_text(name: str, data: bytes) -> Captions:
-    """Parse a caption file with one caption per line; return the captions, or why there are none."""
-    texts, problem = whole_text(name, data)
-    return (lines_of(texts[0]) if texts else ()), problem
-
-
 def whole_text(name: str, data: bytes) -> Captions:
     r"""Return a caption file's text with "\n" at the ends of its lines, nothing if it is blank; or why it cannot be read."""
     if len(data) > MAX_CAPTIONS_BYTES:
@@ -122,7 +143,7 @@ def whole_text(name: str, data: bytes) -> Captions:
     try:
         text = _plain_ends(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return (), f"{name} is not UTF-8 (byte {error.start})"
+        return (), f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8"
     return ((text,), None) if text.strip() else NOTHING
 
 
@@ -292,7 +313,6 @@ class CaptionFiles:
 
 
 # --------------------------------------------------------------------------------------------------------------- caption rules
-# Caption rules: make stored captions from those of the source, by a trigger word, templates and shuffled tags.
 
 _CAPTION = "caption"  # the field of a template
 _SORT_KEY_BYTES = 8  # per tag
@@ -311,6 +331,7 @@ class CaptionRules:
     shuffle_tags: int = 0  # orders of the comma-separated tags to store; 0 leaves captions as they are
     keep_tokens: int = 0  # first tags that stay in place, named as by kohya's scripts
     shuffle_seed: int = 0
+    per: CaptionPer = "line"  # what was read as one caption; a rule of the store like the others
 
     def __post_init__(self) -> None:
         """Check the rules."""
@@ -325,7 +346,7 @@ class CaptionRules:
                 raise UsageError(f"--caption-template {template!r} has no {{{_CAPTION}}}, the place of the source's caption")
 
     @classmethod
-    def parse(cls, templates: Sequence[str], tags: str | None) -> CaptionRules:
+    def parse(cls, templates: Sequence[str], tags: str | None, per: CaptionPer = "line") -> CaptionRules:
         """Return the rules that `--caption-template` and `--shuffle-tags` name.
 
         A template without {caption} is the trigger word. Tags are ORDERS[:KEEP[:SEED]].
@@ -351,6 +372,7 @@ class CaptionRules:
             shuffle_tags=orders,
             keep_tokens=keep if orders else 0,
             shuffle_seed=seed if orders else 0,
+            per=per,
         )
 
     def refuse_too_many(self, max_captions: int) -> None:
@@ -372,7 +394,7 @@ class CaptionRules:
         """Return the options that `parse` makes these rules of, by field, as a manifest's `rules` record them.
 
         >>> CaptionRules(trigger_word="ohwx", shuffle_tags=4, keep_tokens=1).as_json()
-        {'caption_template': ['ohwx'], 'shuffle_tags': '4:1'}
+        {'caption_template': ['ohwx'], 'shuffle_tags': '4:1', 'caption_per': 'line'}
         """
         numbers = (self.shuffle_tags, self.keep_tokens, self.shuffle_seed)
         num_given = 3 if self.shuffle_seed else 2 if self.keep_tokens else 1
@@ -380,6 +402,7 @@ class CaptionRules:
         return {
             "caption_template": [*words, *self.templates],
             "shuffle_tags": ":".join(map(str, numbers[:num_given])) if self.shuffle_tags else None,
+            "caption_per": self.per,
         }
 
     def difference(self, rules: Mapping[str, Json]) -> tuple[str, Json, Json] | None:
@@ -389,7 +412,7 @@ class CaptionRules:
 
     def applied(self, listing: Listing) -> Listing:
         """Replace the captions of a listing by those that are stored; return it. Changes `listing`."""
-        if self == CaptionRules():
+        if self == CaptionRules(per=self.per):
             return listing
         alone = 0
         for n, item in enumerate(listing.items):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_unread
-from bucketline.ingest.sources.captions.files import CAPTION_COLUMNS, CaptionNames, as_texts, lines_of, name_key, stripped
+from bucketline.ingest.sources.captions.files import CAPTION_COLUMNS, CaptionNames, as_texts, name_key, stripped
 from bucketline.ingest.sources.source import note_place
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> I
         yield row
     if row is not None:
         names.column_in([column for column in columns if column != FILE_NAME], name, notes)
+    names.note_lines(notes)
 
 
 def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
@@ -149,7 +150,7 @@ def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -
                     f"{place}: {len(cells)} cells, the header has {len(header)}; a text with a comma must be in quotes"
                 )
             row = dict(zip(header, cells, strict=True))
-            text = None if column is None else list(lines_of(row[column]))
+            text = None if column is None else list(names.split(place, row[column]))
             yield _row(path, place, row[FILE_NAME], text, column, row.get(SPLIT))
     except csv.Error as error:
         raise SourceError(f"{name}, line {rows.line_num}: {error}; expected comma-separated values") from error

@@ -55,7 +55,7 @@ def first_line(store: Path) -> str:
 def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path) -> None:
     make_store(tmp_path / "s", [make_sample("a.png", BUCKET, ("snow",))])
     assert call("store", "get", tmp_path / "s", "a.png", "-o", tmp_path / "a").out.endswith(", 1 caption\n")
-    assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch", 1).out
+    assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch-size", 1).out
     assert " has 1 sample in 1 shard, " in call("store", "merge", tmp_path / "u", tmp_path / "s").out
 
 
@@ -66,7 +66,7 @@ def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:
     (tmp_path / "photos" / "a.png").write_bytes(png(20, 30, 1))
     out = call("ingest", "scan", tmp_path / "photos", "--grid", "16x24", "--min-size-px", 8).out
     assert out.startswith("1 image, ")
-    assert "  1 image without a caption\n" in out
+    assert "  1 image without a caption: a.png; --json names all\n" in out
 
 
 def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subprocess.CompletedProcess[bytes]:

@@ -174,7 +174,7 @@ HOLD = "import sys; from pathlib import Path; from bucketline.files.atomic_write
 
 
 def test_a_second_holder_is_refused_with_the_first_one_named(tmp_path: Path) -> None:
-    with FileLock(tmp_path / "a.lock"), pytest.raises(LockedError, match=rf'"pid": {os.getpid()}.*wait until it has finished'):
+    with FileLock(tmp_path / "a.lock"), pytest.raises(LockedError, match=rf"pid: {os.getpid()}.*wait until it has finished"):
         FileLock(tmp_path / "a.lock")
 
 
@@ -184,7 +184,7 @@ def test_another_process_is_refused_too(tmp_path: Path) -> None:
         ran = spawn([sys.executable, "-c", HOLD, lock.path])
     assert ran.code == 1
     assert f"LockedError: {tmp_path / 's'} is being written by another process" in ran.err
-    assert f'"pid": {os.getpid()}' in ran.err
+    assert f"pid: {os.getpid()}" in ran.err
 
 
 def test_a_lock_given_back_can_be_taken_again(tmp_path: Path) -> None:

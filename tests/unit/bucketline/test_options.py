@@ -18,7 +18,7 @@ from bucketline.loader.cli import COMMANDS as LOADER
 from bucketline.option_value import OptionValue, parse_values
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Positional, Repeated, command_help, options_of, parse_options
 from bucketline.train.config import TrainConfig
-from tests.coming_from_page import PAGE, page
+from tests.coming_from_page import FOLDER, PROGRAMS, page
 
 Colour = StrEnum("Colour", ["RED", "DARK_BLUE"])
 
@@ -56,7 +56,7 @@ class Paint:
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ("", ["HOUSE", "paint --help"]),
+        ("", ["HOUSE", "--coats INT", "paint --help"]),
         ("villa", ["--coats INT", "paint --help"]),
         ("villa --coats", ["--coats", "INT"]),
         ("villa --coats --dry", ["--coats", "INT"]),
@@ -211,7 +211,9 @@ def test_a_command_takes_the_words() -> None:
     assert found == Paints(first=PaintValue(end=3), second=PaintValue(name=Kind.FALLING, floor=0.1))
     with pytest.raises(UsageError, match="--second is 'fast', expected plain"):
         parse_options(Paints, ["--second", "fast"], "paint")
-    assert "plain[@END]|two-words:MEAN,STD|falling[:FLOOR][:red|dark_blue][@END]" in command_help("paint", Paints)
+    assert "plain[@END]|two-words:MEAN,STD|falling[:FLOOR][:red|dark_blue][@END]" in "".join(
+        command_help("paint", Paints).split()
+    )
     assert "[falling:0.5]" in command_help("paint", Paints)
 
 
@@ -233,8 +235,11 @@ def refusal(command: type, option: str) -> str:
     return str(refused.value)
 
 
-def test_the_page_has_what_the_file_has() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.coming_from_page --write`"
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_pages_have_what_the_file_has(program: str) -> None:
+    assert (FOLDER / f"{program}.md").read_text(encoding="utf-8") == page(program), (
+        "run `python -m tests.coming_from_page --write`"
+    )
 
 
 @pytest.mark.parametrize("program", OWNERS)
@@ -269,8 +274,8 @@ def test_the_options_that_sentences_name_exist() -> None:
         (INGEST["pack"], "--num_workers", "it is decode_threads, in a data set file"),
         (INGEST["pack"], "--output_dir", "STORE is given without an option"),
         (INGEST["prompts"], "--random_flip", "`ingest pack` has --flip"),
-        (LOADER["plan"], "--batch-size", "here it is --batch"),
-        (INGEST["pack"], "--clip_skip", "there is no option for another one"),
+        (LOADER["plan"], "--batch", "here it is --batch-size"),
+        (INGEST["pack"], "--clip_skip", "by no other one (docs/limits.md)"),
         (TrainConfig, "--placeholder_token", "textual inversion is not done here"),
     ],
 )

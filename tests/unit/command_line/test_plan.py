@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tuple[Path, Path]) -> None:
-    asked = ("plan", packed[1], "--batch", 2, "--world-size", 2, "--epochs", 3, "--seed", 5, "--json")
+    asked = ("plan", packed[1], "--batch-size", 2, "--world-size", 2, "--epochs", 3, "--seed", 5, "--json")
     brief = call("loader", *asked).json
     assert {"steps", "rows", "buckets"} <= set(brief)
     assert "batches" not in brief
@@ -36,7 +36,7 @@ def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tu
 def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     from bucketline.store.format.block import sample_digest
 
-    listed = call("loader", "plan", packed[1], "--batch", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
+    listed = call("loader", "plan", packed[1], "--batch-size", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
     with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2)) as loader:
         read = [bytes(row.tolist()) for _ in range(2) for batch in loader for row in batch.ids]
     assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
@@ -50,7 +50,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 
     one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
     two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path
-    asked = ("plan", one, f"{two}:3", "--batch", "17000px/2", "--world-size", 2)
+    asked = ("plan", one, f"{two}:3", "--batch-size", "17000px/2", "--world-size", 2)
     order = () if window is None else ("--window", window)
     listed = call("loader", *asked, *order, "--list", "--json").json
     assert {bucket["name"]: (bucket["rows"], bucket["global_batch"]) for bucket in listed["buckets"]} == {
@@ -69,14 +69,20 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "error: no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
-        (("--batch", 0), "--batch is '0', expected rows, such as 8, or"),
-        (("--batch", 1, "--epochs", 0), "--epochs is 0, expected 1 or more"),
-        (("--batch", 1, "--window", "all"), "all"),
-        (("--batch", 1, "--split", "train:keep"), "--split is 'train:keep', expected a split, such as val, or with carry or"),
-        (("--batch", 1, "--world-size", 0), "--world-size is '0', expected 1 rank or more"),
-        (("--batch", 1, "--run", "runs/a"), "--batch is 1 with --run runs/a, which decides it; leave out one of them"),
-        (("--batch", "4GP"), "--batch is '4GP', expected rows, such as 8, or as many as fit 4MP"),
+        ((), "error: loader plan needs either --batch-size N|4MP or --run RUN"),
+        (("--batch-size", 0), "--batch-size is '0', expected rows, such as 8, or"),
+        (("--batch-size", 1, "--epochs", 0), "--epochs is 0, expected 1 or more"),
+        (("--batch-size", 1, "--window", "all"), "all"),
+        (
+            ("--batch-size", 1, "--split", "train:keep"),
+            "--split is 'train:keep', expected a split, such as val, or with carry or",
+        ),
+        (("--batch-size", 1, "--world-size", 0), "--world-size is '0', expected 1 rank or more"),
+        (
+            ("--batch-size", 1, "--run", "runs/a"),
+            "--batch-size is 1 with --run runs/a, which decides it; leave out one of them",
+        ),
+        (("--batch-size", "4GP"), "--batch-size is '4GP', expected rows, such as 8, or as many as fit 4MP"),
     ],
 )
 def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
@@ -89,7 +95,7 @@ def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
 
 def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 9, "train/96x64": 1}))
-    report = call("loader", "plan", tmp_path, "--batch", 4, "--json").done()
+    report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json").done()
     assert {bucket["name"]: bucket["batches"] for bucket in report.json["buckets"]} == {"train/64x64": 2, "train/96x64": 0}
 
 
@@ -99,18 +105,18 @@ SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/6
 @pytest.mark.parametrize(
     ("remainder", "words"),
     [
-        ("carry", "fills a batch of 12 once in 12 passes (with copies), train/192x64 (2 images) fills"),
-        ("partial", "leaves 11 of a batch's 12 rows at weight 0, train/192x64 (2 images) leaves"),
-        ("drop", "never fills a batch of 12 and is not read, train/192x64 (2 images) never"),
+        ("carry", "has 1 image for a batch of 12, so images repeat within it, train/192x64 has 2 images for"),
+        ("partial", "has 1 image for a batch of 12, so 11 rows of it have weight 0, train/192x64 has 2 images for"),
+        ("drop", "has 1 image for a batch of 12 and is never read, train/192x64 has 2 images for"),
     ],
 )
 def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
     make_store(tmp_path, samples_of(SMALL_BUCKETS))
-    asked = ("loader", "plan", tmp_path, "--batch", 6, "--world-size", 2, "--split", f"train:{remainder}")
+    asked = ("loader", "plan", tmp_path, "--batch-size", 6, "--world-size", 2, "--split", f"train:{remainder}")
     ran = call(*asked)
-    assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
+    assert ran.err.startswith(f"warning: train/128x64 {words}")
     assert ran.err.count("\n") == 1
-    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
+    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer GPUs" in ran.err
     assert ("--split train:drop" in ran.err) is (remainder != "drop")
     assert call(*asked, "--json").err == ran.err
 
@@ -118,7 +124,7 @@ def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remaind
 @pytest.mark.parametrize("remainder", ["carry", "partial", "drop"])
 def test_plan_does_not_warn_of_ordinary_buckets(tmp_path: Path, remainder: str) -> None:
     make_store(tmp_path, samples_of({"train/64x64": 99, "train/64x128": 6}))
-    assert call("loader", "plan", tmp_path, "--batch", 5, "--split", f"train:{remainder}").err == ""
+    assert call("loader", "plan", tmp_path, "--batch-size", 5, "--split", f"train:{remainder}").err == ""
 
 
 def test_the_plan_of_a_run_is_the_one_that_its_state_was_made_by(packed: tuple[Path, Path], tmp_path: Path) -> None:
@@ -127,7 +133,7 @@ def test_the_plan_of_a_run_is_the_one_that_its_state_was_made_by(packed: tuple[P
         state.write_text(json.dumps(loader.state_dict()), encoding="utf-8")
         digest = loader.plan.digest
     found = call("loader", "plan", packed[1], "--run", state, "--list", "--json").done().json
-    asked = ("--batch", 2, "--seed", 7, "--accumulation", 2, "--world-size", 2)
+    asked = ("--batch-size", 2, "--seed", 7, "--accumulation", 2, "--world-size", 2)
     assert found["plan"] == digest
     assert found == call("loader", "plan", packed[1], *asked, "--list", "--json").done().json
     call("loader", "plan", "--run", tmp_path / "no").fails(f"--run {tmp_path}/no: {tmp_path}/no cannot be read: No such file")

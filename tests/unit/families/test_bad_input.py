@@ -36,7 +36,7 @@ FLOW = "FlowMatchEulerDiscreteScheduler"
 
 
 def train(packed: Packed, model: Path, output: Path, *more: object) -> Ran:
-    asked = {"--store": packed.store, "--model": model, "--output-dir": output, "--batch": 2, "--max-steps": 1}
+    asked = {"--store": packed.store, "--model": model, "--output-dir": output, "--batch-size": 2, "--max-steps": 1}
     return called(trainer.main, *(one for pair in asked.items() for one in pair), "--num-images", 0, *more)
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Run]:
     """Yield a trainer whose batches have both captions."""
-    asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch": "2"}
+    asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch_size": "2"}
     asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": "off", **changes}
     with contextlib.closing(built(TrainConfig(**asked))) as trainer:
         yield trainer
@@ -173,7 +173,7 @@ def drawn_by(pipeline: Any, trainer: Run, one: DrawingBatch) -> np.ndarray:
     pipeline.set_progress_bar_config(disable=True)
     if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
         assert isinstance(trainer.training.prep.schedule, FlowSchedule)
-    elif isinstance(trainer.training.prep.schedule, FlowSchedule):  # the sampler of a run's images, as docs/training.md has it
+    elif isinstance(trainer.training.prep.schedule, FlowSchedule):  # the sampler of a run's images, as docs/export.md has it
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler.from_config(trainer.training.prep.schedule.config)
     else:
         options: dict[str, Any] = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False}

@@ -50,7 +50,7 @@ def test_a_pass_reads_each_source_as_often_as_the_file_says(folder: Path, model:
     assert report["repeats"] == {"photos": 1, "dogs": 3}
     assert [report["sources"][name]["packed"] for name in ("photos", "dogs")] == [6, 4]
     assert captions_of(folder / "data" / "dogs.store") == {"a photo of sks dog"}
-    plan = call("loader", "plan", folder / "data", "--batch", 1, "--list", "--json").done().json
+    plan = call("loader", "plan", folder / "data", "--batch-size", 1, "--list", "--json").done().json
     assert [(store["path"], store["repeats"]) for store in plan["stores"]] == [
         (str(folder / "data" / "photos.store"), 1),
         (str(folder / "data" / "dogs.store"), 3),
@@ -78,8 +78,8 @@ def test_the_rules_that_each_store_keeps_are_printed_before_it_is_packed(folder:
     ran = call("ingest", "pack", folder / "data.toml", folder / "data", "--model", model).done()
     lines = ran.out.splitlines()
     for name, repeats in (("photos", 1), ("dogs", 3)):
-        (at,) = [n for n, line in enumerate(lines) if line.startswith(f"{name}: as the store was packed: ")]
-        assert {"--grid 16x24,24x16", "--flip", "--min-size-px 8"} <= {*lines[at].partition("packed: ")[2].split(", ")}
+        (at,) = [n for n, line in enumerate(lines) if line.startswith(f"{name}: from the store: ")]
+        assert {"--grid 16x24,24x16", "--flip", "--min-size-px 8"} <= {*lines[at].partition("store: ")[2].split(", ")}
         assert lines[at + 1].startswith(f"{name} x {repeats}: ")
 
 
@@ -142,7 +142,7 @@ def test_a_source_without_one_good_image_leaves_the_folder_unreadable_as_one(fol
     (folder / "data.toml").write_text(ONCE_AND_THREE_TIMES + '[[source]]\npath = "bad"\n', encoding="utf-8")
     pack(folder, model).fails("not one image of bad could be packed")
     assert read_mixture(folder / "data") is None
-    assert call("loader", "plan", folder / "data", "--batch", 1).code == 1
+    assert call("loader", "plan", folder / "data", "--batch-size", 1).code == 1
 
 
 def test_stores_are_made_neither_in_a_store_nor_in_a_source(folder: Path, model: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bucketline.errors import StoreError
+from bucketline.ingest.packing import finish as finish_module
 from bucketline.ingest.pipeline import slice_packer
 from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING
 from bucketline.store import Store, transfer
@@ -26,7 +27,7 @@ from bucketline.store.transfer import ShardSender
 from bucketline.store.verify.verify import verify, verify_folder
 from bucketline.store.write.publish import lock_store, prepare_store
 from tests import object_storage
-from tests.commands import Ran, call
+from tests.commands import Ran, call, forked_ranks
 from tests.kit import everything, ids_of
 from tests.models import SMALL, write_images
 from tests.object_storage import SECRET, S3Bucket
@@ -332,6 +333,95 @@ def test_anothers_drop_is_kept(
     found = sorted(ids_of(pulled(place, tmp_path / "pulled.store")))
     assert dropped not in found
     assert len(found) == 15
+
+
+COUNTS = ("found", "packed", "unchanged", "rejected", "withdrawn", "pruned", "generation")
+
+
+def counts_of(done: Ran) -> tuple[int, ...]:
+    return tuple(done.done().json[name] for name in COUNTS)
+
+
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_what_was_dropped_stays_out_until_it_is_taken_back(
+    kind: str, source: Path, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Whether the image changes, rows are rewritten, and other images change or go."""
+    where: ObjectFolder | Path = request.getfixturevalue("s3_place") if kind == "s3" else tmp_path / "here.store"
+    place = where.url if isinstance(where, ObjectFolder) else where
+    gone, changed, dropped, *_ = images_in(source)
+    assert counts_of(pack(source, where, model)) == (14, 14, 0, 0, 0, 0, 1)
+    said = call("store", "drop", place, dropped).done().out
+    assert "later packs leave out what was dropped; `ingest pack … --take-back ID` packs one again" in said
+    assert counts_of(pack(source, where, model)) == (14, 0, 13, 0, 1, 0, 2)
+    call("store", "compact", place, "--gc", "--older-than", "0s").done()
+    kept, new = (source / gone).read_bytes(), (source / images_in(source)[5]).read_bytes()
+    for name in (changed, dropped):
+        (source / name).write_bytes(new)
+    (source / gone).unlink()
+    dry = pack(source, where, model, "--prune", "--dry-run").done().json
+    assert (dry["found"], dry["new"], dry["changed"], dry["unchanged"], dry["withdrawn"]) == (13, 0, 1, 11, 1)
+    assert counts_of(pack(source, where, model, "--prune")) == (13, 1, 11, 0, 1, 1, 4)
+    (source / gone).write_bytes(kept)  # which pack dropped, not a user
+    assert counts_of(pack(source, where, model)) == (14, 1, 12, 0, 1, 0, 5)
+    printed = call("ingest", "pack", source, place, "--model", model, *SMALL).done().out
+    assert "14 images found = 0 packed + 13 unchanged + 0 rejected + 1 withdrawn, in " in printed
+    assert "  withdrawn: 1 (store drop); --take-back ID packs one again\n" in printed
+    assert call("store", "info", place, "--json").json["withdrawn"] == 1
+    assert "1 sample withdrawn (store drop): packs leave them out" in call("store", "info", place).out
+    unknown = pack(source, where, model, "--take-back", "nosuch.png")
+    unknown.fails("--take-back 'nosuch.png': the store has not withdrawn it", code=2)
+    (tmp_path / "ids").write_text(f"{dropped}\n")
+    assert pack(source, where, model, "--take-back-from", tmp_path / "ids", "--dry-run").json["new"] == 1
+    assert call("store", "info", place, "--json").json["withdrawn"] == 1
+    assert counts_of(pack(source, where, model, "--take-back-from", tmp_path / "ids"))[:5] == (14, 1, 13, 0, 0)
+    assert counts_of(pack(source, where, model, "--take-back", dropped))[:5] == (14, 0, 14, 0, 0)  # of a command that is rerun
+
+
+def test_what_is_withdrawn_while_it_is_packed_does_not_come_back(
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by an interrupted pack that had encoded it, there by a drop that commits before, and one before that drop."""
+    from bucketline.store.remote.generations import commit
+
+    pack(source, place, model)
+    first, second, third, *_, new = images_in(source)
+    for name in (first, second):
+        (source / name).write_bytes((source / new).read_bytes())
+    interrupted_before_the_commit(monkeypatch, source, place, model)
+    drop(place, [first])
+
+    def late(*args: object, **more: object) -> bool:
+        monkeypatch.setattr(commit_module, "commit", later)
+        drop(place, [second])
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    def later(*args: object, **more: object) -> bool:
+        monkeypatch.setattr(commit_module, "commit", commit)
+        drop(place, [third])
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(commit_module, "commit", late)
+    pack(source, place, model).done()
+    assert newest_generation(place).withdrawn == (first, second, third)
+    assert sorted(ids_of(pulled(place, tmp_path / "pulled.store"))) == images_in(source)[3:]
+    assert counts_of(pack(source, place, model))[:5] == (14, 0, 11, 0, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(finish_module, "sample_changes", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # what was taken back is so at once
+            pack(source, place, model, "--take-back", second, "--take-back", third)
+    assert newest_generation(place).withdrawn == (first,)
+    assert counts_of(pack(source, place, model))[:5] == (14, 0, 13, 0, 1)
+
+
+def test_ranks_leave_out_what_is_withdrawn(source: Path, model: Path, tmp_path: Path) -> None:
+    store, dropped = tmp_path / "s", images_in(source)[0]
+    pack(source, store, model).done()
+    drop(store, [dropped])
+    add_images(source, 18, tmp_path)
+    done = forked_ranks(2, "ingest", "pack", source, store, "--model", model, *SMALL, "--json")
+    assert counts_of(done) == (18, 4, 13, 0, 1, 0, 3)
+    assert sorted(ids_of(store)) == images_in(source)[1:]
 
 
 def test_two_processes_do_not_share_a_working_folder(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:

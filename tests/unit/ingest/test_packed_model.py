@@ -51,12 +51,24 @@ def note(store: Path, model: Path | str) -> None:
 def test_a_second_pack_needs_no_model_and_says_which_one_it_takes(again: Path) -> None:
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
     ran = pack(again / "photos", again / "s").done()
-    assert ran.out.splitlines()[0] == f"model: {again / 'sd'}, as the last pack into {again / 's'}"
+    assert ran.out.splitlines()[0] == f"model: {again / 'sd'} (of the last pack into {again / 's'})"
     assert "1 packed + 4 unchanged" in ran.out
     told = pack(again / "photos", again / "t", "--model", again / "sd").done()
     assert "model: " not in told.out
     assert compare(again / "s", again / "t").faults == []
     assert pack(again / "photos", again / "s", "--json").json["unchanged"] == 5
+
+
+def test_prompts_and_peek_take_it_too_or_ask_for_it(again: Path) -> None:
+    (again / "p.txt").write_text("a cat\n", encoding="ascii")
+    for asked in (("prompts", again / "p.txt", again / "s"), ("peek", again / "s", "a/000.png", "-o", again / "a.png")):
+        said = f"model: {again / 'sd'} (of the last pack into {again / 's'})\n"
+        assert call("ingest", *asked).done().out.startswith(said)
+        (again / "s" / PACKED_MODEL).rename(again / "note")
+        call("ingest", *asked).fails(f"add --model MODEL with the model that {again / 's'} was packed with", code=2)
+        note(again / "s", again / "gone")
+        call("ingest", *asked).fails(f"{again / 'gone'}, with which {again / 's'} was last packed, is no longer there")
+        (again / "note").rename(again / "s" / PACKED_MODEL)
 
 
 def test_it_is_noted_as_an_absolute_path_wherever_named(again: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +83,7 @@ def test_a_dry_run_takes_it_too_and_writes_nothing(again: Path) -> None:
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
     before = tree(again)
     ran = pack(again / "photos", again / "s", "--dry-run").done()
-    assert ran.out.splitlines()[0].startswith(f"model: {again / 'sd'}, ")
+    assert ran.out.splitlines()[0].startswith(f"model: {again / 'sd'} (")
     assert "1 new" in ran.out
     assert tree(again) == before
 
@@ -172,7 +184,7 @@ def test_the_stores_of_a_data_set_file_have_one_model(again: Path) -> None:
     (data / "of-another-file.store").mkdir()
     note(data / "of-another-file.store", "elsewhere/model")
     for more in (("--dry-run",), ()):
-        assert pack(file, data, *more).done().out.startswith(f"model: {again / 'sd'}, as the last pack into {data}\n")
+        assert pack(file, data, *more).done().out.startswith(f"model: {again / 'sd'} (of the last pack into {data})\n")
     assert packed_model(data / "more.store") == packed_model(data / "photos.store")
     note(data / "more.store", "elsewhere/model")
     pack(file, data).fails(
@@ -185,7 +197,7 @@ def test_the_stores_of_a_data_set_file_have_one_model(again: Path) -> None:
 def test_ranks_take_it_and_one_of_them_says_so(again: Path) -> None:
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
     ran = forked_ranks(2, "ingest", "pack", again / "photos", again / "s", *SMALL).done()
-    assert ran.out.count("model: ") == ran.out.count(f"model: {again / 'sd'}, as the last pack into {again / 's'}\n") == 1
+    assert ran.out.count("model: ") == ran.out.count(f"model: {again / 'sd'} (of the last pack into {again / 's'})\n") == 1
     assert "1 packed + 4 unchanged" in ran.out
 
 
@@ -229,4 +241,4 @@ def test_source_and_store_swapped_are_told_apart_without_a_model(again: Path) ->
 
 
 def test_json_says_on_stderr_which_model_it_takes(again: Path) -> None:
-    assert f"model: {again / 'sd'}, as the last pack" in pack(again / "photos", again / "s", "--json").err
+    assert f"model: {again / 'sd'} (of the last pack into " in pack(again / "photos", again / "s", "--json").err

@@ -19,7 +19,7 @@ from bucketline.ingest import progress
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
 from bucketline.ingest.encoders.text_encoders import TextEncoder, load_caption_encoder
-from bucketline.ingest.images.crop import CropLoss, note_crop_loss
+from bucketline.ingest.images.crop import CropLoss
 from bucketline.ingest.images.decode import Reason, RejectedError
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.signals import Interrupts
@@ -37,7 +37,7 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
     ranks = PackRanks(rank=0, world_size=2, interrupts=Interrupts())
-    with progress.packing_progress(10, ranks, "pack", lambda: f"slowest: {stages.slowest}") as on_image:
+    with progress.packing_progress(10, ranks, "pack", lambda: f"bottleneck: {stages.slowest}") as on_image:
         on_image()
         monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
         on_image()
@@ -45,7 +45,7 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     assert out == ""
     assert err.startswith("pack (rank 0 of 2): 2 of 10, ")
     assert "images/s" in err
-    assert err.endswith("min left, slowest: decode\n")
+    assert err.endswith("min left, bottleneck: decode\n")
 
 
 def test_a_terminal_that_takes_no_bar_has_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +94,16 @@ def test_what_is_long_ago_is_forgotten() -> None:
 
 
 def test_accounts_of_several_ranks_are_added_up_in_every_part() -> None:
-    one = RunSummary(packed=3, unchanged=1, without_caption=2, enlarged=1, captions_beyond=["a"], captions_truncated=4)
+    one = RunSummary(packed=3, unchanged=1, without_caption=2, enlarged=1, captions_beyond=["a"])
     other = RunSummary(packed=1, unchanged=5, without_caption=1, enlarged=3, captions_beyond=["b"], dropped=["c"])
     other.reject("z.png", RejectedError(Reason.EMPTY, "0 bytes"))
     one.reject("é\n.png", RejectedError(Reason.TOO_SMALL, "1x1"))
     one.reject("a.png", RejectedError(Reason.EMPTY, "0 bytes"))
     for account, bucket, lost in ((one, "a", 0.0), (one, "a", 0.25), (other, "a", 0.5), (other, "b", 0.25)):
-        note_crop_loss(account.crop_losses, bucket, lost)
+        account.crop_losses[bucket] = account.crop_losses.get(bucket, CropLoss()) + CropLoss(images=1, total=lost, most=lost)
     whole = joined_summaries([one, other])
     assert whole.total == 3 + 1 + 1 + 5 + 3
-    assert (whole.without_caption, whole.enlarged, whole.captions_truncated) == (3, 4, 4)
+    assert (whole.without_caption, whole.enlarged) == (3, 4)
     assert (whole.captions_beyond, whole.dropped) == (["a", "b"], ["c"])
     check_identity(13, whole)
     assert whole.crop_losses == {"a": CropLoss(images=3, total=0.75, most=0.5), "b": CropLoss(images=1, total=0.25, most=0.25)}

@@ -74,7 +74,12 @@ def test_a_file_is_replaced_and_the_store_stays_as_it_is(packed: Store, model: P
     assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
     assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
     long = tmp_path / "long.safetensors"
-    assert prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count("1 text longer than") == 1
+    assert (
+        prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count(
+            "1 text longer than the text encoder takes, and cut: "
+        )
+        == 1
+    )
     assert len(read(packed, long).embedding(("a " * 30).strip())["tokens"]) == 10
     assert tree(packed.path) == before
 

@@ -61,6 +61,27 @@ def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_f
     assert tree(tmp_path / "t") == before
 
 
+def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path: Path, model: Path) -> None:
+    def held_out(images: int, *more: object, store: str = "s") -> list[str]:
+        write_files(tmp_path / "in", {f"{n}.png": png(20, 30, n) for n in range(images)})
+        ran = pack(tmp_path / "in", tmp_path / store, model, *more)
+        found = [name for name, row in rows_of(tmp_path / store).items() if row[0].startswith("val/")]
+        assert (ran.json["held_out"], ran.json["samples"]) == (len(found), images), ran.err
+        return found
+
+    small = ("--val-fraction", "0.0001")
+    assert held_out(1, *small) == []
+    (first,) = held_out(4, *small, store="t")  # whichever has the smallest hash of four, of six, and of those that are added
+    (other,) = held_out(6, *small)
+    assert {first, other} <= {f"{n}.png" for n in range(6)} - {"0.png"}
+    assert held_out(12) == [other]
+    scanned = call("ingest", "scan", tmp_path / "in", *SMALL, "--grid", "16x24,24x16", *small).done()
+    assert "held out for validation: 1 of 12 samples\n" in scanned.out
+    assert "held out for validation: 1 of 12 samples\n" in call("ingest", "pack", tmp_path / "in", tmp_path / "s").out
+    apart = call("ingest", "scan", tmp_path / "in", *SMALL, "--grid", "16x24,24x16", "--val-fraction", "0.0001:folder").done()
+    assert "held out for validation: 0 of 12 samples: :folder holds out whole folders, and this is one" in apart.out
+
+
 def test_a_table_and_a_saved_dataset_pack_to_the_same_latents_too(source: Path, tmp_path: Path, model: Path) -> None:
     import datasets
 

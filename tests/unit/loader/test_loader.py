@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[LoaderConfig, dict[str, int], type[Exception], str]] = 
         LoaderConfig(batch_size=50, remainder=Remainder.DROP),
         {},
         PlanError,
-        "the plan has no step: .*; use a smaller batch, fewer ranks, or a remainder",
+        "the plan has no step: .*; use a smaller batch, fewer GPUs, or a remainder",
     ),
     "a rank too high": (LoaderConfig(batch_size=1), {"rank": 2, "world_size": 2}, UsageError, "rank is 2 of 2 ranks"),
     "a rank below 0": (LoaderConfig(batch_size=1), {"rank": -1, "world_size": 2}, UsageError, "rank is -1 of 2 ranks"),

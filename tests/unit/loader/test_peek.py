@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bucketline.store import Store
 
-OPTIONS = ("--batch", 3, "--accumulation", 2, "--caption-dropout", 0.3, "--seed", 5)
+OPTIONS = ("--batch-size", 3, "--accumulation", 2, "--caption-dropout", 0.3, "--seed", 5)
 CONFIG = LoaderConfig(batch_size=3, accumulation=2, caption_dropout=0.3, seed=5)
 
 

@@ -275,8 +275,8 @@ def test_a_sample_is_told_with_its_steps_and_one_that_was_not_seen_as_such(store
     lines = ran.out.splitlines()
     assert lines[0].startswith(f"{name}: seen {len(steps[name])} times in 30 steps, in train/") or len(steps[name]) == 1
     assert [int(line.split()[1]) for line in lines if line.startswith("  step")] == sorted(steps[name])
-    assert "first/val/64x64/0.png: seen never in 30 steps, in val/64x64" in lines
-    assert "nobody.png: seen never in 30 steps, in no generation that the run read" in lines
+    assert "first/val/64x64/0.png: never seen in 30 steps, in val/64x64" in lines
+    assert "nobody.png: never seen in 30 steps, in no generation that the run read" in lines
     strangers = seen(state, store.path, "--json", *(word for n in range(5) for word in ("--id", f"{n}.png")))
     strangers.fails("error: no generation that the run read has '0.png', '1.png', '2.png' and 2 more; ids are")
     assert [(one["id"], one["count"], one["buckets"]) for one in strangers.json["samples"]] == [
@@ -303,7 +303,7 @@ def test_all_lists_every_sample_of_the_split_once(store: Store, tmp_path: Path) 
     never = [name for name, *rest in lines if rest == ["0"]]
     assert len(never) == every - len(steps) > 0
     (tmp_path / "ids.txt").write_text("\n".join(never[:3]) + "\n")
-    assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": seen never") == 3
+    assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": never seen") == 3
 
 
 @pytest.mark.parametrize("window", [None, 4096, 0])
@@ -348,8 +348,8 @@ def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str 
 
 def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
     state = saved(tmp_path / "s.json", state_after(store, 1))
-    for options in ([], ["--id", "a", "--all"]):
-        seen(state, store.path, *options).fails("expected either --id (or --ids) or --all", code=2)
+    seen(state, store.path).fails("needs either --id ID or --ids FILE or --all", code=2)
+    seen(state, store.path, "--id", "a", "--all").fails("--all is given with --id or --ids", code=2)
 
 
 def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> None:

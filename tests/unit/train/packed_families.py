@@ -50,7 +50,7 @@ class Packed:
             "store": (self.store,),
             "model": self.model,
             "output_dir": output,
-            "batch": "4",
+            "batch_size": "4",
             "max_steps": 2,
             "log_every": 1,
             "warmup_steps": 0,

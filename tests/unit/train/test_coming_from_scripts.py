@@ -1,4 +1,4 @@
-"""docs/training.md, *Coming from diffusers' scripts*: each setting that gives theirs, against their formulas written out."""
+"""docs/diffusers-scripts.md: each setting that gives theirs, against their formulas written out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALIKE = {"--learning-rate", "--noise-offset", "--lora-alpha", "--lora-dropout"} 
 
 def rows() -> list[list[str]]:
     """Return the cells of the table."""
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "diffusers-scripts.md").read_text(encoding="utf-8")
     table = text[text.index("| theirs | ours |") :].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
 

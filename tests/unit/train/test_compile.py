@@ -195,7 +195,7 @@ def training_of(folder: Path) -> Training:
 
 @pytest.mark.parametrize("batch", ["3", "0.1MP"])
 def test_examples_are_like_what_will_come_of_every_bucket(folder: Path, batch: str) -> None:
-    asked = config(folder, batch=batch)
+    asked = config(folder, batch_size=batch)
     with data.open_loader(asked, ALONE, data.open_stores(asked, ALONE, START), CPU) as loader:
         examples = example_batches(asked, ALONE, loader, loader.rows.buckets("train"))
         assert sorted(examples) == ["train/128x128", "train/192x128"]

@@ -28,6 +28,7 @@ from bucketline.train import images
 from bucketline.train.images import (
     CELL_PX,
     GAP_PX,
+    LINE_PX,
     DrawingBatch,
     DrawnSample,
     contact_sheet,
@@ -359,7 +360,9 @@ CHINESE = "一只猫坐在窗边看雨"
 
 def drawn(shade: int, height: int, width: int, *, real: int | None = None) -> DrawnSample:
     shades = [shade] if real is None else [real, shade]
-    return {"id": f"cats/{shade}.png"}, [np.full((height, width, 3), value, dtype=np.uint8) for value in shades]
+    return {"id": f"cats/{shade}.png", "caption": str(shade)}, [
+        np.full((height, width, 3), value, dtype=np.uint8) for value in shades
+    ]
 
 
 def test_each_image_is_a_file_of_its_own_size_and_the_sheet_has_all_of_them_in_rows(tmp_path: Path) -> None:
@@ -372,22 +375,38 @@ def test_each_image_is_a_file_of_its_own_size_and_the_sheet_has_all_of_them_in_r
             assert np.array_equal(np.asarray(image), one[1][0])
     assert json.loads((tmp_path / "images.json").read_bytes()) == [entry for entry, _ in samples]
     with Image.open(tmp_path / "images.png") as sheet:
-        side = 40 + GAP_PX
-        assert sheet.size == (4 * side + GAP_PX, 2 * side + GAP_PX)
-        places = [(number % 4 * side + GAP_PX, number // 4 * side + GAP_PX) for number in range(5)]
+        side, high = 40 + GAP_PX, 40 + LINE_PX + GAP_PX
+        assert sheet.size == (4 * side + GAP_PX, 2 * high + GAP_PX)
+        places = [(number % 4 * side + GAP_PX, number // 4 * high + GAP_PX) for number in range(5)]
         assert [sheet.getpixel(place) for place in places] == [(n, n, n) for n in (10, 20, 30, 40, 50)]
 
 
 def test_a_generated_image_is_below_the_real_one_and_large_ones_are_made_smaller() -> None:
     sheet = contact_sheet([drawn(10 * n, 1000, 500, real=5 * n) for n in range(1, 6)])
-    width, height = CELL_PX // 2 + GAP_PX, CELL_PX + GAP_PX
+    width, height = CELL_PX // 2 + GAP_PX, CELL_PX + LINE_PX + GAP_PX
     assert sheet.size == (4 * width + GAP_PX, 4 * height + GAP_PX)
     shades = [[sheet.getpixel((GAP_PX, row * height + GAP_PX)) for row in range(4)]]
     assert shades == [[(n, n, n) for n in (5, 10, 25, 50)]]
 
 
 def test_a_sheet_of_many_images_is_a_square() -> None:
-    assert contact_sheet([drawn(1, 8, 8)] * 100).size == (168, 168)
+    assert contact_sheet([({}, drawn(1, 8, 8)[1])] * 100).size == (168, 168)
+
+
+LONG = "A tabby cat by a window "
+
+
+@pytest.mark.parametrize(
+    ("caption", "lines"), [("A cat\nby it", 1), (LONG * 2, 2), (LONG * 9, 3), ("a" * 300, 1), (CHINESE * 9, 1)]
+)
+def test_the_sheet_has_the_caption_below_each_image_and_never_beside_it(caption: str, lines: int) -> None:
+    image = np.full((64, 192, 3), 255, dtype=np.uint8)
+    sheet = np.asarray(contact_sheet([({"caption": caption}, [image])])).min(axis=2)
+    assert sheet.shape == (64 + LINE_PX * lines + 2 * GAP_PX, 192 + 2 * GAP_PX)
+    rows, columns = np.nonzero(sheet < 128)
+    assert rows.min() > GAP_PX + 64 + LINE_PX * 0.1
+    assert GAP_PX + 64 + LINE_PX * (lines - 1) < rows.max() < len(sheet) - GAP_PX + 2
+    assert GAP_PX <= columns.min() < columns.max() < GAP_PX + 192
 
 
 def test_a_lone_window_has_a_marker_and_ticks_are_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import sys
 from itertools import groupby
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 import torch
 from accelerate import Accelerator
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from bucketline.train.log import (
     NotFiniteError,
@@ -183,8 +186,15 @@ def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(
 @pytest.mark.parametrize(
     ("changes", "talks", "shown"),
     [
-        ({}, True, "step 10 of 10  loss 0.5123  12.3 samples/s  data wait 1.2%  0:00:00 left\n"),
-        ({"mfu": 0.42}, True, "step 10 of 10  loss 0.5123  12.3 samples/s  data wait 1.2%  MFU 42.0%  0:00:00 left\n"),
+        ({}, True, "step 10 of 30  loss 0.5123  12.3 samples/s  data wait 1.2 %  0:00:08 left\n"),
+        ({"mfu": 0.42}, True, "step 10 of 30  loss 0.5123  12.3 samples/s  data wait 1.2 %  MFU 42.0 %  0:00:08 left\n"),
+        ({"step": 29}, True, "step 30 of 30  loss 0.5123  12.3 samples/s  data wait 1.2 %\n"),
+        ({"step": 1, "passed_s": 0.5, "mfu": 0.42}, True, "step 2 of 30  loss 0.5123\n"),
+        (
+            {"val_loss": 1.034, "val_zero_loss": 1.0},
+            True,
+            "validation after 9 steps: loss 1.0340, 103.4 % of the zero baseline\n",
+        ),
         ({}, False, ""),
     ],
 )
@@ -197,10 +207,22 @@ def test_a_windows_line_says_loss_rate_data_wait_and_the_time_left_also_in_a_log
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     progress = ProgressLine(talks=talks)
-    progress.begin(0, 10)
+    passed_s = cast("float", changes.get("passed_s", 4.0))
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    progress.begin(0, 30)
+    monkeypatch.setattr("time.monotonic", lambda: passed_s)
     progress.window({"step": 9, "loss": 0.51234, "samples_per_s": 12.34, "data_wait_fraction": 0.012, **changes})
     progress.close()
     assert capsys.readouterr().err == shown
+
+
+def test_a_warning_is_told_once_and_a_long_line_continues_indented_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLine(talks=True)
+    progress.console = Console(file=sys.stderr, width=20, force_terminal=True, no_color=True)
+    with progress:
+        for _ in range(14):
+            logging.getLogger("bucketline.train.images").warning("no images: %s has no VAE", "a")
+    assert capsys.readouterr().err.split("\n")[:2] == ["warning: no images:", "  a has no VAE"]
 
 
 def test_a_tracker_gets_windows_and_validations_at_the_steps_done_with_nested_numbers_by_name(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import shutil
 import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from bucketline.errors import UsageError
+from bucketline.errors import StoreError, UsageError
 from bucketline.option_value import as_option
 from bucketline.train import checkpoint, memory
 from bucketline.train.checkpoint import Start
@@ -112,8 +113,8 @@ def test_a_run_turns_on_what_it_needs_says_so_and_is_the_one_that_has_it_given(
         ends_unless(short, lambda one: (one.recompute or 0) >= 0.5)
         train(asked, ALONE)
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert "memory is short for a step of 2 rows of train/192x128: trying --recompute 0.25; up to 8% more time" in said
-    assert "trying --recompute 0.5; up to 17% more time, and the same losses" in said
+    assert "out of memory in a step of 2 samples of train/192x128; next try: --recompute 0.25 (up to 8 % more time" in said
+    assert "next try: --recompute 0.5 (up to 17 % more time, same losses)" in said
     assert "0.75" not in said
     assert recompute_of(folder / "fitted") == 0.5
     train(dataclasses.replace(asked, output_dir=folder / "given", memory=None, recompute=0.5), ALONE)
@@ -123,7 +124,7 @@ def test_a_run_turns_on_what_it_needs_says_so_and_is_the_one_that_has_it_given(
     assert recompute_of(folder / "fitted") == 0.5
     with monkeypatch.context() as short:
         ends_unless(short, lambda one: one.recompute == 1)
-        with pytest.raises(UsageError, match=r"short for a step .* --recompute 1,"):
+        with pytest.raises(UsageError, match=r"memory in a step .* --recompute 1,"):
             train(dataclasses.replace(asked, max_steps=3, resume=True), ALONE)
     train(dataclasses.replace(asked, memory=None, recompute=0.0, max_steps=3, resume=True), ALONE)
     assert recompute_of(folder / "fitted") == 0
@@ -156,7 +157,9 @@ def test_a_run_that_never_fits_is_refused_and_another_error_is_its_own(folder: P
     asked = config(folder, memory="1GiB", recompute=0.0, optimizer="adamw", ema="off")
     with opened(asked) as loader:
         ends_unless(monkeypatch, lambda _: False)
-        with pytest.raises(UsageError, match=r"short for a step of 2 rows of .*: CUDA out of memory.* Use a smaller --batch"):
+        with pytest.raises(
+            UsageError, match=r"memory in a step of 2 samples of .*: CUDA out of memory.* Use a smaller --batch-size"
+        ):
             fitted(asked, loader)
         monkeypatch.setattr(memory, "try_step", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
         with pytest.raises(RuntimeError, match="a bug"):
@@ -274,3 +277,26 @@ def test_a_rank_that_has_memory_enough_chooses_what_another_needs(folder: Path) 
 def _restored() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         yield
+
+
+@pytest.mark.parametrize("ema", ["0.9999", "off"])
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ema: str
+) -> None:
+    asked = config(folder, max_steps=2, save_every="1", ema=ema)
+    made = train(dataclasses.replace(asked, output_dir=folder / "measured"), ALONE).checkpoint
+    size = sum(path.stat().st_size for path in made.rglob("*.safetensors"))
+    usage = shutil.disk_usage(folder)
+
+    def with_room_for(checkpoints: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(checkpoints * size)))
+
+    with_room_for(0.7)
+    with pytest.raises(StoreError, match=r"a checkpoint needs about .* MiB are free; make room, .*or choose another"):
+        train(asked, ALONE)
+    assert not (asked.output_dir / "metrics.jsonl").exists()
+    for room, is_warned in ((1, True), (3, False)):
+        capsys.readouterr()
+        with_room_for(room)
+        train(dataclasses.replace(asked, output_dir=folder / f"room {room}"), ALONE)
+        assert ("room for 1 of 3 (--keep 2, and the one that is being written); use a" in capsys.readouterr().err) is is_warned

@@ -204,7 +204,7 @@ def test_a_step_that_clips_is_one_whose_gradients_were_clipped(monkeypatch: pyte
 # The documented bytes a weight.
 
 ROW = re.compile(r"^\| `([a-z][a-z0-9-]*)`[^|]*\|[^|]*\| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+|—) \|", re.MULTILINE)
-TABLE = {name: values for name, *values in ROW.findall((ROOT / "docs" / "training.md").read_text(encoding="utf-8"))}
+TABLE = {name: values for name, *values in ROW.findall((ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8"))}
 
 
 class MatrixBlock(nn.Linear):

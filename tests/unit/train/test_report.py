@@ -140,7 +140,11 @@ def test_the_newest_images_are_on_the_page_at_their_own_sizes_with_what_they_are
         ({"data_wait_fraction": 0.25}, "25.0 % of the time was spent waiting for data", "loader plan"),
         ({"step_s_p99": 1.4}, "some steps took 7.0 times as long as most", ""),
         ({"losses": (0.9, 0.2, 0.3)}, "the validation loss has risen", "It was 0.2000 after 20 steps and is 0.3000"),
-        ({"losses": (1.2, 1.1, 1.0)}, "nothing was learned", "predicting zero scores 1.0000"),
+        (
+            {"losses": (1.2, 1.1, 1.0)},
+            "nothing was learned",
+            "The validation loss is 1.0000, the zero baseline (predicting zero) 1.0000",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, changes: dict[str, Any], title: str | None, detail: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import weakref
@@ -114,7 +115,8 @@ def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(
     assert status(output) == {"state": "done", "step": STEPS, "reason": None}
     assert checkpoints(whole.asked) == ["06", "08"]
     assert whole.summary.checkpoint == output / "checkpoints" / "step-00000008"
-    assert whole.err.count("warning: train/96x64 (1 image) fills a batch of ") == 1
+    assert whole.err.count("warning: train/96x64 has 1 image for a batch of ") == 1
+    assert "training: 8 steps, 1.52 epochs of 21 samples in 3 buckets\nvalidation: 8 of 29 samples, held out by " in whole.err
     assert not [*output.glob("*.tmp")]
     assert [path.name for path in whole.summary.images] == ["loss.png", "images.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in whole.summary.images)
@@ -261,7 +263,7 @@ def test_a_run_that_ends_and_goes_on_equals_the_whole_one_to_the_last_bit(
         said = str(train(replace(asked, resume=True), ALONE))
     finally:
         torch.compiler.set_stance("default")
-    assert said.startswith(("already at step 8: nothing to train", "trained 8 steps\n"))
+    assert re.match(r"trained \d steps?, to step 8\n|\S+/run has finished: step 8 of 8; raise --max-steps", said)
     assert losses(asked.output_dir) == losses(whole.asked.output_dir)
     first, second = (tree(one.output_dir / "checkpoints" / "step-00000008") for one in (asked, whole.asked))
     for name in (UNET, UNET.replace("unet", "unet_ema", 1)):
@@ -362,8 +364,8 @@ def test_a_run_holds_its_folder_while_it_trains(folder: Path, monkeypatch: pytes
     asked, held = config(folder, max_steps=1), []
 
     def step(*args: object) -> object:
-        with pytest.raises(LockedError, match=f'"pid": {os.getpid()}'):
-            log.lock_folder(asked.output_dir)
+        with pytest.raises(LockedError, match=f"is being trained by process {os.getpid()} on .*; wait, stop it, or choose"):
+            train(replace(asked, resume=True), ALONE)
         held.append(args)
         return step_module.train_step(*args)  # type: ignore[arg-type]
 
@@ -411,7 +413,7 @@ def test_a_resume_may_divide_a_global_batch_otherwise_and_a_new_plan_takes_the_n
     one = config(folder, max_steps=2)
     train(one, ALONE)
     one = replace(one, max_steps=4, resume=True)
-    other = replace(one, output_dir=folder / "other", batch=BatchSize(batch_size=4), accumulation=1)
+    other = replace(one, output_dir=folder / "other", batch_size=BatchSize(batch_size=4), accumulation=1)
     shutil.copytree(one.output_dir, other.output_dir)
     for asked in (one, other):
         train(asked, ALONE)
@@ -419,8 +421,14 @@ def test_a_resume_may_divide_a_global_batch_otherwise_and_a_new_plan_takes_the_n
         for name in {"loss", "val_loss"} & {*first}:
             assert first[name] == pytest.approx(second[name], rel=1e-5)
     add_to_store(folder / "tiny.store", samples({"train/128x128": 20}, "later/"))
-    assert str(train(one, ALONE)).startswith("already at step 4: nothing to train"), "on the generation of its plan"
-    new = replace(one, new_plan=True, batch=BatchSize(batch_size=3), accumulation=1, max_steps=5)
+    before = tree(one.output_dir)
+    assert "/run has finished: step 4 of 4; raise --max-steps" in str(train(one, ALONE))
+    assert tree(one.output_dir) == before, "nothing is drawn or written again"
+    capsys.readouterr()
+    drawn = train(replace(one, num_images=1), ALONE)
+    assert "resumed" in capsys.readouterr().err, "an output that is new to it is made, on the generation of its plan"
+    assert one.output_dir / "images.png" in drawn.images
+    new = replace(one, new_plan=True, batch_size=BatchSize(batch_size=3), accumulation=1, max_steps=5)
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(new, resume=False)
     summary = train(new, ALONE)
@@ -435,10 +443,12 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_bf16_trains_w
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_training_store(folder / "all.store", {"train/128x128": 29, "train/192x128": 9})
-    asked = config(folder, store=(folder / "all.store",), batch=f"{2 * 128 * 192}px", max_steps=4, precision=Precision.BF16)
+    asked = config(
+        folder, store=(folder / "all.store",), batch_size=f"{2 * 128 * 192}px", max_steps=4, precision=Precision.BF16
+    )
     summary = train(asked, ALONE)
     assert summary.validation is None
-    assert "has no held-out samples" in capsys.readouterr().err
+    assert "no validation: no sample of 38 is held out by the store; pack with" in capsys.readouterr().err
     per_step = {"train/128x128": 3 * asked.accumulation, "train/192x128": 2 * asked.accumulation}
     for line in read_metrics(asked.output_dir):
         assert 0 < cast("float", line["loss"]) < 2
@@ -498,7 +508,7 @@ def test_a_followed_run_that_is_stopped_and_resumed_has_the_losses_of_one_that_i
     (start, first), (second_at, second), (third_at, third) = found[0][0]
     assert (start, first, second, third) == (0, (1,), (2,), (3,))
     assert 3 < second_at < third_at < 16
-    assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
+    assert f"step {second_at}: now on generation 2, 26 samples per epoch" in capsys.readouterr().err
 
 
 def test_a_window_of_steps_goes_on_without_a_bucket_that_was_dropped_meanwhile(
@@ -536,7 +546,8 @@ def test_a_run_in_epochs_is_that_of_its_steps_and_a_resume_needs_no_length_of_it
     asked = in_epochs(folder, 1, output_dir=folder / "epoch")
     steps = steps_of(asked, 1)
     assert train(asked, ALONE).steps_done == steps == 9  # 6 batches of 13 rows, 3 of 7
-    assert f"{steps} steps: --epochs is 1\n" in capsys.readouterr().err
+    assert f"training: {steps} steps, 1 epoch of 20 samples in 2 buckets\n" in capsys.readouterr().err
+    assert "has finished: step 9 of 9" in str(train(replace(asked, resume=True), ALONE))
     recorded = json.loads((asked.output_dir / "config.json").read_text(encoding="utf-8"))["config"]
     assert (recorded["max_steps"], recorded["epochs"], recorded["lr_schedule"]) == (steps, None, f"cosine@{steps}")
     plain = replace(asked, epochs=None, max_steps=steps, output_dir=folder / "steps")
@@ -544,7 +555,7 @@ def test_a_run_in_epochs_is_that_of_its_steps_and_a_resume_needs_no_length_of_it
     assert losses(plain.output_dir) == losses(asked.output_dir)
     longer = replace(asked, epochs=1.5, resume=True, lr_schedule=LrSchedule.parse("cosine@99", "it"))
     assert train(longer, ALONE).steps_done == steps + round((steps_of(asked, 2) - steps) / 2)
-    with pytest.raises(UsageError, match=r"--epochs is 1, 9 steps, and .*step-000000\d\d is already at step 15; give more"):
+    with pytest.raises(UsageError, match=r"--epochs is 1: .* is 9, and .*step-000000\d\d is already at step 15; give more"):
         train(replace(longer, epochs=1), ALONE)
 
 

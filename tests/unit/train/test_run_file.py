@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import re
 import sys
 import time
@@ -47,7 +49,7 @@ def test_every_preset_is_a_valid_configuration(name: str) -> None:
     assert config.learning_rate is not None
     assert config.learning_rate < 2e-4 or "/" in name
     assert (config.lora_rank is not None) is name.endswith("-lora")
-    assert config.batch is not None
+    assert config.batch_size is not None
     assert config.files == (name,)
 
 
@@ -65,17 +67,17 @@ def test_there_is_a_preset_for_each_family_and_its_adapters_and_a_script_that_ru
 
 
 def test_options_on_the_command_line_win_wherever_they_stand_then_later_files(written: Callable[..., str]) -> None:
-    more = ("--learning-rate", "3e-4", "--recompute", "0.5", "--batch", "4096tok")
+    more = ("--learning-rate", "3e-4", "--recompute", "0.5", "--batch-size", "4096tok")
     for arguments in ([*more, "sdxl-lora"], ["sdxl-lora", *more]):
         config = configured(*arguments)
         assert (config.learning_rate, config.recompute, config.lora_rank) == (3e-4, 0.5, 16)
-        assert (str(config.batch), config.for_loader().batch_tokens) == ("4ktok", 4096)
-    first = written('store = ["b.store"]\nverify = false\n[batches]\nbatch = 2\nseed = 1\naccumulation = 3\n', "first.toml")
+        assert (str(config.batch_size), config.for_loader().batch_tokens) == ("4ktok", 4096)
+    first = written('store = ["b.store"]\nverify = false\n[batches]\nbatch_size = 2\nseed=1\naccumulation = 3\n', "first.toml")
     second = written("[batches]\nseed = 2\naccumulation = 4\n", "second.toml")
     config = configured(first, second, "--accumulation=5", "--verify")
-    assert (str(config.batch), config.seed, config.accumulation, config.verify) == ("2", 2, 5, True)
+    assert (str(config.batch_size), config.seed, config.accumulation, config.verify) == ("2", 2, 5, True)
     assert [str(store) for store in config.store] == ["a.store"]
-    steps, epochs = written("batch = 1\nmax_steps = 3\n", "first.toml"), written("epochs = 2\n", "second.toml")
+    steps, epochs = written("batch_size = 1\nmax_steps = 3\n", "first.toml"), written("epochs = 2\n", "second.toml")
     config = parse([*NEEDED[:-2], steps, epochs], "train")
     assert (config.max_steps, config.epochs) == (None, 2)
     assert configured(steps, epochs).epochs is None, "--max-steps is in place of the file's"
@@ -87,7 +89,7 @@ model = "m"
 output_dir = "o"
 max-steps = 9
 [section]
-batch = 2
+batch_size = 2
 timesteps = "logit-normal:-0.5,1"
 recompute = 1
 save-every = "None"
@@ -105,7 +107,7 @@ save-every = "None"
     [
         ("[optimizer]\nlorra_rank = 4", r"own\.toml has 'lorra_rank', .*'lora_rank'"),
         ("qqq = 4", "has 'qqq', which is not an option of a file$"),
-        ("lr_warmup_steps = 9", "'lr_warmup_steps', .* here it is --warmup-steps"),
+        ("lr_warmup_steps = 9", "'lr_warmup_steps', .* here it is warmup_steps"),
         ('preset = "sd"', "has 'preset', .*name a preset or a run file without an option"),
         ("resume = true", "has 'resume', which is not an option of a file"),
         ("seed = 1\n[batches]\nseed = 2", r"own\.toml has seed twice"),
@@ -115,7 +117,7 @@ save-every = "None"
         ("accumulation = 2.5", "accumulation .*2.5.* whole number"),
         ('learning-rate = "fast"', "own.toml.* learning_rate .*'fast'.* number"),
         ('precision = "fp4"', "precision .*'fp4'.* auto, fp32"),
-        ("batch = 1\nema = 1.5", "--ema is 1.5: decay is 1.5"),
+        ("batch_size = 1\nema = 1.5", "--ema is 1.5: decay is 1.5"),
         ("seed = ", "is not TOML: Invalid value"),
         pytest.param(f"seed = {'[' * 3000}", "is not TOML: maximum recursion", id="deep"),
         ("base = true", "base is 'True', expected int8, fp8, nf4, off"),
@@ -156,7 +158,7 @@ def test_presets_are_listed_and_printed_as_they_may_be_given_again(
 @pytest.mark.parametrize("service", ["http://here:1", "tcp://here", "", "unix:"])
 def test_a_service_that_is_no_address_is_refused_with_the_options(service: str) -> None:
     with pytest.raises(UsageError, match=r"service is '?.*'?, expected a `loader serve`|is not an address"):
-        configured("--service", service, "--batch", "1")
+        configured("--service", service, "--batch-size", "1")
 
 
 CHOSEN: dict[str, Any] = {
@@ -164,7 +166,7 @@ CHOSEN: dict[str, Any] = {
     "save_every": "1000,90m",
     "sharding": "fsdp:8",
     "push_to_hub": "me/a",
-    "batch": "4MP/8",
+    "batch_size": "4MP/8",
     "ema": "0.99:cpu",
 }
 
@@ -202,8 +204,8 @@ def test_a_run_is_resumed_by_its_folder_and_options_next_to_it_win(tmp_path: Pat
     ):
         with pytest.raises(UsageError, match=message):
             parse(arguments, "train")
-    bare = configured("--resume", "--batch", "2")
-    assert (bare.resume, str(bare.output_dir), str(bare.batch)) == (True, "o", "2")
+    bare = configured("--resume", "--batch-size", "2")
+    assert (bare.resume, str(bare.output_dir), str(bare.batch_size)) == (True, "o", "2")
 
 
 def test_places_are_recorded_absolute_and_names_and_texts_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_places_are_recorded_absolute_and_names_and_texts_as_they_are(tmp_path: 
     Path("prompts.txt").touch()
     long = "a barn, at dusk: " + 400 * "x"
     config = replace(
-        configured("--batch", "1"),
+        configured("--batch-size", "1"),
         store=("b.store:3@0.5", "s3://bucket/c.store"),
         image_prompts=("prompts.txt", long),
         model_config="org/model",
@@ -258,13 +260,13 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         "assert not heavy, heavy\n"
     )
     done = spawn(["sh", "-c", 'cd "$0" && exec "$1" -c "$2"', ROOT, sys.executable, program]).done()
-    assert "--batch" in done.out
+    assert "--batch-size" in done.out
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": "0"}, "--batch is '0', expected rows, such as 8, or"),
+        ({"batch_size": "0"}, "--batch-size is '0', expected rows, such as 8, or"),
         ({"store": ()}, "no --store is given, expected one or more"),
         ({"save_every": "0"}, "--save-every is '0', expected steps, such as 1000, a time, such as 30m, or both: 1000,30m"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
@@ -279,8 +281,8 @@ def test_help_imports_neither_torch_nor_diffusers() -> None:
         ({"dora": True, "lora_rank": 4, "sharding": "fsdp"}, "dora is True, and --sharding is fsdp, expected ddp"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"image_prompts": ("few",), "num_images": 0}, "--image-prompts is few, and --num-images is 0"),
-        ({"batch": None}, "no batch size given: pass --batch: rows, such as 8, or as many as fit 4MP"),
-        ({"batch": "2/2"}, "--batch is '2/2', expected rows, such as 8, or"),
+        ({"batch_size": None}, "no batch size given: pass --batch-size: rows, such as 8, or as many as fit 4MP"),
+        ({"batch_size": "2/2"}, "--batch-size is '2/2', expected rows, such as 8, or"),
         ({"sharding": "hsdp"}, "--sharding is 'hsdp', expected ddp, fsdp, "),
         ({"sharding": "fsdp:1"}, "--sharding is 'fsdp:1', expected ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"),
         ({"keep_gathered": True}, "keep_gathered is True, and --sharding is ddp"),
@@ -299,15 +301,15 @@ def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[s
 
 def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_path: Path) -> None:
     arguments = as_arguments(config(tmp_path))
-    arguments[arguments.index("--batch=2")] = "--batch=0"
+    arguments[arguments.index("--batch-size=2")] = "--batch-size=0"
     done = spawn([sys.executable, MAIN, *arguments])
     assert (done.code, done.out) == (2, "")
-    said = "error: --batch is '0', expected rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok"
+    said = "error: --batch-size is '0', expected rows, such as 8, or as many as fit 4MP (of 1024 x 1024 px) or 16ktok"
     assert done.err.startswith(said)
     assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--batch=0", "--batch=many"])
+@pytest.mark.parametrize("option", ["--batch-size=0", "--batch-size=many"])
 def test_of_several_ranks_the_first_one_prints_what_all_find_wrong(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,7 +322,7 @@ def test_of_several_ranks_the_first_one_prints_what_all_find_wrong(
         assert end.value.code == 2
         assert bool(waits) is (rank > 0), "torchrun ends all ranks with the first, which has to say why"
         said = capsys.readouterr()
-        assert ("--batch is " in said.err, said.out) == (rank == 0, "")
+        assert ("--batch-size is " in said.err, said.out) == (rank == 0, "")
 
 
 @pytest.mark.slow
@@ -330,3 +332,24 @@ def test_stores_are_given_by_the_option_again_and_again_and_a_failure_ends_with_
     assert (done.code, done.out) == (1, "")
     assert f"{tmp_path / 'one.store'} is not a store" in done.err
     assert "Traceback" not in done.err
+
+
+def test_the_model_is_the_one_that_the_store_was_packed_with_unless_another_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.store").mkdir()
+    (tmp_path / "m").mkdir()
+    asked = [*NEEDED[:2], *NEEDED[4:], "--batch-size", "2"]
+    with pytest.raises(UsageError, match="needs --model"):
+        parse(asked, "train")
+    for model, found in (
+        (tmp_path / "m", None),
+        (tmp_path / "gone", "was packed with .*/gone, which is no"),
+        ("org/m", "org/m"),
+    ):
+        note = {"model": str(model), "model_config": None}
+        (tmp_path / "a.store" / "packed_model.json").write_text(json.dumps(note), encoding="utf-8")
+        with pytest.raises(UsageError, match=f"{found}.*; give --model") if found else contextlib.nullcontext():
+            assert parse(asked, "train").model == model
+        assert parse([*asked, "--model", "other"], "train").model == Path("other")

@@ -238,7 +238,7 @@ def seen_at(step: int, asked: TrainConfig) -> list[tuple[str, str]]:
 
 
 def test_samples_are_named_of_the_rank_whose_loss_is_not_finite(folder: Path) -> None:
-    asked = config(folder, batch="1")
+    asked = config(folder, batch_size="1")
     run = built(asked)
     with contextlib.closing(run):
         run.ranks = replace(ALONE, world_size=2)

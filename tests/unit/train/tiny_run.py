@@ -138,7 +138,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         "store": (folder / "tiny.store",),
         "model": folder / "model",
         "output_dir": folder / "run",
-        "batch": "2",
+        "batch_size": "2",
         "accumulation": 2,
         "max_steps": 7,
         "log_every": 3,

@@ -165,7 +165,7 @@ def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str
     assert with_tokens("sd3") == (97, T5_WIDTH)
     assert with_tokens("pixart_sigma") == (20, T5_WIDTH)
     for family in ("sd", "sdxl"):
-        with pytest.raises(UsageError, match=f"--max-tokens 20: the tokenizer determines the length of {family} captions"):
+        with pytest.raises(UsageError, match=f"--max-tokens 20: captions of {family} have a fixed number of tokens"):
             with_tokens(family)
     with pytest.raises(UsageError, match="--max-tokens is 5000, expected 512 or fewer"):
         encoder_of(folders["flux"], max_tokens=5000)

@@ -205,7 +205,11 @@ def test_ranks_are_refused(own: Known, source: Path, tmp_path: Path, monkeypatch
 def test_a_model_that_is_told_crops_is_not_trained_on_unknown_ones(own: Known, source: Path, tmp_path: Path) -> None:
     assert run_import("kohya", source, tmp_path / "s.store", own).code == 0
     config = TrainConfig(
-        store=(tmp_path / "s.store",), model=own.model, output_dir=tmp_path / "run", batch=BatchSize(batch_size=2), max_steps=1
+        store=(tmp_path / "s.store",),
+        model=own.model,
+        output_dir=tmp_path / "run",
+        batch_size=BatchSize(batch_size=2),
+        max_steps=1,
     )
     with pytest.raises(ModelError, match=r"rules\.import\.crop"):
         train(config, ALONE)

@@ -302,11 +302,11 @@ def test_images_that_are_added_later_and_rejected_ones_come_out_alike(source: Pa
     found = {}
     for order in ("one", "two"):
         json = pack_in_phases(in_file(tmp_path / "d.toml", source, phases=order), tmp_path / order, model).json
-        names = ("packed", "latents_kept", "unchanged", "rejected", "captions_cut", "captions_truncated")
+        names = ("packed", "latents_kept", "unchanged", "rejected", "captions_cut")
         found[order] = {name: json[name] for name in names}
     assert found["one"] == found["two"]
     assert found["two"]["packed"] == found["two"]["latents_kept"] + 5
-    assert found["two"]["captions_truncated"] == 1
+    assert found["two"]["captions_cut"] == {"text_encoder": 1}
     assert (
         pack_in_phases(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "two", model, "--check", "content").json[
             "packed"

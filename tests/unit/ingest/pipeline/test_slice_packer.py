@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
 from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.pipeline import image_reader
-from bucketline.ingest.pipeline.slice_packer import ShardFill
+from bucketline.ingest.pipeline.slice_packer import ShardFill, SlicePacker
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.block import caption_digest
+from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from tests.commands import call
 from tests.family_models import write_dit
@@ -105,35 +106,57 @@ def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted(source: P
     (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
     report = pack(in_file(tmp_path / "d.toml", source, max_captions=3), tmp_path / "s", model).json
     assert report["captions_beyond"] == ["a/000.png"]
-    assert report["captions_truncated"] == 1
+    assert report["captions_cut"] == {"text_encoder": 1}
     store = Store.open(tmp_path / "s")
     assert len(store.sample("a/000.png")[1].captions) == 5
     row = store.sample("b/001.png")[1].caption_rows[0]
     assert len(store.read_caption(0, row)["tokens"]) == 12
 
 
-def test_captions_that_are_cut_are_listed_until_they_are_packed_again(source: Path, tmp_path: Path, model: Path) -> None:
-    def listed() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (tmp_path / "s" / "long_captions.jsonl").read_bytes().splitlines()]
+def test_counts_of_cut_captions_are_those_of_the_store(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a pack is whole or was stopped after some batches, and whatever changes or goes later."""
+    whole, stopped = tmp_path / "s", tmp_path / "stopped"
+
+    def said(store: Path) -> tuple[dict[str, int], dict[str, list[Any]]]:
+        assert not verify(Store.open(store), lambda _: None, 1).corrupt
+        rows = [json.loads(line) for line in call("store", "ls", store, "--json").out.splitlines()]
+        counts: dict[str, int] = call("store", "info", store, "--json").json["captions_cut"]
+        return counts, {one["id"]: one["cuts"] for one in rows if one["cuts"]}
 
     for name in ("a/000", "b/001"):
         (source / f"{name}.txt").write_text("red " * 10 + "cat dog", encoding="ascii")
-    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL)
-    assert "  2 captions cut by text_encoder\n" in ran.out
-    assert f"images with cut captions: a/000.png, b/001.png; each with what was cut in {tmp_path}/s/long_captions" in ran.out
-    line = {"encoder": "text_encoder", "tokens": 14, "limit": 12, "cut": "cat dog"}
-    assert listed() == [{"id": "a/000.png", **line}, {"id": "b/001.png", **line}]
-    assert pack(source, tmp_path / "s", model).json["captions_cut"] == {}
-    assert listed() == [{"id": "a/000.png", **line}, {"id": "b/001.png", **line}]
+    ran = call("ingest", "pack", source, whole, "--model", model, *SMALL)
+    assert "  2 captions of the store cut by text_encoder\n" in ran.out
+    assert f"  what was cut: `store report {whole}`, or `cuts` in `store ls {whole} --json`" in ran.out
+    cut = ["text_encoder", 14, 12, "cat dog"]
+    expected = {"text_encoder": 2}, {"a/000.png": [cut], "b/001.png": [cut]}
+    assert said(whole) == expected
+    encode, batches = SlicePacker._encode, list[str]()
+
+    def stopping(packer: SlicePacker, bucket: str, on_image: Callable[[], None]) -> None:
+        batches.append(bucket)
+        if len(batches) == 4:
+            raise KeyboardInterrupt
+        encode(packer, bucket, on_image)
+
+    monkeypatch.setattr(SlicePacker, "_encode", stopping)
+    assert pack(source, stopped, model, "--batch-size", 2).code == 130
+    call("store", "compact", stopped).done()  # which adopts what there is
+    again = pack(source, stopped, model).done().json
+    assert (again["packed"], again["unchanged"], again["captions_cut"]) == (8, 6, {"text_encoder": 2})
+    assert again["without_caption"] == len((whole / "without_caption.jsonl").read_bytes().splitlines())
+    assert said(stopped) == expected
+    assert Store.open(stopped).manifest.captions_cut == Store.open(whole).manifest.captions_cut
     (source / "a" / "000.txt").write_text("a cat", encoding="ascii")
-    with (tmp_path / "s" / "long_captions.jsonl").open("a") as file:
-        file.write("no line of ours\n")
-    assert pack(source, tmp_path / "s", model).json["captions_truncated"] == 0
-    assert listed() == [{"id": "b/001.png", **line}]
+    assert pack(source, whole, model).json["captions_cut"] == {"text_encoder": 1}
+    assert said(whole) == ({"text_encoder": 1}, {"b/001.png": [cut]})
+    call("store", "compact", whole).done()
+    assert said(whole) == ({"text_encoder": 1}, {"b/001.png": [cut]})
     (source / "b" / "001.png").unlink()
-    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 1
-    assert listed() == []
-    assert call("store", "verify", tmp_path / "s", "--json").json["strays"] == []
+    assert pack(source, whole, model, "--prune").json["captions_cut"] == {}
+    assert said(whole) == ({}, {})
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
@@ -183,7 +206,7 @@ def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> 
         "train/24x16": {"images": 1, "mean": 0.0, "max": 0.0},
     }
     again = call("ingest", "pack", photos, tmp_path / "t", "--model", model, *SMALL)
-    assert "cropped away in train/16x24: 25.0 % of the pixels on average, 50.0 % at most, of 3 images" in again.out
+    assert "crop loss: 18.8 % of the area on average, at most 50.0 % (train/16x24)" in again.out
     assert pack(photos, tmp_path / "s", model).json["crop_loss"] == {}
 
 
@@ -369,8 +392,8 @@ def test_what_a_recaption_cannot_reach_is_counted(packed: Path, tmp_path: Path, 
     before = captions_of(tmp_path / "s")
     ran = call("ingest", "pack", packed, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption").done()
     change = "caption_template = [], now ['dog', '{caption} of the house']"
-    assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
-    assert "with the captions of the rules before: 2 samples" in ran.out
+    assert f"caption rules changed: {change}; only text is encoded" in ran.out
+    assert "kept with captions of the old rules: 2 samples" in ran.out
     after = captions_of(tmp_path / "s")
     assert {sample_id for sample_id in before if before[sample_id] == after[sample_id]} == {"a/000.png", "b/001.png"}
 

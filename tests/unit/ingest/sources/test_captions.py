@@ -183,8 +183,49 @@ def test_images_without_a_caption_are_listed_in_a_file_and_by_a_scan(model: Path
         assert [json.loads(line) for line in lines] == [{"id": "b.png"}, {"id": "new\nline.png"}]
     assert scan(tmp_path / "photos").json["without_caption_ids"] == ["b.png", "new\nline.png"]
     shown = call("ingest", "scan", tmp_path / "photos", "--grid", "16x24", "--min-size-px", 8).out
-    assert "  images without a caption: b.png, new\\nline.png; --json names all\n" in shown
+    assert "  2 images without a caption: b.png, new\\nline.png; --json names all\n" in shown
     assert call("store", "verify", tmp_path / "s").code == 0
+
+
+PARAGRAPHS = "a cat\n\n a tabby of the house\r\nred\n"
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "table", "tar"])
+def test_the_lines_of_a_text_are_captions_which_is_said_or_one_caption(kind: str, tmp_path: Path) -> None:
+    place, name = make(tmp_path / "in", {"a.png": "", "b.png": "", "b.txt": "one"}), "a.txt"
+    if kind == "tar":
+        place = write_members(tmp_path / "t.tar", [("a.png", png(20, 30)), ("a.txt", PARAGRAPHS.encode())])
+    elif kind == "folder":
+        (place / "a.txt").write_bytes(PARAGRAPHS.encode())
+    else:
+        table = "metadata.csv" if kind == "csv" else "t.csv"
+        (place / table).write_bytes(f'file_name,text\na.png,"{PARAGRAPHS}"\n'.encode())
+        place, name = (place, f"{table}, line 6") if kind == "csv" else (place / table, f"{table}, line 6")
+    listing = listing_of(place)
+    sample_id = listing.items[0].id
+    assert captions(listing)[sample_id] == ("a cat", "a tabby of the house", "red")
+    said = "1 caption has several lines: each line is a caption of its own, and training draws one at each step"
+    shown = f"({name}: 'a cat' | 'a tabby of the house' | …)"
+    assert listing.notes[-1] == f"{said} {shown}; --caption-per file makes one caption of all lines"
+    listing = open_source(str(place), SourceOptions(caption_per="file")).listing()
+    assert captions(listing)[sample_id] == ("a cat a tabby of the house red",)
+    assert not [note for note in listing.notes if "several lines" in note]
+
+
+def test_a_store_keeps_what_a_caption_is(model: Path, tmp_path: Path) -> None:
+    make(tmp_path / "in", {"a.png": "", "a.txt": "a cat\nred"})
+    (tmp_path / "d.toml").write_text('[source]\npath = "in"\ncaption_per = "file"\n', encoding="ascii")
+
+    def packed(source: str, *more: object) -> Any:
+        return call("ingest", "pack", tmp_path / source, tmp_path / "s", "--model", model, *SMALL, "--json", *more)
+
+    assert packed("d.toml").json["packed"] == 1
+    (row,) = map(json.loads, call("store", "ls", tmp_path / "s", "--json").out.splitlines())
+    assert row["captions"] == ["a cat red"]
+    assert packed("in").json["unchanged"] == 1
+    packed("in", "--caption-per", "line").fails("--caption-per file, this run has --caption-per line", "--recaption")
+    assert packed("in", "--caption-per", "line", "--recaption").json["latents_kept"] == 1
+    assert packed("in").json["unchanged"] == 1
 
 
 # Captions made of those of the source: the trigger word, templates, and tags in several orders.
@@ -292,7 +333,7 @@ def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alon
     items = [
         SourceItem(id="a.png", captions=("a cat",)),
         SourceItem(id="b.png", captions=()),
-        SourceItem(id="c.png", captions=(), caption_error="c.txt is not UTF-8 (byte 0)"),
+        SourceItem(id="c.png", captions=(), caption_error="c.txt is not UTF-8 (byte 0); save it as UTF-8"),
         SourceItem(id="d.png", captions=("x" * (MAX_CAPTIONS_BYTES // 2),)),
     ]
     rules = CaptionRules(trigger_word="ohwx", templates=("{caption}", "the {caption}"))

@@ -117,7 +117,7 @@ def test_what_only_a_file_sets_and_what_was_called_otherwise_is_answered_with_wh
         with pytest.raises(UsageError, match=words):
             parse_options(Pack, ["photos", "s", "--model", "m", option], "pack")
     for command in (Pack, Scan):
-        assert sum(not one.is_in_file for one in options_of(command)) <= 36
+        assert sum(not one.is_in_file for one in options_of(command)) <= 38
 
 
 def test_folders_of_kohyas_naming_become_sources_with_their_repeats(folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_example_and_the_page_on_packing_are_read_as_they_stand(folder: Path
     names = [(entry.name, entry.repeats) for entry in read(folder, example).sources]
     expected = [("photos", 1), ("my dog", 10), ("scans", 1), ("held out", 1), ("10_sks dog", 10), ("2_barns", 2)]
     assert names == expected
-    page = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
     of_one, shown = (part.partition("```")[0] for part in page.split("```toml\n")[1:3])
     (folder / "one.toml").write_text(of_one, encoding="utf-8")
     asked = parse_options(Pack, [str(folder / "one.toml"), "s", "--model", "m"], "pack")

@@ -104,7 +104,7 @@ def test_a_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
 def test_a_caption_file_that_is_not_utf_8_is_noted_at_its_image_alone(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.png": "", "b.png": "", "b.txt": "fine"})
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    assert captions(list_folder(tmp_path)) == {"a.png": "a.txt is not UTF-8 (byte 3)", "b.png": ("fine",)}
+    assert captions(list_folder(tmp_path)) == {"a.png": "a.txt is not UTF-8 (byte 3); save it as UTF-8", "b.png": ("fine",)}
 
 
 def test_a_json_file_may_be_a_list_of_captions_and_another_list_is_noted_at_its_image(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_names_of_any_kind_are_ids(tmp_path: Path) -> None:
 
 def test_a_folder_without_an_image_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": "x", "b/c.svg": ""})
-    with pytest.raises(SourceError, match=r"has no images; searched all its folders for .*\.png"):
+    with pytest.raises(SourceError, match=r"has no images, in none of its folders; expected .*\.png"):
         list_folder(tmp_path)
 
 

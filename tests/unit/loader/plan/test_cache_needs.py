@@ -82,7 +82,7 @@ def test_a_smaller_cache_has_a_smaller_window_and_one_that_holds_all_has_none(st
     [
         ({"window": None}, "with all rows shuffled", "set a window (--window 4096)"),
         ({"window": 400}, "in windows of 400 rows", "mix fewer rows at a time (--window)"),
-        ({"window": 0, "batch_size": 16}, "in stored order", "use smaller batches (--batch)"),
+        ({"window": 0, "batch_size": 16}, "in stored order", "use smaller batches (--batch-size)"),
     ],
 )
 def test_an_order_that_needs_a_larger_cache_is_refused_with_one_that_suffices(

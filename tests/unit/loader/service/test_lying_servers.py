@@ -134,16 +134,29 @@ def test_a_wrong_batch_over_tcp_is_an_error_of_delivery(store: Store, name: str)
         assert 1 <= found.num_asked < 12
 
 
-def test_another_step_than_was_requested_is_an_error_of_delivery(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("step", "names", "words"),
+    [
+        (7, {}, "step 7, micro-batch 0 came, expected step 0"),
+        (0, {"token_mask": "mask"}, r"at 127.0.0.1:.*layout is damaged: .*unexpected keyword argument 'mask'"),
+        (0, {"latents": "other.latents"}, "layout is damaged: 'other'"),
+    ],
+)
+def test_another_step_or_other_columns_than_requested_are_an_error_of_delivery(
+    store: Store, step: int, names: dict[str, str], words: str
+) -> None:
     with Loader(store, CONFIG) as own:
         filled = own.start().next()
     assert filled is not None
-    fields = [[f.name, str(f.dtype).removeprefix("torch."), f.shape, f.begin, f.num_bytes] for f in filled[0].fields]
-    frames = layout_of(filled[0].bucket, filled[0].num_bytes, fields, num_bytes=filled[0].num_bytes, step=7)
+    fields = [
+        [names.get(f.name, f.name), str(f.dtype).removeprefix("torch."), f.shape, f.begin, f.num_bytes]
+        for f in filled[0].fields
+    ]
+    frames = layout_of(filled[0].bucket, filled[0].num_bytes, fields, num_bytes=filled[0].num_bytes, step=step)
     with (
         Server(answer(RESPONSE, frames)) as found,
         Loader(store, CONFIG, service=found.address()) as far,
-        pytest.raises(DeliveryError, match="step 7, micro-batch 0 came, expected step 0"),
+        pytest.raises(DeliveryError, match=words),
     ):
         next(far.forever())
 

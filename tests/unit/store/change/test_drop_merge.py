@@ -27,6 +27,7 @@ from tests.kit import (
     Sample,
     by_id,
     contents,
+    empty_store,
     faults,
     flip_bit,
     ids_of,
@@ -87,6 +88,23 @@ def test_a_sample_that_an_interrupted_run_left_pending_is_dropped_too(tmp_path: 
     drop(tmp_path, ["a.png"])
     assert ids_of(Store.open(tmp_path)) == ["b.png"]
     assert not (tmp_path / "pending" / "left.lmdb").exists()
+
+
+def test_what_an_interrupted_first_run_committed_is_said(tmp_path: Path) -> None:
+    empty_store(tmp_path)
+    leave_pending(tmp_path, "left", samples_of({BUCKET: 3, OTHER: 2}))
+    with lock_store(tmp_path):
+        assert "a process is writing to it now\n" in call("store", "info", tmp_path).out
+    before = tree(tmp_path)
+    assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 5, "is_being_written": False}
+    first, second, *_ = call("store", "info", tmp_path).out.splitlines()
+    assert first.startswith("no generation is published yet, so readers see no samples; ")
+    told = f"the same command continues it (`ingest pack SOURCE {tmp_path}`)"
+    assert second == f"an interrupted run committed 5 rows; {told}"
+    assert tree(tmp_path) == before
+    with changing(tmp_path):
+        pass
+    assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 0, "is_being_written": False}
 
 
 def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
@@ -319,6 +337,28 @@ def test_a_merged_store_is_changed_and_merged_again(tmp_path: Path, with_gaps: l
     make_store(tmp_path / "c", samples_of({BUCKET: 1}, "c/"))
     merge(tmp_path / "again", [tmp_path / "c", tmp_path / "out"])
     expect(tmp_path / "again", [*with_gaps[1:], *second, *more, *samples_of({BUCKET: 1}, "c/")])
+
+
+def test_ids_stay_withdrawn_in_copies_unless_another_store_has_them(tmp_path: Path) -> None:
+    a, b = samples_of({BUCKET: 4}, "a/"), samples_of({BUCKET: 4}, "b/")
+    make_store(tmp_path / "a", a)
+    make_store(tmp_path / "b", [*b, make_sample(a[0].id, BUCKET, version=1)])
+    drop(tmp_path / "a", [a[1].id, a[0].id])
+    drop(tmp_path / "b", [b[0].id])
+    compact(tmp_path / "a", shard_bytes=1 << 30)
+    merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
+    assert read_manifest(tmp_path / "out").withdrawn == (a[1].id, b[0].id)
+    restore(tmp_path / "a", 1)
+    assert read_manifest(tmp_path / "a").withdrawn == ()
+    restore(tmp_path / "a", 2)
+    with IMAGES.writer(tmp_path / "a") as writer:
+        assert a[1].id in writer
+        with pytest.raises(UsageError, match=rf"'{a[1].id}' is withdrawn \(`store drop`\): leave it out, or call take_back"):
+            IMAGES.add(writer, [a[1]])
+        writer.take_back([a[1].id])
+        IMAGES.add(writer, [a[1]])
+    assert read_manifest(tmp_path / "a").withdrawn == (a[0].id,)
+    expect(tmp_path / "a", [*a[2:], a[1]])
 
 
 def test_one_store_alone_is_copied_without_its_past(tmp_path: Path, with_gaps: list[Sample]) -> None:

@@ -23,7 +23,7 @@ from bucketline.store.change.commit import drop
 from bucketline.store.folder import LocalFolder
 from bucketline.store.format.block import sample_digest
 from bucketline.store.format.text import EMPTY_CAPTION_ROW
-from bucketline.store.read.files import lost_shards, refuse_lost_shards
+from bucketline.store.read.files import LostFile, lost_shards, refuse_lost_shards
 from bucketline.store.read.samples import Selection, live_samples
 from bucketline.store.shard.mapped import ZERO_BYTES, AddressRange
 from bucketline.store.shard.sidecar import encode_paged
@@ -221,7 +221,7 @@ def test_info_names_what_is_lost_and_ends_with_one(store: Store, copy: Path, par
     ran = call("store", "info", copy, "--json")
     assert ran.code == 1
     how = f"has {expected // 2} bytes instead of {expected}" if path.exists() else "is missing"
-    lost = f"{path.name} {how}"
+    lost = {"name": path.name, "reason": how}
     assert ran.json["lost_shards"] == [{"shard": "g1", "samples": 14, "files": [lost]}]
     assert ran.json["samples"] == 53
     ran = call("store", "info", copy)
@@ -237,7 +237,7 @@ def test_a_lost_list_of_dropped_rows_is_seen(tmp_path: Path) -> None:
     (path,) = (tmp_path / "shards").glob("g0.dropped-*")
     path.unlink()
     (lost,) = lost_shards(LocalFolder(tmp_path), store.manifest.shards)
-    assert (lost.shard, lost.samples, lost.files) == ("g0", 6, (f"{path.name} is missing",))
+    assert (lost.shard, lost.samples, lost.files) == ("g0", 6, (LostFile(name=path.name, reason="is missing"),))
 
 
 def test_many_lost_shards_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_loader_refuses_a_store_that_lost_a_file(store: Store, copy: Path, dam
     damage(copy / "shards" / "g1.lmdb")
     with pytest.raises(CorruptError, match=r"has lost files of 1 shard with 14 samples: .*store repair"):
         Loader(copy, LoaderConfig(batch_size=2))
-    assert call("loader", "plan", copy, "--batch", 2).code == 1
+    assert call("loader", "plan", copy, "--batch-size", 2).code == 1
 
 
 def test_an_older_generation_that_cannot_be_read_is_said_to_be_old(tmp_path: Path) -> None:

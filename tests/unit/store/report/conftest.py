@@ -50,9 +50,9 @@ def latent_of(bucket: str, n: int, faults: frozenset[str]) -> NDArray[np.float32
 
 
 def write_store(path: Path, *faults: str, scaling_factor: float = 0.18215) -> Store:
-    """Write a store with faults: `constant`, `duplicates`, `nan`, `crops`, `scaled before`; or as a pack, `encoded here`."""
+    """Write a store with faults, such as `cut` captions; or as a pack, `encoded here`."""
     known = frozenset(faults)
-    assert known <= {"constant", "duplicates", "nan", "crops", "scaled before", "encoded here"}
+    assert known <= {"constant", "duplicates", "nan", "crops", "scaled before", "encoded here", "cut"}
     own = {"scaling_factor": scaling_factor, "dtype": "float32" if "encoded here" in known else None}
     encoders: dict[str, Any] = {"vae": SD | own, "text_encoder": {"width": 5}}
     samples = []
@@ -61,6 +61,8 @@ def write_store(path: Path, *faults: str, scaling_factor: float = 0.18215) -> St
             captions = (f"a {('red', 'blue')[n % 2]} boat number {n} <b>& more</b>",)
             record = replace(new_record(f"{bucket}/{n}.png", bucket, captions), original_size=(400 + 10 * n, 500))
             record = cropped(record, 0.6 if "crops" in known and bucket == "train/192x320" else 0.1)
+            if "cut" in known and n == 1:
+                record = replace(record, cuts=(("text_encoder", 90, 77, "the rest"),))
             latent = latent_of(bucket, n, known) * (0.18215 if "scaled before" in known else 1.0)
             columns = {"target": latent.astype(np.float16)}
             samples.append(Sample(id=record.id, bucket=bucket, columns=columns, captions=captions, record=record))

@@ -107,8 +107,8 @@ def test_the_report_names_small_buckets_and_no_option_that_a_trainer_lacks(tmp_p
     make_store(tmp_path / "s", samples_of({"train/64x96": 2, "train/64x64": 30}))
     ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html", "--json", "--batch-size", 16).done()
     (found,) = [one for one in ran.json["findings"] if one["title"] == "Small buckets"]
-    assert found["detail"].startswith("train/64x96 (2 images) ")
-    assert found["detail"].endswith("; use a smaller batch or fewer ranks, or pack with a coarser --grid")
+    assert found["detail"].startswith("train/64x96 has 2 images ")
+    assert found["detail"].endswith("; use a smaller batch or fewer GPUs, or pack with a coarser --grid")
 
 
 STRANGE = (
@@ -329,16 +329,16 @@ def test_a_drawn_part_says_that_it_is_one(store_with: Callable[..., Store]) -> N
 
 
 def test_rejects_and_cut_captions_are_findings(store_with: Callable[..., Store]) -> None:
-    store = store_with("crops", "nan")
+    store = store_with("crops", "nan", "cut")
     lines = [{"id": f"{n}.png", "reason": "empty file", "detail": "0 bytes"} for n in range(9)]
     (store.path / "rejects.jsonl").write_text(
         "".join(f"{json.dumps(line)}\n" for line in lines) + "{broken\n", encoding="ascii"
     )
-    cut = {"id": NAME.format(1), "encoder": "text_encoder", "tokens": 90, "limit": 77, "cut": "the rest"}
-    (store.path / "long_captions.jsonl").write_text(json.dumps(cut) + "\n", encoding="ascii")
     by_title = {one.title: one.detail for one in wrong(store)}
     assert by_title["9 images rejected"] == "8.1 % of the images found: 9 empty file."
-    assert by_title["1 caption cut by a text encoder"].startswith("text_encoder: 1.")
+    number = len(ROWS)
+    assert by_title[f"{number} captions cut by a text encoder"].startswith(f"text_encoder: {number}.")
+    assert (NAME.format(1), "text_encoder", 90, 77, "the rest") in collect_facts(store, 1).cut_examples
 
 
 def test_a_chain_of_alike_latents_is_one_cluster_and_thousands_of_copies_are_found_quickly() -> None:

@@ -501,7 +501,7 @@ def test_what_the_cache_holds_is_shown_and_cleared(tmp_path: Path, capsys: pytes
     assert main(["cache", "info", *own]) == 0
     shown = capsys.readouterr().out
     assert "s3://bucket/a.store" in shown
-    assert "8.0 MiB pinned, 0 B in the ring, not open" in shown
+    assert "8.0 MiB kept, 0 B passing through, not in use" in shown
     assert main(["cache", "clear", *own]) == 0
     assert not (tmp_path / "cache" / ("a" * 32)).exists()
     assert opened.cache.room.used() < LINE_BYTES
