@@ -31,7 +31,6 @@ class Run(NamedTuple):
 
     @property
     def case(self) -> type[Case]:
-        """Import the case."""
         module, _, name = self.place.partition(":")
         found: type[Case] = getattr(importlib.import_module(f"bucketline.bench.cases.{module}"), name)
         return found
@@ -48,14 +47,6 @@ RUNS = {
         "hot:HotBusy",
         "--rows-per-shard 64 --batches 96 --repeats 3",
         "--rows-per-shard 256 --batches 512 --paced-batches 100",
-    ),
-    "cold": Run(
-        "cold:Cold", "--rows-per-shard 64 --batches 32 --repeats 3 --depths 8 32", "--rows-per-shard 512 --batches 384"
-    ),
-    "cold --text": Run(
-        "cold:Cold",
-        "--text --rows-per-shard 6 --batches 4 --repeats 3 --depths 8 32",
-        "--text --rows-per-shard 28 --batches 16",
     ),
     "start": Run("start:Start", "--rows 1000 1000000 --shards 1 30 100"),
     "start --batch": Run("start:FirstBatch", "--rows 1000000", "--repeats 15"),
@@ -78,8 +69,8 @@ class All:
     """Run every case and print all results.
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
-    its options. Cases: peers (--remote), hot (--text, --busy), cold (--text), start (--batch), stream (--service),
-    scale (--listing), pack (--again, --memory), import, train (--saves). A flag selects another part of a case.
+    its options. Cases: peers (--remote), hot (--text, --busy), start (--batch), stream (--service), scale (--listing),
+    pack (--again, --memory), import, train (--saves). A flag selects another part of a case.
 
     Example: python -m bucketline.bench --json
     """
@@ -87,7 +78,7 @@ class All:
     full: bool = False
     """Use the sizes that the targets refer to. Takes about 12 GiB of disk and an hour."""
     only: tuple[str, ...] = ()
-    """Run only these of peers, hot, cold, start, stream, scale, pack, import and train. Default: all."""
+    """Run only these of peers, hot, start, stream, scale, pack, import and train. Default: all."""
     publish: Path | None = None
     """Also write results.json, RESULTS.md and plots to this folder after each case, replacing earlier ones. With --only, the
     other cases' published results stay, each with the commit that it was measured at."""

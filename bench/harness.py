@@ -350,9 +350,9 @@ class StoreCase(Case):
         return kept_store(folder, StoreShape(**{**sizes, **shape}))
 
 
-def counted_threads(number: int) -> str:
-    """Return a number of threads in words."""
-    return f"{number} thread{'s' if number > 1 else ''}"
+def bytes_taken(batches: Iterator[Any], number: int) -> int:
+    """Take batches; return the bytes of their tensors."""
+    return sum(sum(tensor.nbytes for tensor in next(batches).tensors()) for _ in range(number))
 
 
 def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:

@@ -224,7 +224,6 @@ class Publish:
 
 
 def read_document(path: Path) -> dict[str, Json]:
-    """Read a results document."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

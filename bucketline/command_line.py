@@ -11,8 +11,10 @@ import io
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
+import textwrap
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -279,11 +281,26 @@ def print_json_line(value: object) -> None:
 
 def print_error(error: BaseException) -> None:
     """Print an error's message on stderr, each of its lines as `printable`."""
-    lines = error.args if isinstance(error, BucketlineError) else [str(error)]
-    print(
-        "\n".join(["error: " + printable(str(lines[0] if lines else "")), *(printable(str(line)) for line in lines[1:])]),
-        file=sys.stderr,
-    )
+    lines = list(map(str, error.args)) if isinstance(error, BucketlineError) else [str(error)]
+    for line in [f"error: {lines[0] if lines else ''}", *lines[1:]]:
+        say(printable(line), sys.stderr)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line on stdout or `stream`; on a terminal that is narrower, it breaks between words and continues indented."""
+    stream = stream or sys.stdout
+    print(wrapped(text, shutil.get_terminal_size().columns) if stream and stream.isatty() else text, file=stream)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return a line broken between words.
+
+    >>> print(wrapped("  note: three words more", 15))
+      note: three
+        words more
+    """
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:

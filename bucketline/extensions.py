@@ -86,7 +86,6 @@ def _declared(group: str) -> tuple[EntryPoint, ...]:
 
 
 def _package(point: EntryPoint) -> str:
-    """Return the name and version of the package that declares an entry point."""
     return "another package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 

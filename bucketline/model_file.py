@@ -130,7 +130,6 @@ class ModelFile:
         tensors: Mapping[str, Tensor],
         config: Mapping[str, Any],
     ) -> dict[str, Tensor]:
-        """Return a part's weights under diffusers' names, of all of a file's."""
         inside = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIXES[_INSIDE])}
         if part == _INSIDE:
             return {name.partition(PREFIXES[_INSIDE][0])[2]: tensor for name, tensor in inside.items()}

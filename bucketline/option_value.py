@@ -240,7 +240,6 @@ def _pattern(cls: type[OptionValue], form: str) -> str:
 
 
 def _form(cls: type[OptionValue], name: str) -> FieldForm:
-    """Return how a field is typed."""
     hint = get_type_hints(cls, include_extras=True)[name]
     if get_origin(hint) is Literal:
         return FieldForm("|".join(map(re.escape, get_args(hint))), str)

@@ -198,7 +198,6 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
 
 
 def _arguments(blocks: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of `StoreWriter.add` for each row of a task."""
     for block in blocks:
         for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
             yield _unpacked(row)
@@ -230,7 +229,6 @@ def _array(value: dict[str, Any]) -> Any:  # noqa: ANN401 - what msgpack unpacks
 
 
 def _unpacked(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of `StoreWriter.add` that a row holds."""
     if missing := [name for name in _FIELDS if name not in row]:
         raise UsageError(f"a row has no {missing[0]!r}, only {sorted(row)}; make rows with bucketline.ray.sample")
     packed = [row[name] for name in _FIELDS[2:]]

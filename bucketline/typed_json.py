@@ -47,7 +47,7 @@ def encode(value: object) -> Json:
     if isinstance(value, dict):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return [*value] if {*map(type, value)} == {str} else [encode(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -90,6 +90,8 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
         return hint(*(_decode(hints[name], item, f"{at}.{name}") for name, item in zip(hint._fields, items, strict=True)))
     if origin in (tuple, list):
         items = _expect(value, list, at)
+        if get_args(hint)[0] is str and {*map(type, items)} == {str}:  # a million ids, say
+            return origin(items)
         return origin(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))
     if origin is Literal:
         if value not in get_args(hint):

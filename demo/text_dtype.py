@@ -9,12 +9,16 @@ store with each of F16 and I8, trains a model on both for some steps (same seed,
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
-import subprocess
+import runpy
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
 
 import numpy as np
 import torch
@@ -29,17 +33,20 @@ HERE = Path(__file__).resolve().parent
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def run(*command: object, quiet: bool = True) -> None:
-    """Run a command of the project; its last lines explain a failure."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        check=False,
-        capture_output=quiet,
-        text=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{(done.stderr or '')[-2000:]}")
+def run(program: Path | str, *arguments: object) -> None:
+    """Run a script or a module's command in this process; its last lines explain a failure."""
+    said, sys.argv = io.StringIO(), [str(program), *map(str, arguments)]
+    code: object = None
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            if isinstance(program, Path):
+                runpy.run_path(str(program), run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    if code:
+        raise SystemExit(f"{' '.join(sys.argv)} failed ({code}):\n{said.getvalue()[-2000:]}")
 
 
 def shrink_unet(path: Path) -> None:
@@ -82,7 +89,7 @@ def trained(out: Path, dtype: str, steps: int, batch_size: int) -> dict[str, Any
     """Pack a store and train on it; return its text's bytes, the loss of each window of steps, and that of validation."""
     store, folder = out / f"{dtype}.store", out / f"run-{dtype}"
     common = ("--val-fraction", "0.2:folder", "--text-dtype", dtype)
-    run("-m", "bucketline.ingest", "pack", out / "photos", store, "--model", out / "model", *common)
+    run("bucketline.ingest", "pack", out / "photos", store, "--model", out / "model", *common)
     options = (
         "--batch-size",
         batch_size,
@@ -96,7 +103,7 @@ def trained(out: Path, dtype: str, steps: int, batch_size: int) -> dict[str, Any
         20,
     )
     run(
-        *("-m", "bucketline.train", "--store", store, "--model", out / "model", "--output-dir", folder, *options),
+        *("bucketline.train", "--store", store, "--model", out / "model", "--output-dir", folder, *options),
         *("--validate-every", steps, "--caption-dropout", 0.1, "--num-images", 0, "--seed", 0, "--service", "none"),
     )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -120,7 +120,6 @@ class SourceArguments(StorageArguments, SourceOptions):
         return CaptionRules.parse(self.caption_template, self.shuffle_tags, self.caption_per)
 
     def listing_of(self, source: Source) -> Listing:
-        """Return the listing of a source, with the captions that are stored."""
         listing = source.listing()
         caption_rest(listing, self.caption)
         return self.caption_rules.applied(listing)
@@ -387,7 +386,6 @@ class ScanConfig(RulesOptions, SourceArguments):
 
 
 def _check_shared(options: PackConfig | ScanConfig) -> None:
-    """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
     if options.grid is not None:
         refuse_other_form(options.grid)

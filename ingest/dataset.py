@@ -18,14 +18,13 @@ from bucketline.ingest.encoders.vae import refuse_latents
 from bucketline.ingest.images.crop import RejectedError, latent_sizes, model_grid
 from bucketline.ingest.other_options import recorded_rules, refuse_other_options
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
-from bucketline.ingest.packed_index import PackedIndex, SampleChanges, holds_out_any, leave_out_withdrawn, sample_changes
+from bucketline.ingest.packed_index import PackedIndex, SampleChanges, hold_out_one, leave_out_withdrawn, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.progress import look_at, look_limits
-from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import (
     DatasetEntry,
     DatasetFile,
@@ -86,7 +85,7 @@ def dry_run(config: PackConfig) -> DryRun:
     store = _store(config, model, grid, existing)
     listing = config.listing_of(source)
     withdrawn = leave_out_withdrawn(listing, store.manifest, config.taken_back)
-    hold_out_one(listing.items, config.held_out, lambda ids: holds_out_any(store, ids))
+    hold_out_one(listing.items, config.held_out, store)
     outline, (items,) = take_apart(listing, 1)
     reader = ImageReader(source, store, PackedIndex(store), config, grid)
     account, changes, buckets = RunSummary(), Counter[Change](), Counter[str]()

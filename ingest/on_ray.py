@@ -232,7 +232,6 @@ class RayWorkers:
 
     @property
     def num_working(self) -> int:
-        """Number of workers that have started."""
         return sum(bool(member.name) for member in self._members)
 
     @property

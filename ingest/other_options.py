@@ -45,7 +45,6 @@ def recorded_rules(config: PackConfig, grid: str | None) -> dict[str, Json]:
 
 
 def stored_options(manifest: Manifest) -> dict[str, Json]:
-    """Return the options that a store keeps, by field."""
     return {**manifest.rules, "max_captions": manifest.max_captions}
 
 

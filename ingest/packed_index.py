@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.command_line import counted
 from bucketline.errors import UsageError
-from bucketline.ingest.rules import prune_limit, reject_limit
+from bucketline.ingest.held_out import HeldOut, split_draw
+from bucketline.ingest.rules import prune_limit, reject_limit, split_of
 from bucketline.ingest.sources.source import LEADS_OUT
 from bucketline.store.format.block import DIGEST_BYTES, sample_digest
 from bucketline.store.shard.reader import as_keys
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.exchange import Outline, Share
-    from bucketline.ingest.sources.source import Listing
+    from bucketline.ingest.sources.source import Listing, SourceItem
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Manifest, Store
     from bucketline.store.shard.reader import SealedShard
@@ -130,11 +131,6 @@ class PackedIndex:
         return samples
 
 
-def holds_out_any(store: Store, sample_ids: Sequence[str]) -> bool:
-    """Return True if one of these samples is in the store's validation split."""
-    return any(sample is not None and sample.is_held_out for sample in PackedIndex(store).find_all(sample_ids))
-
-
 def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict[str, NDArray[Any]]:
     """Return columns of a shard's live samples: digests as keys, contents as bytes `[samples, 16]`."""
     samples, is_kept, digests = shard.entry.samples, shard.live_entries(), shard.keys()
@@ -171,6 +167,23 @@ def leave_out_withdrawn(listing: Listing, manifest: Manifest | None, taken_back:
     if withdrawn:
         listing.items[:] = [item for item in listing.items if item.id not in withdrawn]
     return found - len(listing.items)
+
+
+def hold_out_one(items: list[SourceItem], rule: HeldOut, store: Store | None) -> None:
+    """Hold out the image with the smallest hash, or its folder, if a fraction above 0 would hold out none. Changes `items`.
+
+    Nothing changes if they all have one hash, such as a single image, or if the store already holds out one of these ids:
+    an image that a store holds out stays so. One that the store trains on is held out only if there is no other.
+    """
+    if not rule.fraction or any(split_of(item, rule) == "val" for item in items):
+        return
+    stored = [None] * len(items) if store is None else PackedIndex(store).find_all([item.id for item in items])
+    drawn = [split_draw(item.id, rule.by) for item in items]
+    usable = {number for number, item in zip(drawn, items, strict=True) if item.caption_error is None}
+    new = usable.difference(number for number, one in zip(drawn, stored, strict=True) if one is not None)
+    if len({*drawn}) > 1 and usable and not any(one is not None and one.is_held_out for one in stored):
+        chosen = min(new or usable)
+        items[:] = [replace(item, held_out=True) if at == chosen else item for at, item in zip(drawn, items, strict=True)]
 
 
 def unknown(store: Store, outline: Outline) -> NDArray[np.bool_]:

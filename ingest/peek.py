@@ -56,7 +56,6 @@ class Peeked:
 
 
 def refuse_image(store: Store, png: Path) -> None:
-    """Check that an image can be written to `png`."""
     if overlap(png, store.path):
         raise UsageError(f"{png} is inside the store {store.path}; choose a place outside it")
     if png.suffix.lower() != ".png":
@@ -110,7 +109,6 @@ class Cropped:
 
 
 def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
-    """Check that a sheet can be written to `path`."""
     if store := next((folder for folder in path.resolve().parents if (folder / MANIFEST).is_file()), None):
         raise UsageError(f"{path} is in the store {store}; choose a place outside it")
     refuse_page(path, [("source", source) for source in local_paths])
@@ -295,16 +293,12 @@ def decoding_vae(stored: object, model: ModelFolder, device: torch.device, dtype
     return vae
 
 
-def decode_each(vae: VaeEncoder, latents: Sequence[NDArray[Any]]) -> list[NDArray[np.uint8]]:
-    """Decode latents as stored, each `[C, h, w]`, one at a time, to images, each `[H, W, 3]`."""
-    return [vae.decode(torch.from_numpy(np.ascontiguousarray(latent))[None].float())[0] for latent in latents]
-
-
 def thumbnails(job: Mapping[str, Any], data: BinaryIO) -> list[str]:
     """Return latents of the job's shapes, F32 in `data`, decoded, as JPEGs in base64: for `store report`."""
     vae = decoding_vae(job["vae"], open_model(job["model"], job["model_config"]), chosen_device(job["device"], 0), "F32")
     found = []
     for shape in job["shapes"]:
         latent = np.frombuffer(bytearray(data.read(4 * int(np.prod(shape)))), dtype="<f4").reshape(shape)
-        found.append(base64.b64encode(jpeg(decode_each(vae, [latent])[0], THUMBNAIL_PX)).decode("ascii"))
+        (image,) = vae.decode(torch.from_numpy(latent)[None].float())
+        found.append(base64.b64encode(jpeg(image, THUMBNAIL_PX)).decode("ascii"))
     return found

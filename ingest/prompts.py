@@ -60,7 +60,6 @@ def encoded_prompts(
 
 
 def _settings(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
-    """Return the settings with which a store's captions were encoded."""
     from bucketline.ingest.encoders.text_columns import TextSettings
 
     imported = manifest.rules.get("import")
@@ -137,7 +136,6 @@ def _lines(file: Path, size: tuple[int, int]) -> Iterator[tuple[int, Prompt]]:
 
 
 def _json_line(item: str, line: str) -> dict[str, Any]:
-    """Return the fields of a line that have a value, checked by type."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -171,7 +169,6 @@ def _most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
 
 
 def _refuse_size(manifest: Manifest, item: str, prompt: Prompt) -> None:
-    """Check that a prompt's size is one of the store's latents."""
     vae = manifest.encoders.get("vae")
     factor = vae.get("downscale") if isinstance(vae, dict) else None
     if isinstance(factor, int) and factor > 0 and (prompt.height_px % factor or prompt.width_px % factor):

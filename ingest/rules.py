@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.ingest.held_out import HeldOut, held_out, split_draw
+from bucketline.ingest.held_out import HeldOut, held_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bucketline.ingest.sources.source import SourceItem
 
 
@@ -91,19 +89,3 @@ def prune_limit(text: str) -> Limit:
 def split_of(item: SourceItem, rule: HeldOut) -> str:
     """Return `val` for an image that its source or the hash holds out, else `train`."""
     return "val" if item.held_out or held_out(item.id, rule.fraction, rule.by) else "train"
-
-
-def hold_out_one(items: list[SourceItem], rule: HeldOut, holds_out_any: Callable[[list[str]], bool] = lambda _: False) -> None:
-    """Hold out the image with the smallest hash, or its folder, if a fraction above 0 would hold out none. Changes `items`.
-
-    Nothing changes if they all have one hash, such as a single image, or if the store already holds out one of these ids,
-    which `holds_out_any` tells: an image that a store holds out stays so.
-    """
-    if not rule.fraction or any(split_of(item, rule) == "val" for item in items) or holds_out_any([item.id for item in items]):
-        return
-    drawn = [split_draw(item.id, rule.by) for item in items]
-    usable = {number for number, item in zip(drawn, items, strict=True) if item.caption_error is None}
-    if len({*drawn}) > 1 and usable:
-        items[:] = [
-            replace(item, held_out=True) if number == min(usable) else item for number, item in zip(drawn, items, strict=True)
-        ]

@@ -22,8 +22,9 @@ from bucketline.ingest.images.crop import (
     parse_grid,
 )
 from bucketline.ingest.images.decode import decode_image, placed_by_header
+from bucketline.ingest.packed_index import hold_out_one
 from bucketline.ingest.progress import look_at, look_limits
-from bucketline.ingest.rules import hold_out_one, split_of
+from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import LatentKind
@@ -110,7 +111,7 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     source = open_source(config.source, config)
     framing = framing_of(config, grid)
     listing = config.listing_of(source)
-    hold_out_one(listing.items, config.held_out)
+    hold_out_one(listing.items, config.held_out, None)
     seen: list[_Seen] = []
     too_cropped: list[tuple[str, Placement]] = []
     account = RunSummary()

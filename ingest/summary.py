@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from bucketline.command_line import per_second
 from bucketline.errors import AccountError
 from bucketline.ingest.images.crop import CropLoss
 
@@ -33,6 +34,7 @@ class RunSummary:
 
     packed: int = 0
     latents_kept: int = 0  # packed images whose latents were reused from the store
+    moved: int = 0  # packed images that the store had in its other split
     unchanged: int = 0
     withdrawn: int = 0  # left out, since `store drop` withdrew their ids
     rejects: list[Reject] = field(default_factory=list)
@@ -51,7 +53,6 @@ class RunSummary:
     on_shared_cores: bool = False  # the encoders ran on the CPU
 
     def count_packed(self, sample_id: str, captions: Sequence[str], placed: Placement, bucket: str, max_captions: int) -> None:
-        """Count an image that is packed, or would be."""
         self.packed += 1
         self.without_caption += not captions
         self.enlarged += placed.enlarged
@@ -103,7 +104,6 @@ def check_identity(found: int, account: RunSummary) -> None:
 
 
 def rejects_as_lines(account: RunSummary) -> bytes:
-    """Return the content of `rejects.jsonl`."""
     lines = (json.dumps({"id": r.id, "reason": r.reason, "detail": r.detail}) + "\n" for r in account.rejects)
     return "".join(lines).encode("ascii")
 
@@ -125,6 +125,12 @@ def as_line(sample_id: str) -> bytes:
 def by_reason(account: RunSummary) -> dict[str, int]:
     """Count the rejects by reason, most frequent first."""
     return dict(Counter(reject.reason for reject in account.rejects).most_common())
+
+
+def took(number: int, seconds: float, noun: str) -> str:
+    """Return how long a run took, with its rate if it took a second or more."""
+    rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
+    return f"in {seconds:.1f} s{rate}"
 
 
 def plus_withdrawn(count: int) -> str:

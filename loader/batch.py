@@ -149,7 +149,6 @@ class RecordedScale:
 
 
 def _usable(vae: Mapping[str, Json], device: torch.device) -> LatentScale:
-    """Return the scaling of a VAE's record."""
     scale = LatentScale.of(vae, device)
     on_host = LatentScale.of(vae, torch.device("cpu"))
     for each in (on_host.scale, on_host.shift):

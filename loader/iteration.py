@@ -67,7 +67,6 @@ class LoaderState:
 
     @property
     def generations(self) -> tuple[int, ...]:
-        """Return the generation of each store."""
         return tuple(one.generation for one in self.stores)
 
 
@@ -87,7 +86,6 @@ def global_batch_of(plan: Plan) -> int | str:
 
 
 def parse_state(saved: Mapping[str, object]) -> LoaderState:
-    """Return a saved state."""
     if not isinstance(saved, Mapping):
         raise StateError(
             f"the saved loader state is {saved!r:.100} of type {type(saved).__name__}, expected a dict: give what state_dict() "
@@ -265,7 +263,6 @@ class EpochLoader(ABC):
     _steps: EpochSteps
 
     def _begin_at_first_epoch(self) -> None:
-        """Begin before the first batch."""
         self._span = self._steps.span(0)  # the present epoch: of the last `for`, or as a state or `set_epoch` has chosen it
         self._reading = Reading.CHOSEN
         self._cursor = Cursor(step=0, micro_step=0, num_steps=self._steps.num_steps)
@@ -384,7 +381,6 @@ class EpochLoader(ABC):
         return 0 if self.config.rewind else self._span.number + 1
 
     def _has_next(self) -> bool:
-        """Return True if an epoch follows the present one."""
         return self._steps.epochs is None or self._following() < self._steps.epochs
 
     @property
@@ -414,7 +410,6 @@ class EpochLoader(ABC):
             )
 
     def _move_to(self, number: int) -> None:
-        """Move to the first step of an epoch."""
         span = self._steps.span(number)
         if (span.first, 0) != (self._cursor.step, self._cursor.micro_step):
             self._end_stream()
@@ -422,7 +417,6 @@ class EpochLoader(ABC):
         self._span, self._reading = span, Reading.CHOSEN
 
     def _resume(self, found: LoaderState) -> None:
-        """Continue at a saved state's batch."""
         step, epochs = found.step, self._steps.epochs
         if self.config.rewind and step == self._steps.num_steps:
             step = 0

@@ -196,7 +196,6 @@ class Loader(EpochLoader):
         return rows, plan
 
     def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig, readable: tuple[OpenShards, Plan]) -> None:
-        """Read these stores, by this plan."""
         self.shares, (self._rows, plan) = shares, readable
         self._global_batch = global_batch_of(plan)
         self._latent_kind = latent_kind(self._rows)
@@ -264,7 +263,6 @@ class Loader(EpochLoader):
         return ThreadStream(self._builder, self._buffers, self._cursor)
 
     def _read_at(self, generations: Sequence[int]) -> None:
-        """Read the stores at these generations."""
         shares = at_generations(self.shares, generations)
         self._open(shares, self.config, self._readable(shares, self.config))
 
@@ -400,7 +398,6 @@ class Loader(EpochLoader):
 
 
 def _again(options: dict[str, Any], state: dict[str, object], reading: Reading) -> Loader:
-    """Rebuild another process's loader, in its state."""
     loader = Loader(**options)
     loader.load_state_dict(state)
     loader._reading = reading

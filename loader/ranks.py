@@ -114,7 +114,6 @@ def agreed(
 
 
 def _expect_alike(every: Sequence[Marks], parts: Sequence[object], remedy: str) -> None:
-    """Check that a part of what each rank has opened is rank 0's."""
     for rank, part in enumerate(parts):
         if part != parts[0]:
             own, first = (

@@ -276,7 +276,6 @@ class LocalFolder:
 
     @contextmanager
     def _explaining(self, verb: str, name: str) -> Iterator[None]:
-        """Turn the operating system's errors into ours."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:

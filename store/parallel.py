@@ -66,7 +66,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The item's name in messages."""
         return f"item {self.ids[0]!r:.200}"
 
 
@@ -116,7 +115,6 @@ class ItemEncoder:
         return Outcome(num_samples=num_samples, sealed=sealed, is_last=is_last)
 
     def _samples(self, task: Task) -> Iterator[object]:
-        """Yield what `encode` makes of an item."""
         try:
             made = self.encode(task.item)
             if made is None:
@@ -170,7 +168,6 @@ def run_worker(
 
 
 def _failure_of(error: BucketlineError, beginning: str = "") -> Failure:
-    """Return an error as a message to the parent."""
     return Failure(kind=type(error).__name__, message=f"{beginning}{error}", trace=traceback.format_exc())
 
 
@@ -183,7 +180,6 @@ def _has_message(connection: Connection[Any, Any], parent: int) -> bool:
 
 
 def _arguments(task: Task, sample: object) -> dict[str, Any]:
-    """Return a sample as keyword arguments of `PartWriter.add`."""
     expected = f"dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), or a tuple of them in this order"
     if isinstance(sample, tuple) and len(sample) <= len(ARGUMENTS):
         sample = dict(zip(ARGUMENTS, sample, strict=False))
@@ -322,7 +318,6 @@ class WorkerPool:
             yield message
 
     def _ended(self, worker: _Worker) -> RankError:
-        """Return the error for a worker that has ended by itself."""
         worker.process.join(5)
         code = worker.process.exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
@@ -453,7 +448,6 @@ class _Run:
         self._put = set[str]()  # names of the shards that are to be sent
 
     def missing(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks of which the store lacks a sample."""
         seen = set[bytes]()
         for task in tasks:
             for digest, sample_id in ((sample_digest(sample_id), sample_id) for sample_id in task.ids):
@@ -538,7 +532,6 @@ def _checked_workers(workers: int | None) -> int:
 
 
 def _identified(items: Iterable[Any] | Mapping[str, Any], ids: Callable[[Any], str | Sequence[str]] | None) -> Iterator[Task]:
-    """Yield the items with their samples' ids."""
     given: object = items
     if isinstance(given, str | bytes | PurePath) or not isinstance(given, Iterable):
         raise UsageError(

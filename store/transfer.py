@@ -128,7 +128,6 @@ class Uploader:
         return lacking
 
     def missing_bytes(self, store: Path, shards: Iterable[ShardEntry]) -> int:
-        """Return the bytes of the files that have to be sent."""
         return sum(file.expected.num_bytes for file in _files(store, shards) if not self._is_there(file))
 
     def send(self, store: Path, shards: Iterable[ShardEntry]) -> tuple[int, int]:
@@ -395,7 +394,6 @@ class ShardSender:
 
     @property
     def bytes_left(self) -> int:
-        """Return the bytes of the shards that are not sent yet."""
         return sum(self._bytes.values()) - self._bytes_done
 
     def wait_for_room(self, check: Callable[[], None]) -> None:
@@ -479,7 +477,6 @@ class PendingNotes:
         self._thread = JoinableThread(self._run_thread, name="bucketline-notes")
 
     def repeat(self) -> None:
-        """Write the notes again."""
         for entry in _notes(self._objects):
             if entry.name.startswith(self._prefix):
                 self._objects.write(entry.name, self._objects.read(entry.name, _MAX_NOTE_BYTES))

@@ -25,7 +25,6 @@ def mask_of(sample_id: str) -> NDArray[np.uint8]:
 
 
 def masks_in(place: Path | str, remote: RemoteOptions | None = None, column: str = "mask") -> dict[str, NDArray[Any]]:
-    """Return each sample's mask, read and compared with its checksum."""
     store = Store.open(place, remote=remote)
     found: dict[str, NDArray[Any]] = {}
     for bucket in store.buckets():
@@ -35,7 +34,6 @@ def masks_in(place: Path | str, remote: RemoteOptions | None = None, column: str
 
 
 def expect_masks(place: Path | str, num_samples: int, remote: RemoteOptions | None = None) -> None:
-    """Compare the mask of every sample with what was added."""
     found = masks_in(place, remote)
     assert len(found) == num_samples
     assert all(np.array_equal(mask, mask_of(sample_id)) for sample_id, mask in found.items())

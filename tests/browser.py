@@ -83,11 +83,9 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the page's protocol and return its result."""
         return self._send(method, parameters, self._session)
 
     def open(self, page: Path, *, dark: bool, width: int = 1280, height: int = 900) -> Seen:
-        """Open a file and wait until it is loaded; return what it does from here on."""
         self.seen, self._page = Seen(), page.resolve().as_uri()
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -97,7 +95,6 @@ class Browser:
         return self.seen
 
     def value(self, script: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -115,7 +112,6 @@ class Browser:
         return base64.b64decode(shot["data"])
 
     def print_to_pdf(self) -> bytes:
-        """Return the page as it is printed."""
         return base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"])
 
     def _send(self, method: str, parameters: Mapping[str, Any], session: str | None = None) -> dict[str, Any]:

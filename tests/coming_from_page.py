@@ -43,11 +43,7 @@ def cells(kind: str, ours: str) -> tuple[str, str]:
 
 
 def page(name: str) -> str:
-    """Return the page of a program: of two answers to an option, the one of the command that has it.
-
-    Raises:
-        ValueError: if nothing knows an option.
-    """
+    """Return the page of a program: of two answers to an option, the one of the command that has it."""
     program = PROGRAMS[name]
     entries = [(table, kind, ours) for table in TITLES for kind, those in words()[table].items() for ours in those]
     theirs: dict[tuple[str, str, str], list[str]] = {SAME: []}

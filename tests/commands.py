@@ -32,17 +32,14 @@ class Ran:
 
     @property
     def json(self) -> dict[str, Any]:
-        """Parse stdout, which must be one JSON object and nothing else."""
         found: dict[str, Any] = json.loads(self.out)
         return found
 
     def done(self) -> Ran:
-        """Return this, of a command that had to succeed."""
         assert self.code == 0, self.err
         return self
 
     def fails(self, *words: str, code: int = 1) -> Ran:
-        """Return this, of a command that had to fail with these words."""
         assert self.code == code, self.err
         for one in words:
             assert one in self.err
@@ -50,25 +47,22 @@ class Ran:
 
 
 def call(command: str, *args: object) -> Ran:
-    """Call a console command's `main` in this process."""
     import importlib
 
     return called(importlib.import_module(f"bucketline.{command}.cli").main, *args)
 
 
 def called(main: Callable[[list[str]], Any], *args: object) -> Ran:
-    """Call a `main` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main([str(arg) for arg in args])
+            code = main([str(arg) for arg in args]) or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
     return Ran(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def spawn(arguments: Sequence[object], **environment: str) -> Ran:
-    """Run a program to its end."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [str(argument) for argument in arguments],
@@ -82,7 +76,6 @@ def spawn(arguments: Sequence[object], **environment: str) -> Ran:
 
 
 def torchrun(processes: int, *arguments: object) -> Ran:
-    """Run a module or script in several processes on this machine, on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
     return spawn([*launcher, *arguments])
 

@@ -83,7 +83,6 @@ def _embedding(form: Form, text: str) -> dict[str, NDArray[Any]]:
 
 
 def texts_of(form: Form, n: int) -> tuple[str, ...]:
-    """Return row n's captions: none, one, two or three."""
     if form.classes:
         return (str(n % NUM_CLASSES),) if n % 4 else ()
     return tuple(f"{'very ' * k}image {n}" for k in range(n % 4))

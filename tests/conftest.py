@@ -12,9 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; th
 
 import fcntl
 import gc
+import importlib
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,8 +49,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the files of tests, each worker from another one on: what one compiles the others read. Collect no garbage."""
+    gc.disable()
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count > 1 and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        files = sorted((ROOT / "tests").rglob("test_*.py"))
+        first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) * len(files) // count
+        for file in files[first:] + files[:first]:
+            with suppress(Exception):  # collection imports it again, and says so
+                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
 def pytest_collection_finish() -> None:
     """Freeze what collection has imported: looking through it took each of the many garbage collections a tenth of a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -79,19 +93,16 @@ ROWS = {"train/64x64": 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}
 
 @pytest.fixture(scope="session")
 def samples() -> list[list[Sample]]:
-    """The samples of `store`, shard by shard."""
     return [samples_of(ROWS, "first/"), samples_of({"train/64x64": 12, "train/96x64": 2}, "second/")]
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory, samples: list[list[Sample]]) -> Store:
-    """A store of two shards, only to be read."""
     return make_store(tmp_path_factory.mktemp("small") / "small.store", *samples)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder of a few kilobytes."""
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -110,18 +121,15 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of 14 images, some of them captioned."""
     write_images(tmp_path / "photos", 14)
     return tmp_path / "photos"
 
 
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's folder of real photographs."""
     with once(tmp_path_factory, "photographs") as (folder, is_first):
         if is_first:
-            done = spawn([sys.executable, ROOT / "demo" / "photographs.py", folder / "photographs"])
-            assert done.code == 0, done.err
+            spawn([sys.executable, ROOT / "demo" / "photographs.py", folder / "photographs"]).done()
     return folder / "photographs"
 
 
@@ -130,8 +138,7 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model folder: a VAE trained on photographs, a sentence encoder, a UNet's configuration."""
     with once(tmp_path_factory, "demo-model") as (folder, is_first):
         if is_first:
-            done = spawn([sys.executable, ROOT / "demo" / "model.py", folder / "model"])
-            assert done.code == 0, done.err
+            spawn([sys.executable, ROOT / "demo" / "model.py", folder / "model"]).done()
     return folder / "model"
 
 

@@ -74,7 +74,6 @@ class SmallDisk:
             self.resize(num_bytes)
 
     def leave(self, num_bytes: int) -> None:
-        """Leave so many bytes of the disk free, of what others write to meanwhile."""
         while True:
             try:
                 return self.resize(shutil.disk_usage(self._folder).used + num_bytes)
@@ -83,7 +82,6 @@ class SmallDisk:
                     raise
 
     def resize(self, num_bytes: int) -> None:
-        """Return it another size."""
         if self.is_disk:
             _check(_libc.mount(b"none", self._folder, b"tmpfs", _MS_REMOUNT, f"size={num_bytes}".encode()))
         else:

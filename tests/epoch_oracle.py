@@ -33,7 +33,6 @@ class Micro:
 
 
 def as_micro(batch: Batch) -> Micro:
-    """Return the part of a batch that the oracle knows."""
     return Micro(
         step=batch.step,
         micro_step=batch.micro_step,
@@ -76,7 +75,6 @@ class Oracle:
         return self.batch_size * self.accumulation * self.ranks
 
     def epoch(self, number: int, rank: int = 0) -> list[Micro]:
-        """Return a rank's micro-batches of an epoch."""
         first, each = sum(len(self._batches(before)) for before in range(number)), self.batch_size
         found = []
         for place, (bucket, batch) in enumerate(self._batches(number)):
@@ -168,5 +166,4 @@ def _signed(word: int) -> int:
 
 
 def epochs_of(loader: Loader, count: int) -> list[list[Micro]]:
-    """Return what `count` loops over a loader read."""
     return [micros(loader) for _ in range(count)]

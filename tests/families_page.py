@@ -42,7 +42,6 @@ PX_PER_LATENT = {"sana": 32, "qwenimage21": 16}
 
 
 def made_of(family: type[Family]) -> Family:
-    """Return a family's model by the defaults of its class."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, family.model_class).__init__).parameters
@@ -79,7 +78,6 @@ def sizes_of(family: type[Family]) -> tuple[int, int, int]:
 
 
 def table() -> list[str]:
-    """Return the lines of the table."""
     columns = ("family", "pipeline", "latent, KiB", "caption, KiB", "tokens stored", "noise, 512 and 1024 px")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for family in sorted(FAMILIES, key=lambda one: one.name):
@@ -93,7 +91,6 @@ def table() -> list[str]:
 
 
 def written(text: str, begin: str, lines: list[str]) -> str:
-    """Return a page's text with a table between `begin` and END."""
     before, _, rest = text.partition(begin)
     return "\n".join([before + begin, *lines, END]) + rest.partition(END)[2]
 

@@ -168,14 +168,12 @@ def write_dit(folder: Path, names: dict[int, str]) -> Path:
 
 
 def tiny_vae(**changes: Any) -> Any:
-    """Make an AutoencoderKL that halves once."""
     import diffusers
 
     return diffusers.AutoencoderKL(**{**_VAE, **changes})
 
 
 def tiny_dc() -> Any:
-    """Make an AutoencoderDC that halves once."""
     return _tiny(
         "AutoencoderDC",
         latent_channels=4,
@@ -191,7 +189,6 @@ def tiny_dc() -> Any:
 
 
 def tiny_qwen_vae() -> Any:
-    """Make an AutoencoderKLQwenImage that halves once."""
     return _tiny("AutoencoderKLQwenImage", temperal_downsample=[True], dim_mult=[1, 1], **_QWEN_VAE)
 
 

@@ -67,7 +67,6 @@ class ForkedRanks:
         self._process.communicate()
 
     def start(self, processes: int, arguments: Sequence[object]) -> RunningRanks:
-        """Start a run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([processes, [str(argument) for argument in arguments]]).encode() + b"\n")
@@ -75,7 +74,6 @@ class ForkedRanks:
         return RunningRanks(self._process.stdout, _answer(self._process.stdout)["pids"])
 
     def run(self, processes: int, arguments: Sequence[object]) -> Ran:
-        """Run to the end."""
         return self.start(processes, arguments).wait()
 
 

@@ -26,7 +26,6 @@ class Hub:
         self.url = ""
 
     def answer(self, path: str, data: bytes) -> tuple[int, object]:
-        """Return the status and the JSON of a request's answer."""
         found: tuple[int, object] = (404, {"error": f"no {path} here"})
         match path.partition("?")[0].strip("/").split("/"):
             case ["objects", oid]:
@@ -73,7 +72,6 @@ class Hub:
 
 @contextlib.contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Run a hub while the body runs."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -173,7 +173,6 @@ def dropped_rows(store: Path, entry: dict[str, Any]) -> dict[str, set[int]]:
 
 
 def live_rows(store: Path) -> Iterator[tuple[Shard, str, Arrays, dict[str, Any]]]:
-    """Yield every live row: its shard, bucket, columns and record."""
     manifest = json.loads((store / "manifest.json").read_text())
     for entry in manifest["shards"]:
         shard, dropped = read_shard(store, entry, manifest), dropped_rows(store, entry)
@@ -194,7 +193,6 @@ def live_rows(store: Path) -> Iterator[tuple[Shard, str, Arrays, dict[str, Any]]
 
 
 def read_store(store: Path) -> dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]]:
-    """Return every live sample: id → bucket, columns, record, captions' tokens."""
     found: dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]] = {}
     for shard, bucket, columns, record in live_rows(store):
         assert record["id"] not in found

@@ -63,7 +63,6 @@ def on_background(rgb: Image.Image, alpha: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def images(number: int) -> Iterator[ImageCase]:
-    """Yield one image of each kind, of one photograph."""
     photo = crop_of(number, *SIZES[number % len(SIZES)])
     for family in (_formats, _depths, _transparent, _turned, _coloured, _misnamed):
         for name, data, truth in family(photo, number):
@@ -208,7 +207,6 @@ def _misnamed(photo: Image.Image, _: int) -> Iterator[_Made]:
 
 
 def refused(number: int) -> Iterator[Refused]:
-    """Yield one file of each kind that is refused, with its reason."""
     photo = crop_of(number, *SIZES[number % len(SIZES)])
     for reason, makers in _REFUSED.items():
         for name, make in makers.items():

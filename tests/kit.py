@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -248,11 +249,9 @@ class Form:
         ]
 
     def caption(self, text: str) -> dict[str, Any]:
-        """Return a caption's mapping as it is given: its embedding, and its entry of each group of captions."""
         return {**self.embed(text), **{name: entry_of(name, self.groups[name], text) for name in self.groups_of("captions")}}
 
     def entries(self, sample: Sample) -> dict[str, Arrays | None]:
-        """Return a sample's entry of each group of rows."""
         return {name: row_entry(name, self.groups[name], sample.id) for name in self.groups_of("rows")}
 
     def writer(self, path: Path, **more: Any) -> StoreWriter:
@@ -307,7 +306,6 @@ class Form:
         return b"".join(own[name].tobytes() for name in sorted(own))
 
     def held(self, sample: Sample) -> Held:
-        """Return what a store must give of a sample."""
         texts = sample.captions or ("",)
         entries = {name: [packed(entry)] for name, entry in self.entries(sample).items()}
         for name in self.groups_of("captions"):
@@ -316,7 +314,6 @@ class Form:
         return Held(record=sample.record, columns=self.stored(sample), captions=captions, entries=entries)
 
     def is_sample(self, held: Held, sample: Sample) -> bool:
-        """Return whether what a store holds is what was put in, to the last bit."""
         expected = self.held(sample)
         own = {name: value for name, value in held.columns.items() if name in expected.columns}
         return replace(held, columns=own) == expected
@@ -370,20 +367,17 @@ def everything(store: Store) -> dict[str, list[Held]]:
 
 
 def by_id(store: Store) -> dict[str, Held]:
-    """Return all live rows by their samples' ids, each of which is there once."""
     found = [held for rows in everything(store).values() for held in rows]
     assert len({held.record.id for held in found}) == len(found)
     return {held.record.id: held for held in found}
 
 
 def ids_of(place: Store | Path) -> list[str]:
-    """Return the ids of all live rows, in order, bucket by bucket."""
     store = place if isinstance(place, Store) else Store.open(place)
     return [name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))]
 
 
 def faults(place: Store | Path) -> tuple[Fault, ...]:
-    """Return what `verify` finds damaged."""
     return verify(place if isinstance(place, Store) else Store.open(place), lambda _: None, 1).corrupt
 
 
@@ -416,7 +410,6 @@ def _rows(store: Store, name: str) -> list[Held]:
 
 
 def images(dtype: str = "F16", encoders: Mapping[str, Any] = ENCODERS) -> Form:
-    """Return the form of a store of images' latents."""
     return Form(columns=(LatentColumn(channels=2, dtype=dtype),), encoders=encoders)
 
 
@@ -487,7 +480,6 @@ def open_writer(store: Path, name: str) -> ShardWriter:
 
 
 def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
-    """Put one sample into a shard that is being written."""
     for text in sample.captions:
         writer.add_caption({TEXT_GROUP: caption_of(text)})
     writer.add(
@@ -499,7 +491,6 @@ def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
 
 
 def write_shard(store: Path, name: str, samples: Iterable[Sample], *, commit_every: int = 7, dtype: str = "F16") -> None:
-    """Write and seal a shard of that name, which nobody publishes."""
     writer = open_writer(store, name)
     for n, sample in enumerate(samples, 1):
         add(writer, sample, dtype)
@@ -539,34 +530,29 @@ def replace_file(store: Path, kind: str, data: bytes) -> None:
 
 
 def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:
-    """Read a file's bytes with only the safetensors package: name → dtype, shape, data."""
     deserialize: Any = safetensors.deserialize
     return dict(deserialize(data))
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Edit a JSON file by hand, its digest left as it was."""
     document = json.loads(path.read_text(encoding="ascii"))
     document.update(changes)
     path.write_text(json.dumps(document), encoding="ascii")
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Flip one bit of a file in place."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
 
 
 def place_of(store: Store, bucket_name: str, row: int, column: str = "latent") -> tuple[Path, int]:
-    """Return the file that has a row's column, and at which byte."""
     bucket = store.bucket(bucket_name)
     located = bucket.locate(np.array([row]))
     return store.shards[int(located.shard[0])].paths.lmdb, int(located.offsets(bucket.spec, column)[0])
 
 
 def flip_row(store: Store | Path, bucket_name: str, row: int, column: str = "latent") -> str:
-    """Flip a bit of a row's column; return the id of its sample."""
     store = store if isinstance(store, Store) else Store.open(store)
     (sample_id,) = store.bucket(bucket_name).sample_ids(np.array([row]))
     path, at = place_of(store, bucket_name, row, column)
@@ -593,3 +579,11 @@ def tree(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)) + ("/" if path.is_dir() else ""): b"" if path.is_dir() else path.read_bytes()
         for path in sorted(folder.rglob("*"))
     }
+
+
+@contextmanager
+def untouched(folder: Path, seen: Callable[[Path], dict[str, bytes]] = tree) -> Iterator[None]:
+    """Expect that a folder is after a block what it was before."""
+    before = seen(folder)
+    yield
+    assert seen(folder) == before

@@ -137,7 +137,6 @@ def _beginning(token: str, number: int) -> Any:
 
 
 def qwen25_vl() -> Any:
-    """Make a Qwen2.5-VL."""
     import transformers
 
     config = transformers.Qwen2_5_VLConfig(
@@ -149,7 +148,6 @@ def qwen25_vl() -> Any:
 
 
 def qwen3(num_layers: int = 2) -> Any:
-    """Make a Qwen3 language model."""
     import transformers
 
     sizes = {**_SIZES, "num_hidden_layers": num_layers, "vocab_size": len(qwen_tokenizer())}
@@ -157,7 +155,6 @@ def qwen3(num_layers: int = 2) -> Any:
 
 
 def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration", num_layers: int = 2, num_heads: int = 2) -> Any:
-    """Make a Qwen3-VL of a class."""
     import transformers
 
     config = transformers.Qwen3VLConfig(
@@ -175,7 +172,6 @@ def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration", num_layers: int = 2,
 
 
 def mistral3(num_layers: int = 2, kind: str = "Mistral3ForConditionalGeneration") -> Any:
-    """Make a Mistral 3 that sees images, of a class."""
     import transformers
 
     sight = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
@@ -189,7 +185,6 @@ def mistral3(num_layers: int = 2, kind: str = "Mistral3ForConditionalGeneration"
 
 
 def llama() -> Any:
-    """Make a Llama, which returns its attention as well."""
     import transformers
 
     config = transformers.LlamaConfig(**_SIZES, vocab_size=len(mistral_tokenizer()), attn_implementation="eager")
@@ -197,14 +192,12 @@ def llama() -> Any:
 
 
 def gemma2() -> Any:
-    """Make a Gemma 2."""
     import transformers
 
     return transformers.Gemma2Model(transformers.Gemma2Config(**_gemma_sizes()))
 
 
 def t5gemma() -> Any:
-    """Make the encoder of a T5Gemma."""
     import transformers
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 

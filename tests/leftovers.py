@@ -6,17 +6,18 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SHARED = re.compile(r"/dev/shm/(?!bucketline-tests|\S*/shards/)")  # but for stores of tests, which may be in memory
 
 
 def held() -> dict[str, Counter[object]]:
-    """Return what this process holds now, a count for each thing."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {
@@ -34,7 +35,6 @@ def left_since(before: dict[str, Counter[object]]) -> dict[str, list[object]]:
 
 
 def children() -> set[str]:
-    """Return the process ids of this process's children."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since it was listed
@@ -56,5 +56,22 @@ def wait_until(is_so: object, seconds: float = 60.0) -> bool:
     while not is_so():
         if time.monotonic() > until:
             return False
-        os.sched_yield()
+        time.sleep(0.001)
     return True
+
+
+CHILD_S = 120  # before a child that hangs is ended by SIGALRM
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run some work in a forked process; 0 if it returned something true, minus a signal's number if that ended it."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_S)
+        try:
+            os._exit(0 if work() else 3)
+        except BaseException:  # noqa: BLE001 - the child must not continue as a test
+            traceback.print_exc()
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

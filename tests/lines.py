@@ -55,15 +55,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(18_150),
-    "ingest": Budget(15_880),
-    "loader": Budget(9_600),
-    "train": Budget(7_150),
-    TRAINER: Budget(4_620, mark=2_600),
+    "store": Budget(18_250),
+    "ingest": Budget(15_800),
+    "loader": Budget(9_550),
+    "train": Budget(7_200),
+    TRAINER: Budget(4_650, mark=2_600),
     "bucketline": Budget(6_400),
-    "bench": Budget(7_000),
-    "product": Budget(64_000, mark=64_000),
-    "tests": Budget(63_300, mark=62_000),
+    "bench": Budget(6_700),
+    "product": Budget(63_800, mark=64_000),
+    "tests": Budget(63_100, mark=62_000),
 }
 
 
@@ -80,11 +80,7 @@ class Lines(NamedTuple):
 
 
 def lines_in(path: Path) -> int:
-    """Return the lines of a Python file, or of all below a folder; links, as those in `bucketline/`, are not followed.
-
-    Raises:
-        ValueError: if there is no line.
-    """
+    """Return the lines of a Python file, or of all below a folder; links, as those in `bucketline/`, are not followed."""
     files = [path] if path.is_file() else path.rglob("*.py")
     if not (found := sum(file.read_bytes().count(b"\n") for file in files)):
         raise ValueError(f"{path} has no line of Python; correct ROOMS in tests/lines.py")
@@ -103,14 +99,12 @@ def count() -> list[Lines]:
 
 
 def budgeted(found: list[Lines]) -> dict[str, int]:
-    """Return the lines of what has a budget, by its name."""
     totals = {one.package: one.total for one in found}
     cores = {one.package: one.core for one in found}
     return {**totals, TRAINER: cores["train"], "product": sum(totals[package] for package in PRODUCT)}
 
 
 def main() -> int:
-    """Print one line for each package and each budget; return 1 if one is exceeded."""
     found = count()
     print(f"{'lines':<11}{'all':>7}{'core':>7}  rooms")
     for one in found:

@@ -37,7 +37,6 @@ def rows_of(loaders: Sequence[Loader], max_batches: int | None = None) -> dict[s
 
 
 def check_batch(store: Store, rows: NDArray[np.int64], batch: Batch) -> None:
-    """Compare a batch of some rows of its bucket, `[B]`, with plain reads of each of them."""
     bucket = store.bucket(batch.bucket)
     for name, column in (("latents", "latent"), ("original_size", "original_size"), ("crop", "crop"), ("ids", "id")):
         assert batch.by_name()[name].numpy().tobytes() == bucket.read(rows, column, verify=True).tobytes(), name
@@ -52,7 +51,6 @@ def check_batch(store: Store, rows: NDArray[np.int64], batch: Batch) -> None:
 
 
 def expect_loaded(stores: Any, form: Form, samples: Iterable[Sample], **options: Any) -> int:
-    """Compare a pass of the loader with what was put in; return how many rows it delivered."""
     expected, num_rows = {sample.id: sample for sample in samples if sample.bucket.startswith("train/")}, 0
     if not expected:
         return 0

@@ -20,7 +20,6 @@ SMALL = ("--grid", GRID, "--min-size-px", "8")
 
 
 def pack(source: object, store: object, model: Path, *more: object) -> Ran:
-    """Pack into the buckets of `GRID`, with a summary in JSON."""
     return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
 
 
@@ -75,7 +74,6 @@ def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4, vae_le
 
 
 def colour_image(height_px: int, width_px: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Make a smooth image that differs by seed, `[height, width, 3]`."""
     down, across = np.mgrid[0:height_px, 0:width_px] / max(height_px, width_px)
     waves = [np.sin(6.3 * ((1 + seed % 3) * down + (1 + seed % 5) * across) + seed + 2 * channel) for channel in range(3)]
     values: NDArray[np.uint8] = (127.5 + 127.0 * np.stack(waves, axis=-1)).astype(np.uint8)
@@ -93,7 +91,6 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Write files of any names into a folder, which is made with theirs."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data.encode("utf-8") if isinstance(data, str) else data)

@@ -18,7 +18,6 @@ class Faults:
         self._lock = threading.Lock()
 
     def draw(self) -> tuple[str, int]:
-        """Return a kind of fault, and the bytes before it."""
         with self._lock:
             if not self.left:
                 return "none", 0
@@ -69,7 +68,6 @@ class FaultyProxy:
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End all connections."""
         self._is_over = True
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -86,7 +84,6 @@ class FaultyProxy:
 
 @contextmanager
 def faulty_proxy(port: int, faults: Faults) -> Iterator[FaultyProxy]:
-    """Run a proxy before a server of this machine."""
     proxy = FaultyProxy(port, faults)
     try:
         yield proxy

@@ -10,12 +10,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.sync.push_pull import pull, push
+from bucketline.store.verify.verify import verify
 
 SECRET = "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"  # must appear nowhere
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
@@ -58,7 +62,6 @@ class _Atomic:
 
 @contextmanager
 def s3_on_loopback() -> Iterator[str]:
-    """Yield the address of a server that keeps buckets in memory."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
@@ -87,5 +90,19 @@ def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 
 def in_memory() -> ObjectFolder:
-    """Return an empty folder in this process's memory."""
     return ObjectFolder.open(f"memory://{uuid.uuid4().hex}/a.store")
+
+
+def pushed(store: Path, name: str) -> str:
+    """Push a store to a folder of that name next to it, and return the URL."""
+    target = store.parent / "buckets" / name
+    target.mkdir(parents=True, exist_ok=True)
+    push(store, ObjectFolder.open(f"file://{target}"))
+    return f"file://{target}"
+
+
+def pulled(place: ObjectFolder, path: Path) -> Store:
+    pull(place, path)
+    store = Store.open(path)
+    assert not verify(store, lambda _: None, 1).corrupt
+    return store

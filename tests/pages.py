@@ -69,7 +69,6 @@ class Parsed(HTMLParser):
         return self.captions if tag == "figcaption" else self.titles if tag in ("h1", "h2", "h3") else None
 
     def images(self) -> list[Image.Image]:
-        """Decode the page's images."""
         inlined = [link.partition(";base64,")[2] for link in self.links if link.startswith("data:image/")]
         return [Image.open(io.BytesIO(base64.b64decode(data))) for data in inlined]
 

@@ -17,7 +17,6 @@ photograph = cache(trained_model.photograph)  # decoded once
 
 
 def crop_of(number: int, height_px: int, width_px: int) -> Image.Image:
-    """Cut a piece out of one of the photographs; another number gives another piece."""
     whole = photograph(PHOTOGRAPHS[number % len(PHOTOGRAPHS)])
     assert height_px <= whole.height
     assert width_px <= whole.width

@@ -17,5 +17,4 @@ def in_memory(name: str) -> int:
 
 
 def forget_highest() -> None:
-    """Have the kernel forget the highest value so far, `VmHWM`."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -51,21 +51,18 @@ def _profile(kind: bytes, space: bytes, connection: bytes, tags: dict[bytes, byt
 
 
 def matrix_profile(colourants: NDArray[np.float64], gamma: float) -> bytes:
-    """Make an RGB display's profile."""
     curves = {name: _gamma(gamma) for name in (b"rTRC", b"gTRC", b"bTRC")}
     columns = {name: _xyz(colourants[:, n].tolist()) for n, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
     return _profile(b"mntr", b"RGB ", b"XYZ ", {**columns, **curves})
 
 
 def tagged_profile(primaries: int, transfer: int) -> bytes:
-    """Make an RGB display's profile with code points (ICC.1:2022, 9.2.17)."""
     tags = {name: _gamma(2.2) for name in (b"rTRC", b"gTRC", b"bTRC")}
     tags |= {name: _xyz(SRGB[:, n].tolist()) for n, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
     return _profile(b"mntr", b"RGB ", b"XYZ ", {**tags, b"cicp": b"cicp" + bytes([0, 0, 0, 0, primaries, transfer, 0, 1])})
 
 
 def grey_profile(gamma: float) -> bytes:
-    """Make a grey display's profile."""
     return _profile(b"mntr", b"GRAY", b"XYZ ", {b"kTRC": _gamma(gamma)})
 
 
@@ -98,12 +95,10 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def cicp(primaries: int, transfer: int, *, full_range: int = 1) -> bytes:
-    """Make a PNG's chunk of code points."""
     return png_chunk(b"cICP", bytes([primaries, transfer, 0, full_range]))
 
 
 def with_chunk(png: bytes, chunk: bytes) -> bytes:
-    """Put a chunk behind a PNG's header."""
     return png[:33] + chunk + png[33:]
 
 

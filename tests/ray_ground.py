@@ -56,7 +56,6 @@ class RayGround:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, arguments: Sequence[object], stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-        """Start a command under `tests.whole_tree`."""
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.whole_tree", *map(str, arguments)],
             cwd=ROOT,
@@ -70,17 +69,14 @@ class RayGround:
         return process
 
     def ended(self, process: subprocess.Popen[str]) -> Ran:
-        """Wait for a command and all that it left behind."""
         out, err = process.communicate(timeout=LONGEST_S)
         self._running.remove(process)
         return Ran(code=process.returncode, out=out, err=err)
 
     def ingest(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start `ingest`."""
         return self.start([sys.executable, "-m", "bucketline.ingest", *arguments])
 
     def run(self, *arguments: object) -> Ran:
-        """Run `ingest` to its end."""
         return self.ended(self.ingest(*arguments))
 
 
@@ -95,7 +91,6 @@ def packing_workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 def kill(pid: int) -> bool:
-    """Kill a process; return False if it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True
@@ -111,11 +106,9 @@ class Cluster:
         self.address = self._answer()
 
     def lose(self, number: int) -> None:
-        """End a node and all its workers at once."""
         self._tell(f"lose {number}")
 
     def add(self, cpus: int) -> None:
-        """Start another node."""
         self._tell(f"add {cpus}")
 
     def _tell(self, line: str) -> None:

@@ -64,7 +64,6 @@ PUBLISHED = {
 
 
 def gib(num_bytes: float) -> str:
-    """Return bytes in GiB, in two or three digits."""
     return f"{num_bytes / 2**30:,.{0 if num_bytes >= 10 * 2**30 else 1}f}"
 
 
@@ -83,7 +82,6 @@ def weights_of(one: Model) -> tuple[int, int, int]:
 
 
 def disk() -> list[str]:
-    """Return the table of what a store takes."""
     head = "| model | latent, 512 px | 1024 px | caption, fp16 | caption, int8 | 10,000 at 1024 px, fp16 | int8 |"
     lines = [head, "|---|" + "---:|" * 6]
     for name, model in PUBLISHED.items():
@@ -95,7 +93,6 @@ def disk() -> list[str]:
 
 
 def memory() -> list[str]:
-    """Return the table of what text encoders take when packing, and weights in training."""
     head = "| model | its text encoders | in bf16 | weights | all weights | 8-bit | LoRA | base int8 | base nf4 |"
     lines = [head, "|---|---|" + "---:|" * 7]
     for name, model in PUBLISHED.items():

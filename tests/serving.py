@@ -52,7 +52,6 @@ class Served:
 def serving_here(
     folder: Path, *stores: Path | str, security: Security | None = None, remote: RemoteOptions | None = None
 ) -> Iterator[Served]:
-    """Serve stores in a thread, at a socket in a folder and at a port; nothing of it is left when this ends."""
     service, (read, write) = Service(stores, remote), os.pipe()
     number = len(list(folder.glob("*.sock")))
     with listen(folder / f"{number}.sock") as sock, service.listening(("127.0.0.1", 0), security or Security()) as far:

@@ -127,7 +127,6 @@ def renamed(tensors: Mapping[str, Tensor], renames: Renames, prefix: str) -> dic
 
 
 def joined(tensors: Mapping[str, Tensor], parts: tuple[str, str, str], name: str) -> dict[str, Tensor]:
-    """Concatenate the projections to queries, keys and values, as the original layouts store them."""
     found = dict(tensors)
     for key in tensors:
         if f".{parts[0]}." in key:
@@ -168,7 +167,6 @@ def _sd3(transformer: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def original_layout(folder: Path, family: str) -> dict[str, Tensor]:
-    """Return all weights of a tiny pipeline of `family_models` in the original layout."""
     import diffusers
     import transformers
 
@@ -203,6 +201,5 @@ def original_layout(folder: Path, family: str) -> dict[str, Tensor]:
 
 
 def write_single_file(path: Path, folder: Path, family: str) -> Path:
-    """Write the weights of a tiny pipeline's folder as one file."""
     save_file({name: tensor.contiguous() for name, tensor in original_layout(folder, family).items()}, path)
     return path

@@ -76,13 +76,11 @@ def shorten() -> None:
 def run_machines(folder: Path, shape: StoreShape, runs: Sequence[Run]) -> list[Found]:
     """Execute runs over a store of this shape in a process of its own."""
     asked = json.dumps({"shape": asdict(shape), "runs": [asdict(run) for run in runs]})
-    ran = spawn([sys.executable, "-m", "tests.small_lines", str(folder), asked])
-    assert ran.code == 0, ran.err[-2000:]
+    ran = spawn([sys.executable, "-m", "tests.small_lines", str(folder), asked]).done()
     return [Found(**one) for one in json.loads(ran.out)]
 
 
 def machine(url: str, generation: int, run: Run, cache: Path, cache_bytes: int, rank: int) -> dict[str, Any]:
-    """Read the epochs, each by a loader of its own, so that none reads ahead into the next."""
     parts: list[tuple[int, int]] = []
     for epoch in range(run.epochs):
         config = config_of(run, cache_bytes, epochs=epoch + 1, cache=str(cache))
@@ -114,7 +112,6 @@ def config_of(run: Run, cache_bytes: int, **more: Any) -> LoaderConfig:
 
 
 def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
-    """Fork the machines of a run, and wait for them."""
     store_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     cache_bytes = int(run.cache * store_bytes)
     plan = make_plan(store, config_of(run, cache_bytes), world_size=run.machines, cache_bytes=cache_bytes)
@@ -135,7 +132,6 @@ def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
 
 
 def start(work: Callable[[], dict[str, Any]]) -> tuple[int, int]:
-    """Fork a process that does some work; return its id and the pipe by which its result comes."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -157,7 +153,6 @@ def gathered(child: int, reading: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Make the store, serve it, and execute the runs."""
     folder, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
     shorten()
     given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in asked["shape"].items()}

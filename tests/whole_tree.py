@@ -19,7 +19,6 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the process ids of a process's children."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -36,7 +35,6 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def title_of(pid: int) -> str:
-    """Return a process's command line; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -58,7 +56,6 @@ def _end(*_: object) -> None:
 
 
 def main() -> int:
-    """Run the command; return its exit code, 128 and the signal's number if it was killed."""
     process = ctypes.CDLL(None)
     process.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -111,7 +111,6 @@ class Start:
 
 
 def folder_of_step(steps_done: int) -> str:
-    """Return the name of a step's folder."""
     return f"step-{steps_done:08d}"
 
 
@@ -165,7 +164,6 @@ def damage(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> RunState:
-    """Return the state of a complete checkpoint."""
     try:
         document = json.loads((folder / STATE).read_bytes())
         if document.get("version") != VERSION:
@@ -345,7 +343,6 @@ def write_optimizer(aside: Path, entries: Mapping[str, Any], group: dist.Process
 
 
 def aside_of(folder: Path) -> Path:
-    """Return the temporary folder in which a checkpoint or an export is written."""
     return folder.with_name(folder.name + ASIDE_SUFFIX)
 
 

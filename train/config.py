@@ -563,7 +563,6 @@ class TrainConfig(
             )
 
     def is_sharded(self, world_size: int) -> bool:
-        """Return whether so many processes shard the model."""
         return self.sharding != DDP and world_size > 1
 
     @property

@@ -227,7 +227,6 @@ class HubUpload:
         self._api.run_as_future(self._make).add_done_callback(self._report)
 
     def push(self, folder: Path, message: str) -> None:
-        """Upload a folder's files to the root of the repository."""
         self._pushed = folder, self._api.run_as_future(self._upload, folder, message)
         self._pushed[1].add_done_callback(self._report)
 
@@ -330,7 +329,6 @@ def _saved_weights(run: Path, *, last: bool) -> Path:
 
 
 def _start_of(weights: Path) -> Path:
-    """Return the model that the run of a checkpoint's weights began from."""
     return Path(str(checkpoint.read_state(weights.parent).config["model"]))
 
 
@@ -358,7 +356,6 @@ def _in_dtype(tensors: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def _write_pipeline(weights: Path, output: Path, model: Path, dtype: str) -> None:
-    """Write a pipeline of trained weights and the other parts of a model."""
     if not model.is_dir():
         raise UsageError(
             f"{model} is not a folder; name a folder in diffusers' layout with the other parts by --like, or an output that "

@@ -309,7 +309,6 @@ def _keep_latents(scheduler: Any) -> list[Tensor]:  # noqa: ANN401 - likewise
 
 
 def _padded(one: Batch, num_tokens: int) -> Batch:
-    """Return a batch with padding up to so many tokens."""
     more = num_tokens - one.tokens.shape[1]
     return replace(one, tokens=pad(one.tokens, (0, 0, 0, more)), token_mask=pad(one.token_mask, (0, more)))
 
@@ -387,7 +386,6 @@ def load_prompts(given: Mapping[str, bytes], store: Store, family: Family) -> tu
 
 
 def _entry(one: StoredPrompt) -> dict[str, Json]:
-    """Return a prompt's entry in images.json: its text is the caption."""
     about = asdict(one.prompt)
     return {"id": one.id, "caption": about.pop("prompt"), **about}
 

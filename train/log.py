@@ -16,7 +16,6 @@ import math
 import platform
 import statistics
 import subprocess
-import textwrap
 import time
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -33,7 +32,7 @@ from accelerate.utils import LoggerType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch._dynamo.utils import counters
 
-from bucketline.command_line import counted, per_second, stderr_console
+from bucketline.command_line import counted, per_second, stderr_console, wrapped
 from bucketline.errors import LockedError, NoLocksError, TrainError, UsageError
 from bucketline.files.atomic_write import FileLock, write_durably
 from bucketline.files.paths import CONFIG, METRICS, RUN_FILE, STATUS, is_status
@@ -152,7 +151,6 @@ def versions() -> dict[str, str]:
 
 @cache
 def _commit() -> str | None:
-    """Return the git commit of this code; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
@@ -185,7 +183,6 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def graphs_compiled() -> int:
-    """Return the number of graphs that dynamo has compiled in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -443,7 +440,6 @@ class ProgressLine(logging.Handler):
         self.close()
 
     def begin(self, steps_done: int, max_steps: int) -> None:
-        """Show the bar and start the timer."""
         self._began, self._max_steps = (steps_done, time.monotonic()), max_steps
         self._bar.reset(self._task, completed=steps_done, total=max_steps)
         self._bar.start()
@@ -455,10 +451,7 @@ class ProgressLine(logging.Handler):
 
     def say(self, text: str) -> None:
         """Print a line above the bar; on a terminal, one that is too long continues indented."""
-        if self.console.is_terminal:
-            width = self.console.width
-            text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        self.console.print(text, markup=False)
+        self.console.print(wrapped(text, self.console.width) if self.console.is_terminal else text, markup=False)
 
     def step(self, steps_done: int) -> None:
         self._bar.update(self._task, completed=steps_done)

@@ -66,7 +66,6 @@ def _side_by_side(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a safetensors file's tensors and its metadata."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
 
@@ -102,7 +101,6 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
 
 
 def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, dict[str, Tensor]]:
-    """Return a file's adapters by the model's names of the layers, as `_by_layer` does."""
     try:
         tensors, metadata = read_tensors(path)
         beside = path.with_name(PEFT_CONFIG)  # of peft's own file

@@ -218,7 +218,6 @@ def load(
 
 
 def checked(model: ModelConfig, store: StoreFacts) -> Family:
-    """Return the family of a model, checked against a store."""
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
     parameters = inspect.signature(getattr(diffusers, model.family.model_class).__init__).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
@@ -242,7 +241,6 @@ def checked(model: ModelConfig, store: StoreFacts) -> Family:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files of weights in a model's folder."""
     return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 
@@ -391,7 +389,6 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
 
 
 def _load_model(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Family, nn.Module, Schedule]:
-    """Load the model and its noise schedule, and add adapters."""
     store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
     source = open_model_config(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.

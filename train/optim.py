@@ -49,7 +49,6 @@ _OTHER = Named("")  # any class
 
 
 def traits_of(config: TrainConfig) -> Named:
-    """Return what is known of the chosen optimizer."""
     return NAMED.get(config.optimizer or "adamw", _OTHER)
 
 

@@ -107,7 +107,6 @@ class MuonWithAdamW(Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step both."""
         assert closure is None
         for part in self._parts:
             part.step()

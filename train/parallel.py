@@ -42,7 +42,6 @@ class TrainRanks:
 
     @property
     def is_main(self) -> bool:
-        """True if this rank writes files and prints."""
         return self.rank == 0
 
 
@@ -198,7 +197,6 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
 
 
 def expect_equal(name: str, value: str) -> None:
-    """Check that every rank has the same `value`."""
     values = gathered(value)
     for rank, other in enumerate(values):
         if other != values[0]:

@@ -69,7 +69,6 @@ def points_of(lines: Iterable[Mapping[str, Any]], field: str) -> list[tuple[floa
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value of JSON is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -109,7 +108,6 @@ class ReportedRun:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The options."""
         return self.document.get("config", {})  # type: ignore[no-any-return]
 
     @property
@@ -118,12 +116,10 @@ class ReportedRun:
         return {name: value for name, value in self.document.items() if name != "config"}
 
     def values(self, field: str) -> list[float]:
-        """Return a measured value, in the order of the steps."""
         return [value for _, value in points_of(self.lines, field)]
 
     @property
     def buckets(self) -> Counter[str]:
-        """The number of steps by bucket."""
         total: Counter[str] = Counter()
         for line in self.lines:
             total.update(line.get("buckets", {}))
@@ -175,7 +171,6 @@ def _parsed(data: bytes, otherwise: _T) -> _T:
 
 
 def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
-    """Return the page about runs, and its findings."""
     is_one = len(runs) == 1
     findings = [finding for run in runs for finding in _findings(run, "" if is_one else f"{run.name}: ")]
     summaries = [_summary(run) for run in runs]
@@ -216,7 +211,6 @@ def page_of(runs: Sequence[ReportedRun]) -> tuple[bytes, list[Finding]]:
 
 
 def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
-    """Yield what is wrong in a run."""
     if run.status.get("state") == "failed":
         yield Finding(level="error", title=f"{of}the run failed", detail=str(run.status.get("reason") or ""), anchor="runs")
     if skipped := int(sum(run.values("skipped_steps"))):
@@ -247,7 +241,6 @@ def _findings(run: ReportedRun, of: str) -> Iterator[Finding]:
 
 
 def _summary(run: ReportedRun) -> dict[str, str]:
-    """Return a run in a few numbers, as text."""
     named = ("loss", "val_loss", "val_zero_loss", "samples_per_s", "data_wait_fraction", "peak_memory_mib")
     training, validation, zero, rates, waits, memory = map(run.values, named)
     return {
@@ -271,13 +264,11 @@ def _line(name: str, run: ReportedRun, field: str, colour: int, *, is_dashed: bo
 
 
 def _charts(runs: Sequence[ReportedRun], fields: Mapping[str, str]) -> dict[str, str]:
-    """Return a chart of each value of the windows by its title, but for those that no run has."""
     drawn = {title: [_line(run.name, run, field, n) for n, run in enumerate(runs)] for field, title in fields.items()}
     return {title: lines(found, title, "optimizer steps") for title, found in drawn.items() if any(line.xs for line in found)}
 
 
 def _by_timestep(run: ReportedRun) -> str:
-    """Return a chart of a run's validations by timestep."""
     found = []
     for colour, line in enumerate(spread([line for line in run.lines if line.get("val_loss_per_timestep")], VALIDATIONS)):
         losses = sorted((int(step), loss) for step, loss in line["val_loss_per_timestep"].items() if is_number(loss))

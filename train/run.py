@@ -54,7 +54,7 @@ from bucketline.train.model import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
 from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
-from bucketline.train.run_file import config_as_json, model_of, values_of_file
+from bucketline.train.run_file import config_as_json, models_of, values_of_file
 from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
 
@@ -145,7 +145,6 @@ def start_processes(config: TrainConfig) -> Accelerator:
 
 
 def end_processes() -> None:
-    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
         # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile aborts the
@@ -596,7 +595,7 @@ class Run:
         """Print the length and the samples of a run; warn of small buckets, and of a caption dropout without use."""
         config, family, say = self.config, self.training.family, self._progress.say
         stores, plan = [share.store for share in self.loader.shares], self.loader.plan
-        if (noted := model_of([one.place for one in stores])) is not None and noted.model == str(config.model):
+        if {one.model for one in models_of(one.place for one in stores).values()} == {str(config.model)}:
             say(f"model: {config.model}, with which {'the stores were' if len(stores) > 1 else 'the store was'} packed")
         per_epoch = plan.steps_before(MANY_EPOCHS) / MANY_EPOCHS or 1
         size = f"{counted(sum(one.num_rows for one in plan.buckets), 'sample')} in {counted(len(plan.buckets), 'bucket')}"
@@ -608,7 +607,7 @@ class Run:
         say(
             f"validation: {held} of {counted(held + trained, 'sample')}, held out by the store{rule}"
             if held
-            else f"no validation: no sample of {trained} is held out by the store{rule}; pack with a larger --val-fraction"
+            else f"no validation: the store holds out none of {trained} samples{rule}; pack one with a larger --val-fraction"
         )
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)

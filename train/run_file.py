@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline import coming_from
 from bucketline.errors import UsageError
-from bucketline.files.paths import RUN_FILE
+from bucketline.files.paths import RUN_FILE, can_be_reached
 from bucketline.option_value import OptionValue
 from bucketline.options import COMMAND_LINE_ONLY, options_of, sections_of, suggestion
 from bucketline.typed_json import as_toml, encode
@@ -36,7 +36,6 @@ _INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
 
 
 def preset_names() -> list[str]:
-    """Return the names of the presets that come with the package."""
     return sorted(path.stem for path in _PRESETS.glob(f"*{_SUFFIX}"))
 
 
@@ -97,7 +96,6 @@ def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> 
     """
 
     def fill(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Set the arguments that have no value yet."""
         from cyclopts.config import Dict
 
         words = {one.field_info.name: [token.value for token in one.tokens] for one in arguments if one.tokens}
@@ -123,22 +121,31 @@ def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> 
     return fill
 
 
-def model_of(stores: Iterable[object]) -> PackedModel | None:
-    """Return the model that stores were last packed with on this machine; None if none has noted it."""
+def models_of(stores: Iterable[object]) -> dict[str, PackedModel]:
+    """Return the models that stores were last packed with on this machine, by the stores that have noted it."""
     from bucketline.ingest.packing.packed_model import packed_model
 
-    return next((noted for one in stores if (noted := packed_model(Path(str(one)))) is not None), None)
+    return {str(one): noted for one in stores if (noted := packed_model(Path(str(one)))) is not None}
 
 
 def _model_of_options(stores: Sequence[str]) -> dict[str, Any]:
     """Return the options of the model that stores were packed with, for those that are not given."""
     from bucketline.loader.mixture import parse_stores  # imports numpy
+    from bucketline.store.format.manifest import read_manifest
 
-    noted = model_of(one.path for one in parse_stores(tuple(stores), "--store"))
-    if noted is None:
+    places = [one.path for one in parse_stores(tuple(stores), "--store")]
+    found = models_of(places)
+    if not found:
+        for place in places:
+            if isinstance(place, Path):
+                read_manifest(place)  # what is not a store is said before the model is asked for
         return {}
-    if not Path(noted.model).exists():
-        raise UsageError(f"{stores[0]} was packed with {noted.model}, which is no folder or file here; give --model MODEL")
+    store, noted = next(iter(found.items()))
+    if other := next((name for name, one in found.items() if one != noted), None):
+        packed = f"{store} was packed with {noted.model}, {other} with {found[other].model}"
+        raise UsageError(f"{packed}; give --model MODEL")
+    if not can_be_reached(noted.model):
+        raise UsageError(f"{store} was packed with {noted.model}, which is no folder or file here; give --model MODEL")
     return {"model": noted.model} | ({"model_config": noted.model_config} if noted.model_config else {})
 
 

@@ -34,7 +34,6 @@ class WholeModel:
     scheduler: str | None = None  # its configuration as JSON, written next to that folder: a run from there has its objective
 
     def config(self, model: nn.Module) -> str:
-        """Return the configuration stored next to the tensors, as JSON."""
         config = json.loads(model.to_json_string())  # type: ignore[operator]
         return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
 
@@ -52,7 +51,6 @@ class WholeModel:
             path.write_text(self.scheduler, encoding="utf-8")
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Return the tensors of such a folder, by the names of `tensors`."""
         return load_file(folder / MODEL_FILE)
 
 
@@ -103,7 +101,6 @@ WeightLayout = WholeModel | Adapters
 
 
 def average_folder(weights: WeightLayout) -> str:
-    """Return the folder of the moving average in a checkpoint."""
     return weights.folder + AVERAGE_SUFFIX
 
 

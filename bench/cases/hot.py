@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING
 from bucketline.bench.harness import (
     Case,
     Clock,
+    Copies,
     Mark,
     Result,
     StoreCase,
     Subject,
     alternate,
+    bytes_taken,
     compare,
-    counted_threads,
     rate,
     summarise,
 )
+from bucketline.command_line import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +62,6 @@ class Hot(StoreCase):
     """Numbers of prefetch threads; each is measured."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.harness import Copies
         from bucketline.loader import Loader, LoaderConfig
         from bucketline.store import Store
 
@@ -69,9 +70,9 @@ class Hot(StoreCase):
         for n in self.threads:
             asked = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20, threads=n)
             with Loader(store, asked) as loader:
-                buffer_bytes = sum(tensor.nbytes for tensor in next(loader.forever()).tensors())
+                buffer_bytes = bytes_taken(loader.forever(), 1)
                 copies = Copies(buffer_bytes, loader.stats().depth + 2, store.manifest.payload_bytes)
-            threads, mark = counted_threads(n), Mark(bound=0.85)
+            threads, mark = counted(n, "thread"), Mark(bound=0.85)
             subjects.append(Subject(name=f"memcpy, {threads}", measure=rate(copies.memcpy(self.batches, n))))
             for name, service in (("loader", None), ("service", "auto")):
                 measure = _gb_s(delivering(store.path, asked, self.one_pass, self.batches, service))
@@ -162,7 +163,7 @@ def delivering(
             while loader.stats().ready:
                 next(own)
             clock = Clock()
-            num_bytes = sum(sum(tensor.nbytes for tensor in next(own).tensors()) for _ in range(batches))
+            num_bytes = bytes_taken(own, batches)
             return num_bytes, *clock.spent()
 
     return deliver
@@ -223,7 +224,7 @@ class HotBusy(StoreCase):
         batches = loader.forever()
 
         def take() -> int:
-            return sum(sum(tensor.nbytes for tensor in next(batches).tensors()) for _ in range(self.batches))
+            return bytes_taken(batches, self.batches)
 
         def pace(_: int) -> float:
             inside = 0.0

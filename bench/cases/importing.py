@@ -69,7 +69,6 @@ class Import(Case):
         return [*summarise("import", "samples/s", subjects, rates), *summarise("import, CPU", "CPU-s/GB", spent, cpu)]
 
     def _write_cache(self, folder: Path) -> None:
-        """Make the cache, in folders of a thousand."""
         random = np.random.default_rng(0)
         for number in range(self.samples):
             path = folder / f"{number // 1000:03d}" / f"{number:07d}_1200x1200_sdxl.npz"
@@ -98,7 +97,6 @@ class Import(Case):
         return seconds, cpu_s
 
     def _write(self, store: Path) -> tuple[float, float]:
-        """Write as many rows to a new store and publish it."""
         from bucketline.store import LatentColumn, StoreWriter
 
         latent = (SDXL_SPREAD * np.random.default_rng(1).standard_normal((4, 128, 128))).astype("<f2")
@@ -111,7 +109,6 @@ class Import(Case):
         return spent
 
     def _import(self, cache: Path, store: Path) -> tuple[float, float]:
-        """Import the cache into a new store."""
         from bucketline.ingest.importers.config import ImportConfig
         from bucketline.ingest.importers.run import import_cache
 

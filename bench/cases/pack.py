@@ -155,8 +155,6 @@ class PackAgain(Case):
 
 
 def _python(code: str, *arguments: str) -> Callable[[int], dict[str, float]]:
-    """Return a measure of a Python process."""
-
     def measure(_: int) -> dict[str, float]:
         begin, cpu_begin = time.perf_counter(), cpu_seconds_of_children()
         subprocess.run([sys.executable, "-P", "-c", code, *arguments], check=True, stdin=subprocess.DEVNULL)

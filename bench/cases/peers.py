@@ -214,7 +214,6 @@ def remote_results(case: str, timings: Timings, samples: int, payload: int) -> l
 
 
 def disk_results(disk_bytes: Mapping[str, int], payload: int) -> list[Result]:
-    """Return each format's disk space per byte of the samples."""
     return [Result.of("peers, disk", name, "of payload", [round(own / payload, 6)]) for name, own in disk_bytes.items() if own]
 
 

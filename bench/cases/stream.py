@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bucketline.bench.apart import apart
-from bucketline.bench.harness import Clock, Mark, Result, StoreCase, Subject, compare
+from bucketline.bench.harness import Clock, Mark, Result, StoreCase, Subject, bytes_taken, compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +195,7 @@ def take_first_batch(server: str, store: str, cache: str, batch_size: int) -> Sp
     _lines(store)
     clock = Clock()
     with Loader(f"{server}/{Path(store).name}", _config(batch_size, cache, epochs=1)) as loader:
-        num_bytes = _bytes_of(loader.forever(), 1)
+        num_bytes = bytes_taken(loader.forever(), 1)
         return *clock.spent(), num_bytes
 
 
@@ -217,17 +217,12 @@ def local(_server: str, store: str, _cache: str, batch_size: int) -> Spent:
 
 def _steady(loader: Loader) -> Spent:
     one_pass, batches = loader.plan.steps_before(1), loader.forever()
-    _bytes_of(batches, 2 * one_pass)
+    bytes_taken(batches, 2 * one_pass)
     while loader.stats().ready:
         next(batches)
     clock = Clock()
-    num_bytes = _bytes_of(batches, one_pass)
+    num_bytes = bytes_taken(batches, one_pass)
     return *clock.spent(), num_bytes
-
-
-def _bytes_of(batches: Iterator[Any], number: int) -> int:
-    """Take batches; return the bytes of their tensors."""
-    return sum(sum(tensor.nbytes for tensor in next(batches).tensors()) for _ in range(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +253,8 @@ class StreamService(StoreCase):
             said = using.enter_context(started(self.kept_store(folder), temporary / "s", "--at", "tcp://127.0.0.1:0"))
             address = f"tcp://127.0.0.1:{said.split()[-1]}"
             with Loader(None, config, service=address) as loader:
-                num_bytes = _bytes_of(batches := loader.forever(), 1)
-                _bytes_of(batches, self.one_pass)  # the server's pages
+                num_bytes = bytes_taken(batches := loader.forever(), 1)
+                bytes_taken(batches, self.one_pass)  # the server's pages
                 del batches
             (temporary / "data").write_bytes(bytes(num_bytes))
             command = [sys.executable, "-P", "-S", "-c", SENDING, str(temporary / "data")]
@@ -287,7 +282,7 @@ class StreamService(StoreCase):
 
     def _delivered(self, loader: Loader) -> dict[str, float]:
         clock = Clock()
-        num_bytes = _bytes_of(loader.forever(), self.batches)
+        num_bytes = bytes_taken(loader.forever(), self.batches)
         loader.close()
         return _speed((*clock.spent(), num_bytes))
 

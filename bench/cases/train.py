@@ -43,7 +43,6 @@ def _asked(folder: Path, model: str, rows: int, /, **more: Any) -> TrainConfig: 
 
 
 def _trainer(asked: TrainConfig, progress: ProgressLine | None = None) -> Run:
-    """Return the trainer of a run on one rank."""
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.run import Run
 
@@ -164,7 +163,6 @@ class Windows:
         return replace(window, wait_s=waited[0])
 
     def resident(self, buckets: Sequence[str]) -> Window:
-        """Train on batches that are resident on the device."""
         batches = (replace(self._examples[bucket], step=step, micro_step=0) for step, bucket in enumerate(buckets))
         return self._timed(buckets, batches, 0)
 

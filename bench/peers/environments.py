@@ -50,7 +50,6 @@ class Failure:
 
 
 def own_environment() -> Environment:
-    """Return the environment of this process."""
     return Environment(name="", python=Path(sys.executable), ours=None, versions={})
 
 
@@ -93,7 +92,6 @@ def _by_itself(wanted: str) -> list[str]:
 
 
 def _versions(own: Path, wanted: str) -> dict[str, str]:
-    """Return the installed versions of the required packages."""
     code = "import importlib.metadata, sys\nfor n in sys.argv[1:]: print(n, importlib.metadata.version(n))"
     names = [line.partition("==")[0] for line in (*wanted.splitlines(), *_by_itself(wanted)) if "==" in line and line[0] != "#"]
     done = subprocess.run([str(own / "bin" / "python"), "-P", "-c", code, *names], capture_output=True, text=True, check=True)

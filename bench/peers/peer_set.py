@@ -160,7 +160,6 @@ class PeerSet:
         self.failures[name] = reason
 
     def _run(self, entry: Entry, way: Way, do: Callable[..., object], *arguments: object, remote: Remote | None = None) -> Any:  # noqa: ANN401 - what it returns
-        """Run a function of the worker in a process of the peer's environment."""
         task = Task(
             peer=entry.name,
             folder=str(self.folder),

@@ -93,7 +93,6 @@ class SetShape:
         return latents + 2 * self.token_width * tokens + 16 * self.num_samples
 
     def bucket_of(self, number: int) -> tuple[int, int, int]:
-        """Return (bucket, h, w) of a sample."""
         end = 0
         for at, (height, width, rows) in enumerate(self.buckets):
             end += rows
@@ -102,7 +101,6 @@ class SetShape:
         raise IndexError(f"sample {number} of {self.num_samples}")
 
     def numbers(self, bucket: int) -> range:
-        """Return the numbers of a bucket's samples."""
         ends = [0, *itertools.accumulate(rows for _, _, rows in self.buckets)]
         return range(ends[bucket], ends[bucket + 1])
 
@@ -227,7 +225,6 @@ class Passed:
 
 
 def check(batches: Iterable[PeerBatch], shape: SetShape, wanted: Expected) -> Passed:
-    """Check the batches of a pass."""
     seen = np.zeros(shape.num_samples, dtype=np.int64)
     count = num_bytes = run = longest = 0
     last, order = -1, list[int]()

@@ -43,7 +43,6 @@ class PixArtAlpha(Family):
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
-        """Return captions as the pipeline makes them."""
         cleaned: list[str] = pipeline._text_preprocessing(captions, clean_caption=False)
         return cleaned
 

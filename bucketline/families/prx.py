@@ -54,5 +54,4 @@ class Prx(Family):
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
-        """Return captions as the pipeline cleans them."""
         return [pipeline.text_preprocessor.clean_text(caption) for caption in captions]

@@ -60,7 +60,6 @@ PACKED_VAES = tuple(name for name, kind in VAES.items() if kind.is_packed)
 
 
 def vae_class(config: Mapping[str, Any]) -> str:
-    """Return the class of a VAE's configuration."""
     return str(config.get("_class_name") or DEFAULT_VAE)
 
 

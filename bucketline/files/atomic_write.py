@@ -316,7 +316,7 @@ def staged_folder(output: Path, *, resumable: bool = False) -> Iterator[Path]:
         sync_folder(output.parent)
     except OSError as error:
         left = "rerun the command to continue" if is_kept else "nothing was left there"
-        raise StoreError(f"{output} was not finished: {error}; {left}") from error
+        raise StoreError(f"{output} was not finished: {error.strerror or error}; {left}") from error
     finally:
         if not is_kept:
             _remove(hidden)  # while locked: the next run starts with a new folder
@@ -324,7 +324,6 @@ def staged_folder(output: Path, *, resumable: bool = False) -> Iterator[Path]:
 
 
 def _remove(hidden: Path) -> None:
-    """Remove the hidden folder if it contains only our files."""
     shutil.rmtree(hidden / FILES, ignore_errors=True)
     with contextlib.suppress(OSError):
         (hidden / LOCK).unlink(missing_ok=True)

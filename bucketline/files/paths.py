@@ -167,7 +167,6 @@ def redacted_within(message: str, source: str) -> str:
 
 
 def without_userinfo(url: str) -> str:
-    """Return a URL without user and password."""
     return re.sub(r"(://)[^/?#\s'\"]*@", r"\1", url)
 
 

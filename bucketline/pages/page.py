@@ -187,7 +187,6 @@ def refuse_page(page: Path, folders: Iterable[tuple[str, Path]] = ()) -> None:
 
 
 def _is_ours(page: Path) -> bool:
-    """Return True if a file is a page that a command of this package wrote."""
     try:
         return not page.is_symlink() and _GENERATOR in read_regular(page, 1024)
     except OSError:
@@ -200,7 +199,6 @@ def page_report(page: Path, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def print_page(report: Mapping[str, Any]) -> None:
-    """Print a `page_report` as text."""
     page = Path(report["page"])
     print(f"{one_line(str(page))}: {human_bytes(page.stat().st_size)}")
     for finding in report["findings"]:
@@ -244,7 +242,6 @@ class _Axis:
         return (value - low) / (high - low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return values with their texts."""
         if not self.is_log:
             return [(value, _number(value)) for value in _nice(self.low, self.high, is_whole=self.is_whole)]
         powers = range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1)

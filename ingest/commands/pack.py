@@ -12,10 +12,10 @@ from bucketline.command_line import (
     counted,
     human_bytes,
     one_line,
-    per_second,
     print_json,
     print_json_line,
     printable,
+    say,
     torchrun_ranks,
 )
 from bucketline.errors import SourceError, UsageError
@@ -24,7 +24,7 @@ from bucketline.ingest.config import FILE_TABLES, PackConfig
 from bucketline.ingest.held_out import HeldOut, SplitBy
 from bucketline.ingest.images.crop import crop_loss_line
 from bucketline.ingest.other_options import STORED_OPTIONS
-from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn
+from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn, took
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST
 
@@ -49,15 +49,9 @@ def print_entry(entry: DatasetEntry | None) -> None:
 def print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str]) -> None:
     """Print where captions came from, and notes about the source."""
     if captions_from:
-        print(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
+        say(f"  captions from {'; '.join(f'{one_line(place)} ({count})' for place, count in captions_from.items())}")
     for note in notes:
-        print(f"  note: {one_line(note)}")
-
-
-def took(number: int, seconds: float, noun: str) -> str:
-    """Return how long a run took, with its rate if it took a second or more."""
-    rate = f" ({per_second(number / seconds, noun)})" if number and seconds >= 1 else ""
-    return f"in {seconds:.1f} s{rate}"
+        say(f"  note: {one_line(note)}")
 
 
 def print_held_out(number: int, num_samples: int, rule: HeldOut) -> None:
@@ -73,7 +67,7 @@ def print_warnings(captions_without_image: list[str], passed_over: list[str]) ->
     """Print the first ten captions without an image and the first ten skipped images."""
     for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
         for name in names[:10]:
-            print(f"  warning: {what}: {one_line(name)}")
+            say(f"  warning: {what}: {one_line(name)}")
         if (more := len(names) - 10) > 0:
             print(f"  warning: and {more} more: {what}")
 
@@ -110,7 +104,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             return exit_code_of(stop)
 
     def _run(self) -> int:
-        """Pack, or compare, the source or those of a data set file."""
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         if is_dataset_file(self.source):
@@ -157,10 +150,9 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
 
         rules = ", ".join(changed_rules(asked, own))
         if rules and not self.json:
-            print(f"{name}from the store: {printable(rules)}")
+            say(f"{name}from the store: {printable(rules)}")
 
     def _dry_run(self) -> int:
-        """Compare the source, or those of a data set file, with the store."""
         if torchrun_ranks()["rank"]:
             return 0  # one process says it for all
         os.environ["HF_HUB_OFFLINE"] = "1"  # a download would write to the hub's cache; read when huggingface_hub is imported
@@ -178,7 +170,6 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         return 0
 
     def _run_each(self) -> int:
-        """Pack the sources of a data set file."""
         from bucketline.ingest.dataset import pack_dataset
 
         def on_result(entry: DatasetEntry, own: PackConfig, summary: PackResult) -> None:
@@ -253,7 +244,8 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     listed = shown(config.store / WITHOUT_CAPTION)
     beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
-        (summary.latents_kept, "image", " with a new caption or mtime only (latents reused)"),
+        (summary.latents_kept, "image", " with a new caption or file time (only text is encoded)"),
+        (summary.moved, "image", " moved to the other split (training or validation)"),
         (summary.without_caption, "image", f" without a caption, packed with the empty one; listed in {listed}"),
         (
             summary.enlarged,
@@ -277,7 +269,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  {crop_loss_line(summary.crop_loss)}")
     print_held_out(summary.held_out, summary.samples, config.held_out)
     for sample_id in summary.captions_beyond[:10]:
-        print(f"  more captions than kept: {one_line(sample_id)}")
+        say(f"  more captions than kept: {one_line(sample_id)}")
     print_warnings(summary.captions_without_image, summary.passed_over)
     _print_sample_changes(summary, config)
     _print_ids(("kept with captions of the old rules", summary.captions_as_before, []))
@@ -296,7 +288,7 @@ def _print_dry_run(report: DryRun, config: PackConfig) -> None:
         (report.new, "new"),
         (report.changed, "changed"),
         (report.moved, "moved to the other split"),
-        (report.recaptioned, "with a new caption or mtime only"),
+        (report.recaptioned, "with a new caption or file time"),
         (report.unchanged, "unchanged"),
         (report.rejected, "rejected"),
     )
@@ -339,10 +331,9 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 
 
 def _print_sample_changes(summary: SampleChanges, config: PackConfig) -> None:
-    """Print what happens, or would happen, to rows whose images are rejected, unreadable or missing."""
     would = "would be " if config.dry_run else ""
     if summary.not_pruned:
-        print(f"  not pruned: {printable(summary.not_pruned)}")
+        say(f"  not pruned: {printable(summary.not_pruned)}")
     _print_ids(
         (f"{would}dropped, because rejected now", summary.dropped, summary.dropped_ids),
         (f"{would}dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
@@ -364,7 +355,6 @@ def _print_gone(count: int, first: list[str], *, is_pruning: bool) -> None:
 
 
 def _print_ids(*counts: tuple[str, int, list[str]]) -> None:
-    """Print each description with its count and its first ids, if there are any."""
     for what, count, named in counts:
         if count:
             print(f"  {what}: {counted(count, 'sample')}")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import counted, human_bytes, one_line, print_json, printable
+from bucketline.command_line import counted, human_bytes, one_line, print_json, printable, say
 from bucketline.ingest.commands.pack import print_captions_and_notes, print_entry, print_held_out, print_warnings
 from bucketline.ingest.config import FILE_TABLES, ScanConfig
 from bucketline.ingest.images.crop import crop_loss_line
@@ -51,7 +51,7 @@ def _print_scan(report: ScanReport, options: ScanConfig) -> None:
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     for reject in report.rejects[:10]:
-        print(f"    {one_line(reject.id)}: {reject.reason} ({printable(reject.detail)})")
+        say(f"    {one_line(reject.id)}: {reject.reason} ({printable(reject.detail)})")
     if (more := len(report.rejects) - 10) > 0:
         print(f"    and {more} more; --json names all")
     if report.smallest and report.median and report.largest:

@@ -195,7 +195,7 @@ class ModelFolder:
             else {file.partition("/")[0] for file in self.hub_files if "/" in file}
         )
         if name not in parts:
-            there = ", ".join(sorted(parts)) or "no folder at all"
+            there = ", ".join(sorted(parts)) or "no subfolders"
             raise ModelError(f"{self.name} lacks the part {name}/; it has {there}; expected a model in diffusers' layout")
         if self.hub_files is None:
             return {"pretrained_model_name_or_path": str(self.path / name), "local_files_only": True}
@@ -215,7 +215,6 @@ class ModelFolder:
         return downloaded(self.name, [f"{name}/{file}" for file in own], self.path.name)
 
     def _files(self, name: str) -> list[str]:
-        """Return the names of the files of a part."""
         if self.hub_files is None:
             return [path.name for path in (self.path / name).iterdir()]
         return [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]

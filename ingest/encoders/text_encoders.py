@@ -28,7 +28,7 @@ from bucketline.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bucketline.families.family import Encoded, Family, Part
+    from bucketline.families.family import Encoded, Family
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import CaptionEncoder
     from bucketline.typed_json import Json
@@ -294,12 +294,6 @@ class ClassLabels:
         )
 
 
-def refuse_length(model: ModelFolder, asked: int | None) -> None:
-    """Refuse --max-tokens for a model whose captions are classes."""
-    if asked is not None:
-        raise UsageError(f"--max-tokens {asked}: {model.name} takes a class, not text; leave the option out")
-
-
 def refuse_text_dtype(model: ModelFolder, dtype: str | None) -> None:
     """Refuse --text-dtype for a model whose captions are classes, which are stored as numbers."""
     if dtype is not None:
@@ -341,7 +335,8 @@ def _load(model: ModelFolder, device: torch.device, settings: TextSettings) -> C
         return TextEncoder(model, device, settings)
     if family.parts:
         return PromptEncoder(family, model, device, settings)
-    refuse_length(model, settings.max_tokens)
+    if settings.max_tokens is not None:
+        raise UsageError(f"--max-tokens {settings.max_tokens}: {model.name} takes a class, not text; leave the option out")
     return ClassLabels(model)
 
 
@@ -372,7 +367,8 @@ def text_family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family
     family = family_of_pipeline(name)
     if family is None:
         raise _unknown(model, f"its pipeline is {name}", name)
-    wrong = next((part for part in family.parts if not _is_its_encoder(part, model)), None)
+    known = ((part, _architecture(model, part.encoder)) for part in family.parts)
+    wrong = next((part for part, named in known if not named.startswith((part.kind, UNNAMED))), None)
     if wrong is None:
         return family
     found = f"its pipeline is {name}, which takes a {wrong.kind}Model"
@@ -384,11 +380,6 @@ def text_family_of(model: ModelFolder, *, is_plain: bool = False) -> type[Family
     # a model may reuse the pipeline class with another encoder, as the demo's does
     _refuse_unusual(model, found, name)
     return None
-
-
-def _is_its_encoder(part: Part, model: ModelFolder) -> bool:
-    """Return whether a text encoder that a model has is of the family's class; one that is not named may be."""
-    return _architecture(model, part.encoder).startswith((part.kind, UNNAMED))
 
 
 def _unknown(model: ModelFolder, found: str, name: str) -> ModelError:
@@ -420,7 +411,6 @@ def _refuse_unusual(model: ModelFolder, found: str, name: str) -> None:
 
 
 def _by_parts(model: ModelFolder) -> type[Family] | None:
-    """Return the family of a model without an index: by its denoiser, else by its text encoders."""
     transformer, unet = model.config("transformer"), model.config("unet")
     denoiser = (unet if transformer is None else transformer) or {}
     folder = "unet" if transformer is None else "transformer"

@@ -305,7 +305,9 @@ def crop_loss_line(losses: Mapping[str, Mapping[str, float]]) -> str:
     images = sum(loss["images"] for loss in losses.values())
     mean = sum(loss["images"] * loss["mean"] for loss in losses.values()) / images
     worst = max(losses, key=lambda bucket: losses[bucket]["max"])
-    return f"crop loss: {100 * mean:.1f} % of the area on average, at most {100 * losses[worst]['max']:.1f} % ({worst})"
+    if (most := f"{100 * losses[worst]['max']:.1f}") == "0.0":
+        return "crop loss: none"
+    return f"crop loss: {100 * mean:.1f} % of the area on average, at most {most} % ({worst})"
 
 
 _SMALL = 4  # images in a bucket: with fewer, they repeat within a batch of this many

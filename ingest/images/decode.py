@@ -75,7 +75,7 @@ def described(data: bytes) -> str:
     """Describe a file whose first bytes are not those of a known image format.
 
     >>> described(b"<!DOCTYPE html><html>")
-    "it begins with b'<!DOCTYPE html><html>'"
+    "it begins with '<!DOCTYPE html><html>'"
     """
     is_heif = data[4:8] == b"ftyp" and data[8:11] in (b"hei", b"hev", b"mif", b"msf")
     if is_heif or data.startswith(_JXL):
@@ -83,7 +83,7 @@ def described(data: bytes) -> str:
         if find_spec(plugin):
             return f"{kind}; it is damaged or of a kind that {plugin} cannot read; convert it to PNG, JPEG or WebP"
         return f"{kind}; convert it to PNG, JPEG or WebP, or install the extra heif: pip install 'bucketline[heif]'"
-    return f"it begins with {data[:SHOWN_BYTES]!r}"
+    return f"it begins with {repr(data[:SHOWN_BYTES]).removeprefix('b')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------- decode
@@ -142,7 +142,6 @@ def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placem
 
 @contextmanager
 def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
-    """Turn any error of decoding into a RejectedError with its reason."""
     if not file.seek(0, io.SEEK_END):
         raise RejectedError(Reason.EMPTY, "0 bytes")
     file.seek(0)

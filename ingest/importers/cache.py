@@ -253,7 +253,6 @@ def expect_inputs(config: ImportConfig) -> None:
 
 
 def importer_of(kind: str) -> Importer:
-    """Return the importer of a kind."""
     importer = IMPORTERS[kind]
     if importer.kind != kind:
         raise UsageError(f"an importer called {kind!r} has the kind {importer.kind!r}, expected the same; update its package")

@@ -217,7 +217,6 @@ def _is_of(entry: CacheEntry, own: str, source: Path) -> bool:
 def _rules(
     config: ImportConfig, importer: Importer, listing: CacheListing, text: str, crops: Crops, *, is_flipped: bool
 ) -> dict[str, Json]:
-    """Return what the manifest says of the import."""
     return {
         "kind": importer.kind,
         "variant": listing.variant,

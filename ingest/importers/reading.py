@@ -42,7 +42,6 @@ _GZIP, _ZIP = b"\x1f\x8b", b"PK"
 
 
 def read_whole(source: Path, path: str) -> bytes:
-    """Return a file's bytes."""
     return read_file(f"{source}/{path}", source).data
 
 
@@ -133,7 +132,6 @@ def read_metadata(source: Path, path: str) -> dict[str, str]:
 
 
 def read_part(source: Path, path: str, offset: int, length: int) -> bytes:
-    """Return a part of a larger file."""
     with open_of_any_size(source, path) as descriptor:
         try:
             data = os.pread(descriptor.fileno(), length, offset)
@@ -150,7 +148,6 @@ def open_of_any_size(source: Path, path: str) -> BinaryIO:
 
 
 def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
-    """Return a value of a file as a tensor."""
     value = values.get(name)
     if isinstance(value, torch.Tensor):
         return value
@@ -200,7 +197,6 @@ class CacheListing:
 
 
 def listed(importer: Importer, request: ListRequest) -> CacheListing:
-    """Return a cache's entries."""
     try:
         return _listed(importer, request)
     except BucketlineError:

@@ -112,7 +112,6 @@ def rejects_named(entry: CacheEntry) -> Iterator[None]:
 
 
 def read_entry(importer: Importer, source: Path, entry: CacheEntry, variant: str) -> Cached:
-    """Read an entry's values."""
     with rejects_named(entry):
         if entry.problem is not None:
             raise RejectedError(Reason.CACHE, entry.problem)
@@ -127,7 +126,6 @@ def origin_of(entry: CacheEntry, source: Path) -> str:
 
 
 def row_of(source: Path, entry: CacheEntry, cached: Cached, rules: RowRules) -> ImportedRow:
-    """Return a sample's row."""
     captions = kept_captions(cached.captions if entry.captions is None else entry.captions, rules.max_captions)
     if rules.is_text_kept and not {*captions} <= {text.caption for text in cached.texts}:
         raise RejectedError(
@@ -177,7 +175,6 @@ def _flipped(cached: Cached) -> Tensor:
 
 
 def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int], tuple[int, int], Box, Box]:
-    """Return the original size, the resized size, the crop in the resized image and in the original."""
     original = found.original or found.resized
     if original is not None and not all(original):
         raise damaged(f"its original size is {original[0]}x{original[1]} px")
@@ -199,7 +196,6 @@ def placed_in(original: tuple[int, int], bucket: Size) -> Placement:
 
 
 def _as_recorded(found: Geometry, placed: Placement) -> Placement:
-    """Return the placement with the crop that the cache records."""
     if found.crop is None:
         raise RejectedError(Reason.PLACEMENT, "its cache does not record the crop; --crop unknown imports it")
     resized = found.resized or placed.resized

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted, human_bytes, one_line, printable
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
-from bucketline.ingest.commands.pack import took
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
@@ -32,6 +31,7 @@ from bucketline.ingest.summary import (
     plus_withdrawn,
     print_withdrawn,
     rejects_as_lines,
+    took,
 )
 from bucketline.store import StoreWriter
 from bucketline.store.commands.look import bar_of_bytes, shown
@@ -57,7 +57,6 @@ _AHEAD_BYTES = 256 << 20
 
 
 def import_cache(config: ImportConfig) -> ImportResult:
-    """Import a cache into a store."""
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     started, target = time.monotonic(), target_of(config)
     model = None if config.model is None else open_model(config.model, config.model_config)
@@ -276,7 +275,6 @@ class ImportResult:
 
 
 def print_import(result: ImportResult, config: ImportConfig) -> None:
-    """Print the summary for people."""
     is_dry = result.dry_run
     sums = (
         f"{result.imported} {'to import' if is_dry else 'imported'} + {result.unchanged} unchanged + {result.rejected} rejected"

@@ -42,6 +42,7 @@ class PackResult(SampleChanges):
     found: int
     packed: int
     latents_kept: int  # packed images whose captions or mtime changed, with latents reused from the store
+    moved: int  # packed images that the store had in its other split
     recaptioned: str | None  # the first caption rule that --recaption changed, with both values
     captions_as_before: int  # samples that --recaption kept with captions of the rules before, because it could not read them
     unchanged: int
@@ -90,6 +91,7 @@ def finish(run: PackRun) -> PackResult:
         found=account.total,
         packed=account.packed,
         latents_kept=account.latents_kept,
+        moved=account.moved,
         recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
         captions_as_before=as_before if change else 0,
         unchanged=account.unchanged,
@@ -128,9 +130,8 @@ def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSumm
     if not is_plain or not account.packed or config.text is not None:
         return []
     assert isinstance(text, dict)
-    return [
-        f"captions are the last hidden state of a {text['class']!s:.80}; if that is what the model takes, --text plain says so"
-    ]
+    stored = f"the last hidden state of its {text['class']!s:.80} is stored"
+    return [f"how the model's pipeline encodes captions is not known, so {stored}; --text plain confirms that"]
 
 
 # ------------------------------------------------------------------------------------------------------------------- meanwhile

@@ -18,11 +18,10 @@ from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
-from bucketline.ingest.packed_index import holds_out_any, leave_out_withdrawn, unknown
+from bucketline.ingest.packed_index import hold_out_one, leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.pipeline.slice_worker import PackPlan
-from bucketline.ingest.rules import hold_out_one
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
 from bucketline.ingest.summary import check_identity, joined_summaries
@@ -250,8 +249,7 @@ class PackRun:
         listing = config.listing_of(source)
         num_withdrawn = leave_out_withdrawn(listing, newest, config.taken_back)
         existing = target.newest()
-        store = None if existing is None else target.open(existing)
-        hold_out_one(listing.items, config.held_out, lambda ids: store is not None and holds_out_any(store, ids))
+        hold_out_one(listing.items, config.held_out, None if existing is None else target.open(existing))
         outline, slices = take_apart(listing, num_slices(listing))
         return cls(
             config=config,
@@ -296,7 +294,6 @@ class PackRun:
 
     @property
     def account(self) -> RunSummary:
-        """Return the summary of all slices."""
         whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
         whole.withdrawn = self.num_withdrawn
         check_identity(self.outline.num_items + self.num_withdrawn, whole)

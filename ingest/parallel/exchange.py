@@ -239,7 +239,6 @@ class Exchange:
 
 
 def _is_held(fd: int) -> bool:
-    """Return whether a process holds the lock of an open file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -362,7 +361,6 @@ def pack_items(items: Sequence[SourceItem]) -> bytes:
 
 
 def unpack_items(part: bytes) -> list[SourceItem]:
-    """Return the items that `pack_items` has serialised."""
     return [
         SourceItem(
             id=sample_id,

@@ -203,7 +203,6 @@ class PackRanks:
         return number
 
     def _of_first(self, name: str) -> bytes:
-        """Wait for a message of rank 0."""
         while (data := self._exchange.read(name)) is None:
             self._look()
             self._look_for_beat(0, self._exchange.beat_at(0))
@@ -211,7 +210,6 @@ class PackRanks:
         return data
 
     def _of_others(self, names: list[str], meanwhile: Callable[[], None]) -> list[bytes]:
-        """Wait on rank 0 for a message of each other rank."""
         while True:
             there = self._look()
             missing = [rank for rank, name in enumerate(names, 1) if name not in there]

@@ -62,6 +62,7 @@ class ReadImage:
     split: str
     stamp: Stamp
     content: bytes  # digest of its file
+    is_moved: bool = False  # from the store's other split
 
     @property
     def bucket(self) -> str:
@@ -142,7 +143,14 @@ class ImageReader:
         content = identity(found.data)
         with nullcontext() if self.notes is None else self.notes.of(content, found.data):
             decoded = decode_image(found.data, self._framing, item.id)
-        return ReadImage(item=replace(item, held=None), image=decoded, split=compared.split, stamp=found.stamp, content=content)
+        return ReadImage(
+            item=replace(item, held=None),
+            image=decoded,
+            split=compared.split,
+            is_moved=compared.change is Change.SPLIT,
+            stamp=found.stamp,
+            content=content,
+        )
 
     def compare(self, item: SourceItem) -> Compared:
         """Compare an image with its sample in the store. Read its file only if size or mtime differ, or for --check content."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def load_vae_encoder(config: PackConfig, model: ModelFolder, device: torch.device) -> VaeEncoder:
-    """Load the VAE of a model folder."""
     _prepare(device)
     return VaeEncoder(model, device, config.dtype, latents=LatentKind(config.latents), encode_dtype=config.vae_dtype)
 

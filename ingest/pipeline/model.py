@@ -229,7 +229,6 @@ class Encoders:
         return EncoderFacts(vae=known["vae"], text=known["text_encoder"], columns=self._columns, is_text_first=is_text_first)
 
     def _compare(self, manifest: Manifest) -> None:
-        """Compare all that was loaded with what a store was made with."""
         known = {name: dict(own) for name, own in self._known.items()}
         refuse_other_options(self._config, manifest, {**manifest.encoders, **known})
         if self._columns is not None:

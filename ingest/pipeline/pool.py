@@ -184,7 +184,6 @@ def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[
 
 
 def _as_remote(source: Source) -> ObjectSource | TarSource | None:
-    """Return a source if it is in object storage."""
     if isinstance(source, ObjectSource) or (isinstance(source, TarSource) and source.is_remote):
         return source
     return None

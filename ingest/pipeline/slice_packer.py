@@ -134,7 +134,6 @@ class RowWriter:
             self._failure = error
 
     def _write_shards(self) -> None:
-        """Write batches until None arrives, then seal or commit the last shard."""
         shard: ShardWriter | None = None
         try:
             while (batch := self._waiting.get()) is not None:
@@ -261,7 +260,6 @@ class SlicePacker:
 
     @property
     def sealed(self) -> list[str]:
-        """Names of the sealed shards."""
         return self._writer.sealed
 
     @property
@@ -401,7 +399,6 @@ class SlicePacker:
             self._encode(max(self._waiting, key=lambda bucket: len(self._waiting[bucket])), on_image)
 
     def _encode(self, bucket: str, on_image: Callable[[], None]) -> None:
-        """Encode the images waiting in a bucket, and queue them for writing."""
         images = self._waiting.pop(bucket)
         self._waiting_bytes -= sum(image.num_bytes for image in images)
         captions = self._captions = self._captions or self._fresh_captions()
@@ -457,6 +454,7 @@ class SlicePacker:
             batch.rows.append((record, latents, digests))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
+            self.account.moved += image.is_moved
             self.account.latents_kept += not isinstance(image.image, Decoded)
         self._shard.num_rows += len(batch.rows)
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
@@ -493,7 +491,6 @@ class SlicePacker:
         return good, bad
 
     def _new_shard(self) -> ShardWriter:
-        """Begin a shard; called by the writer thread."""
         if self._captions is None:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size.num_bytes

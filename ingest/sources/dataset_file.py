@@ -205,7 +205,6 @@ class DatasetEntry:
 
     @property
     def store_name(self) -> str:
-        """Name of its store's folder."""
         assert self.name is not None, self.path
         return f"{self.name}.store"
 
@@ -325,7 +324,6 @@ def _content(path: Path, tables: Collection[str]) -> dict[str, Any]:
 
 
 def _settings(path: Path, table: str, values: object, declared: type) -> dict[str, Any]:
-    """Return the options that a table of the file has, of their types."""
     if not isinstance(values, dict):
         raise SourceError(f"{path}: {table} is {values!r:.60}, expected a table [{table}]")
     names = [field.name for field in fields(declared)]
@@ -358,7 +356,6 @@ def _as_text(name: str, value: object) -> object:
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, DatasetEntry]]:
-    """Yield each entry with its place for messages."""
     tables = _content(path, _TABLES).get(_SOURCE)
     if not isinstance(tables, list) or not tables:
         found = "missing" if not tables else repr(tables)[:60]

@@ -110,7 +110,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         if (source / MANIFEST).is_file():
             raise SourceError(f"{source} is a store, which has no images; name the folder of its images")
         skipped = f"; {_skipped(source, links)}" if links else ""
-        raise SourceError(f"{source} has no images, in none of its folders; expected .jpg, .png, .webp or others{skipped}")
+        raise SourceError(f"{source} has no images, nor do its subfolders; expected .jpg, .png, .webp or others{skipped}")
     listing = found.listing(_read_tables(found.tables, captions), str(source))
     listing.empty_folders = sorted(empty)
     if links:
@@ -180,7 +180,6 @@ class FoundFiles:
         return listing
 
     def _kept(self, rows: TableRows, source: str, listing: Listing) -> tuple[list[str], list[str]]:
-        """Return the images to pack, sorted, with the split of the store that each goes to."""
         images, splits = sorted(self.images), Splits(self.captions.options.dataset_splits)
         rows.match(images)
         sides = {image: kind for image, kind in side_files(images).items() if rows.of(image) is None}
@@ -218,7 +217,6 @@ def _skipped(source: Path, links: list[str]) -> str:
 
 
 def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
-    """Read the tables of a folder."""
     rows = TableRows(folders=folder_paths(files.folder))
     for table in tables:
         path = files.folder / table

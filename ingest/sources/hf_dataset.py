@@ -318,7 +318,6 @@ class DatasetSource(Source):
         return f"{self.path}, split {split}" if split else str(self.path)
 
     def listing(self) -> Listing:
-        """List every row."""
         listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
         found: list[SplitRow] = []
         for number, (split, rows, column) in enumerate(self._splits):

@@ -108,7 +108,6 @@ def of_one_image() -> Iterator[None]:
 
 
 def refuse_overlapping_urls(source: str, store: str) -> None:
-    """Check that the URLs of a source and a store are disjoint."""
     one, other = parse_url(source), parse_url(store)
     if (one.kind, one.host) != (other.kind, other.host):
         return
@@ -289,7 +288,6 @@ class ObjectSource(Source):
 
     @contextmanager
     def _table(self, name: str) -> Iterator[Path]:
-        """Get a table into a temporary folder; yield its path."""
         with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / posixpath.basename(name)
             with of_source(name):
@@ -376,7 +374,6 @@ class CaptionObjects(CaptionFiles):
     _coming: dict[str, Future[bytes]] = field(default_factory=dict)
 
     def find_all(self, images: Iterable[str]) -> Iterator[tuple[Captions, str | None]]:
-        """Yield what `find` returns for each image, in order."""
         waiting: deque[str] = deque()
         for image in images:
             waiting.append(image)

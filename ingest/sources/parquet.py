@@ -104,7 +104,6 @@ class ParquetSource(Source):
         return listing
 
     def _rows(self, number: int, tried: CaptionNames, listing: Listing) -> list[SplitRow]:
-        """Return the rows of a file."""
         path, found = self.files[number], list[SplitRow]()
         inside = path.relative_to(self.root).as_posix()
         split = split_in_path(inside)
@@ -147,7 +146,6 @@ class ParquetSource(Source):
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[tuple[Any, str]]:
-        """Open a file, with the name of its column of images."""
         path = self.files[number]
         with opened_parquet(path, str(path)) as file:
             yield file, image_column(str(path), _image_columns(file.schema_arrow), file.schema_arrow.names)

@@ -119,7 +119,6 @@ class Forwards:
         return min(self._at, self._num_bytes)
 
     def read_member(self, member: Member) -> bytes:
-        """Read the current member."""
         self.seek(member.offset)
         data = self.read(member.num_bytes)
         if len(data) < member.num_bytes:
@@ -142,7 +141,6 @@ class Tar:
         self._bytes = Forwards(file)
 
     def __iter__(self) -> Iterator[Member]:
-        """Iterate over the members."""
         number = 0
         try:
             stream: Any = self._bytes
@@ -241,7 +239,6 @@ class ShardSamples:
     _passed_over: list[str] = field(default_factory=list)
 
     def add_image(self, member: Member, at: tuple[int, ...]) -> None:
-        """Add an image and its position."""
         key, extension = self._split(member)
         images = self._samples.setdefault(key, _Sample()).images
         if extension in images:
@@ -360,7 +357,6 @@ class Shard:
 
     @property
     def shown(self) -> str:
-        """Its name in messages."""
         return self.url if self.path is not None else redacted(self.url)
 
     @property

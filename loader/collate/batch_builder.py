@@ -82,7 +82,6 @@ def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, ten
 
 
 def _begins_with(found: NDArray[np.uint8], own: bytes) -> bool:
-    """Return whether bytes are a caption's own and then zeros."""
     return found[: len(own)].tobytes() == own and not np.any(found[len(own) :])
 
 
@@ -284,16 +283,11 @@ class BatchBuilder:
             bucket=batch.bucket.name,
         )
 
-    def _may_name(self, error: StoreError) -> bool:
-        """Return whether to search for the sample: not in object storage that does not answer, whose error names the object."""
-        return isinstance(error, CorruptError) or not LineTable.needed_for(self._store.shards)
-
     def _named(self, batch: PendingBatch, error: StoreError) -> StoreError:
-        """Return an error that also names the step, the bucket and the sample."""
-        # a checksum error already names its sample
+        # a checksum error already names its sample, and one of object storage that does not answer its object
         read = partial(self._read_row, batch)
-        is_named = "sample '" in str(error) or not self._may_name(error)
-        blamed = "" if is_named else name_sample(self._store, batch.bucket, batch.rows, read)
+        may_name = isinstance(error, CorruptError) or not LineTable.needed_for(self._store.shards)
+        blamed = "" if "sample '" in str(error) or not may_name else name_sample(self._store, batch.bucket, batch.rows, read)
         return type(error)(f"step {batch.step}, bucket {batch.bucket.name}: {blamed}{error}")
 
     def _read_row(self, batch: PendingBatch, n: int) -> None:

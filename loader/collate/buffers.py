@@ -240,7 +240,6 @@ class RequestedGroup:
         return f"{self.prefix}columns.{column}"
 
     def fixed_field(self, column: str) -> str:
-        """Return the name of a fixed column's field."""
         return FIXED_PREFIX + column if self.is_text else f"{self.prefix}fixed.{column}"
 
 

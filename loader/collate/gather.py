@@ -240,7 +240,6 @@ class GatherIndex:
     parts: int  # chunks per row
 
     def part(self, begin: int, end: int) -> GatherIndex:
-        """Return the rows from `begin` to `end`."""
         return GatherIndex(form=self.form, starts=self.starts[begin * self.parts : end * self.parts], parts=self.parts)
 
 

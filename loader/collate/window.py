@@ -56,7 +56,6 @@ class PendingBatch:
     lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
 
     def release(self) -> None:
-        """Release its lines."""
         lines, self.lines = self.lines, []
         for held in lines:
             held.release()
@@ -95,7 +94,6 @@ class RaggedRows:
 
 
 def _joined_rows(parts: Sequence[RaggedRows]) -> RaggedRows:
-    """Return the entries of micro-batches in a group as those of their window."""
     has = [part.has for part in parts if part.has is not None]
     return RaggedRows(parts[0].group, joined([part.located for part in parts]), np.concatenate(has) if has else None)
 
@@ -138,7 +136,6 @@ class Window:
         self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]
 
     def _each_row(self, values: Sequence[int]) -> NDArray[np.int64]:
-        """Return the value of each row's micro-batch, `[N]`."""
         every: NDArray[np.int64] = np.repeat(np.array(values, dtype=np.int64), self._sizes)
         return every
 
@@ -338,7 +335,6 @@ class Window:
         return found
 
     def _small_values(self, stored: Mapping[str, NDArray[np.uint8]], flipped: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        """Return the small fields, `[N, …]` each, except the mask."""
         buckets = [batch.bucket for batch in self.batches]
         target = np.stack(
             [self._each_row([b.height_px for b in buckets]), self._each_row([b.width_px for b in buckets])], axis=1

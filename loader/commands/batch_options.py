@@ -118,7 +118,6 @@ class PlannedOptions(BatchOptions):
 
     @classmethod
     def complete(cls, options: Self, given: frozenset[str]) -> Self:
-        """Return the options."""
         for name in _OF_A_RUN if options.of_run is not None else ():
             if name in given:
                 raise UsageError(

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from bucketline.command_line import counted, one_line, print_json, printable
+from bucketline.command_line import counted, one_line, print_json, printable, say
 from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
 
@@ -87,7 +87,7 @@ def _print_report(report: dict[str, Any]) -> None:
         for store in report["stores"]:
             console.print(f"{one_line(str(store['path']))} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
     counts = f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered"
-    console.print(f"{counts}; {counted(report['requests'], 'request')} to fetch the stores once")
+    say(f"{counts}; {counted(report['requests'], 'request')} would fetch the stores from object storage")
     headings = ("bucket", "rows", "global batch", "batches", "carried")
     table = Table(*headings)
     for bucket in report["buckets"]:

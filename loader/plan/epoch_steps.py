@@ -426,7 +426,6 @@ class LanePass:
         self._runs: dict[int, _Runs] = {}
 
     def runs(self, bucket: int) -> _Runs:
-        """Return the lane's runs of a bucket."""
         if (found := self._runs.get(bucket)) is None:
             unit, first_row, count = self._lanes.owned(bucket, self._number, self._lane)
             place = self._place[unit]

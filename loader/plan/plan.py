@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 PLAN_VERSION = 1
 MAX_NAMED = 8  # buckets listed in a message
 _NAMED_SMALL = 3  # buckets listed in a warning
+_OF_SMALL = {
+    Remainder.CARRY: "images repeat within them",
+    Remainder.PARTIAL: "rows of weight 0 fill them",
+    Remainder.DROP: "these images are never read",
+}
 _PASS, _STEPS = 1, 2  # purposes of keys
 _ROUND = 3  # of those derived from a bucket's key
 
@@ -271,7 +276,6 @@ class Plan:
 
     @cached_property
     def _pass_keys(self) -> list[int]:
-        """Return the key of each bucket, from which the keys of its passes are derived."""
         names = (hashlib.blake2b(bucket.name.encode(), digest_size=8).digest() for bucket in self.buckets)
         return [key_of(self.seed, _PASS, int.from_bytes(name, "little")) for name in names]
 
@@ -294,34 +298,29 @@ class Plan:
         if not small:
             return None
         small.sort(key=lambda bucket: bucket.num_rows / bucket.global_batch)
-        named = [self._say_small(bucket) for bucket in small[:_NAMED_SMALL]]
+        named = [f"{bucket.name} has {counted(bucket.num_rows, 'image')}" for bucket in small[:_NAMED_SMALL]]
         if len(small) > _NAMED_SMALL:
-            named.append(f"and {counted(len(small) - _NAMED_SMALL, 'more such bucket')}")
+            named.append(counted(len(small) - _NAMED_SMALL, "more such bucket"))
+        why = f"batches take {_sizes(small)}, so {_OF_SMALL[self.remainder]}"
         other = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
-        return f"{', '.join(named)}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
-
-    def _say_small(self, bucket: PlanBucket) -> str:
-        n, size = bucket.num_rows, bucket.global_batch
-        what = f"{bucket.name} has {counted(n, 'image')} for a batch of {size}"
-        if self.remainder is Remainder.DROP:
-            return f"{what} and is never read"
-        if self.remainder is Remainder.PARTIAL:
-            return f"{what}, so {size - n} rows of it have weight 0"
-        return f"{what}, so images repeat within it"
+        return f"{', '.join(named)}, and {why}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""
         named = [f"{bucket.name} has {counted(bucket.num_rows, 'row')}" for bucket in self.buckets[:MAX_NAMED]]
         if len(self.buckets) > MAX_NAMED:
             named.append(f"and {counted(len(self.buckets) - MAX_NAMED, 'more bucket')}")
-        sizes = sorted({bucket.global_batch for bucket in self.buckets})
-        size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
         is_carried = self.remainder is Remainder.CARRY  # to later epochs
         others = "more epochs" if is_carried else "a remainder of carry or partial"
         return (
-            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer GPUs, or "
-            f"{others}"
+            f"the plan has no step: {', '.join(named)}, and a global batch takes {_sizes(self.buckets)}; use a smaller "
+            f"batch, fewer GPUs, or {others}"
         )
+
+
+def _sizes(buckets: Sequence[PlanBucket]) -> str:
+    sizes = sorted({bucket.global_batch for bucket in buckets})
+    return f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
 
 
 def rows_per_pass(num_rows: int, share: float) -> int:

@@ -297,7 +297,6 @@ class Readahead:
 
     @property
     def _num_ready(self) -> int:
-        """How many of the pending ones are on this machine."""
         return len(self._pending) if self._lines is None else self._lines.num_ready
 
     def _ask(self) -> None:

@@ -325,7 +325,6 @@ class PrefetchThreads:
             torch.set_num_threads(num_threads)
 
     def is_alive(self) -> bool:
-        """Return whether a thread still runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:

@@ -96,7 +96,6 @@ class ChildLink:
         return wire.ask(sock, self._name, message)
 
     def close(self) -> None:
-        """End the process."""
         if self._stop is not None:
             self._stop()
 

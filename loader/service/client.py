@@ -36,7 +36,6 @@ class UnixLink:
         self._path = path
 
     def ask(self, message: Mapping[str, Any]) -> Answer:
-        """Connect and send a message."""
         return wire.ask(connected(self._path), f"the service at {self._path}", message)
 
 
@@ -116,7 +115,6 @@ def _told(link: Link, request: StoresRequest | NamesRequest) -> Answer:
 
 
 def served_stores(link: Link, request: StoresRequest) -> tuple[WeightedStore, ...]:
-    """Return the stores that a service has, as requested."""
     answer, found = _told(link, request), []
     for place, repeats, text in answer.parsed(tuple[ServedManifest, ...]):
         data = text.encode(errors="replace")  # JSON can have half a surrogate pair, which is not text

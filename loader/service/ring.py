@@ -108,7 +108,6 @@ class ControlPage:
         self._failure = whole[_FAILURE_AT : _FAILURE_AT + _FAILURE_BYTES]
 
     def announce(self, buffer: int) -> None:
-        """Announce that a buffer is filled."""
         announced = self.words[Word.ANNOUNCED]
         self._announced[announced % _ANNOUNCEMENTS] = buffer
         fence()
@@ -131,13 +130,11 @@ class ControlPage:
         self.words[Word.HAS_ENDED] = 1
 
     def failure(self) -> BucketlineError | None:
-        """Return the failure of an iteration that has ended."""
         num_bytes = self.words[Word.FAILURE_BYTES]
         return wire.failure_of(json.loads(bytes(self._failure[:num_bytes]))) if num_bytes else None
 
 
 def stride_of(buffer_bytes: int) -> int:
-    """Return the distance in bytes from one buffer to the next."""
     return -(-(HEAD_BYTES + buffer_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -301,14 +301,12 @@ class Service:
                 self._past += client.counted()
 
     def _told(self, request: StoresRequest | NamesRequest, using: ExitStack) -> list[ServedManifest] | list[str]:
-        """Return the answer to what is not a request for batches."""
         if isinstance(request, StoresRequest):
             return self._stores.told(request)
         rows = self._stores.open(request.stores, plain_reads=True, using=using).store
         return rows.ids_of([bytes.fromhex(one) for one in request.digests])
 
     def _begin(self, client: Client, request: Request, using: ExitStack) -> None:
-        """Open what a client requests, and let it begin."""
         if not 0 <= request.rank < request.world_size:
             raise DeliveryError(f"rank is {request.rank} of {request.world_size} ranks")
         config = client.permitted(wire.sent(request.config))

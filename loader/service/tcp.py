@@ -122,7 +122,6 @@ class FrameClient(Client):
             self.shut()
 
     def counted(self) -> Counter[str]:
-        """Return the counts so far."""
         if (stream := self._stream) is not None:
             stream.note_queue(queue := Stats())
             self.counts["waits"] = queue.waits
@@ -316,7 +315,6 @@ class FrameStream:
         self._delivery.end(self._turn, failure)
 
     def _receive(self, first: Answer) -> None:
-        """Receive until the end, over one connection after another."""
         answer: Answer | None = first
         tries, turn = None, self._turn
         while True:
@@ -335,7 +333,6 @@ class FrameStream:
             answer = None
 
     def _receive_all(self, answer: Answer) -> None:
-        """Receive over one connection until the iteration's end."""
         frames = FrameReader(answer.sock, min(answer.response().buffer_bytes, self._delivery.pool.buffer_bytes))
         while frames.next():
             cursor, buffer = self._request.cursor, self._delivery.acquire()

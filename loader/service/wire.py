@@ -178,7 +178,6 @@ class Answer:
         return _parsed(kind, self.message.get("answer"), f"the answer of {self.name}")
 
     def response(self) -> Response:
-        """Return the response to a request for batches."""
         found = self.parsed(Response)
         if not (0 < found.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or found.depth < 1:
             raise DeliveryError(
@@ -244,7 +243,6 @@ def _parsed(kind: type[T], message: object, item: str) -> T:
 
 
 def failure_as_json(error: BaseException) -> dict[str, str]:
-    """Return a failure as a JSON message."""
     is_known = isinstance(error, BucketlineError)
     kinds = type(error).__mro__ if is_known else (DeliveryError,)  # the nearest class that a client knows
     kind = next(one.__name__ for one in kinds if one is FullError or getattr(errors, one.__name__, None) is one)

@@ -256,7 +256,6 @@ def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnFor
 
 
 def _every_entry(store: Store) -> Iterator[ShardEntry]:
-    """Yield the shards of all generations that can be read."""
     yield from store.manifest.shards
     for generation in listed_generations(store.folder):
         with suppress(StoreError):

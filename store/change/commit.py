@@ -188,7 +188,6 @@ def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set
 
 
 def _remove(place: ObjectFolder, shards: set[str]) -> None:
-    """Remove the objects of shards that were sent and are not used."""
     if shards:
         with suppress(DeniedError):  # garbage collection removes them once they are old
             place.remove([file.name for file in place.names("shards") if shard_of(file.name) in shards])
@@ -205,7 +204,6 @@ def _retiring(before: Manifest, after: Manifest) -> Manifest:
 
 
 def _next(place: ObjectFolder, before: Manifest, after: Manifest) -> Manifest:
-    """Return the generation after `before` that has the contents of `after`."""
     gone = _retiring(before, after).retired
     there = {shard_of(file.name) for file in place.names("shards")} if gone else set[str]()
     try:

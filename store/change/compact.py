@@ -348,7 +348,6 @@ def _copied(base: ChangeBase, runs: list[range], shard_bytes: int, on_bytes: Cal
 
 
 def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
-    """Check that as many rows were copied as were live, per bucket."""
     before, after = Counter[str](), Counter[str]()
     for shards, counts in ((old, before), (new, after)):
         for shard in shards:

@@ -124,9 +124,9 @@ class Compact(ChangingArguments):
 
 def _print_collected(collected: Collected, older_than: Duration, *, is_dry: bool) -> None:
     verb = "would be removed" if is_dry else "removed"
+    found = f"{counted(len(collected.generations), 'generation')} and {counted(len(collected.files), 'file')} {verb}"
     print(
-        f"  {counted(len(collected.generations), 'generation')} and {counted(len(collected.files), 'file')} {verb}, "
-        f"{human_bytes(collected.disk_bytes)}"
+        f"  {found}, {human_bytes(collected.disk_bytes)}" if collected.generations or collected.files else f"  nothing {verb}"
     )
     for name in collected.files:
         print(f"    {one_line(name)}")

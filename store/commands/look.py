@@ -19,6 +19,7 @@ from bucketline.command_line import (
     printable,
     progress_bar,
     refuse_below,
+    say,
 )
 from bucketline.errors import UsageError
 from bucketline.files.paths import redacted
@@ -80,7 +81,6 @@ class ChangingArguments(StorageArguments):
     """Options of commands that write a store, or read all of it."""
 
     def path_or_objects(self, store: Path | str) -> Path | ObjectFolder:
-        """Return a path as it is, and of a URL the folder."""
         return store if isinstance(store, Path) else self.objects(store)
 
 
@@ -246,14 +246,13 @@ def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
 
 
 def _print_samples(report: dict[str, Any], place: str) -> None:
-    """Print how many samples there are, and which are not published or withdrawn."""
     disk, payload = report["disk_bytes"], report["payload_bytes"]
-    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
+    share = f"{human_number(disk / payload)} times the payload of" if 0 < disk < MAX_SHOWN * payload else "payload"
     shards = counted(report["shards"], "shard")
     if report["generation"]:
-        print(
+        say(
             f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {shards}, "
-            f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}"
+            f"{human_bytes(disk)} on disk, {share} {human_bytes(payload)}"
         )
     else:
         print(f"no generation is published yet, so readers see no samples; {human_bytes(disk)} on disk")
@@ -286,21 +285,20 @@ def _print_info(report: dict[str, Any], place: str) -> None:
     from bucketline.store.format.text import TextError
 
     _print_samples(report, place)
-    console = Console()
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None and not key.endswith("hash"))
-        console.print(printable(f"{name}: {about}"), highlight=False, soft_wrap=True, markup=False)
+        say(printable(f"{name}: {about}"))
     if isinstance(imported := report["rules"].get("import"), dict):
         about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "val_fraction")
-        console.print(printable(f"imported: {about}"), highlight=False, soft_wrap=True, markup=False)
+        say(printable(f"imported: {about}"))
     elif rules := {name: rule for name, rule in report["rules"].items() if rule not in (None, False, [])}:
         about = ", ".join(f"{name} {_shown_rule(rule)}" for name, rule in rules.items())
-        console.print(printable(f"rules: {about}"), highlight=False, soft_wrap=True, markup=False)
+        say(printable(f"rules: {about}"))
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
-        console.print(about, highlight=False, soft_wrap=True)
+        say(about)
     for name, group in report["ragged"].items():
         columns = [
             *(f"{column} {own['dtype']} {['T', *own['shape']]}" for column, own in group["tokens"].items()),
@@ -309,11 +307,11 @@ def _print_info(report: dict[str, Any], place: str) -> None:
         about = (
             f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
         )
-        console.print(printable(about.replace("'", "")), highlight=False, soft_wrap=True, markup=False)
+        say(printable(about.replace("'", "")))
     for name, column in report["added"].items():
         about = f"added {name}: {column['rows']} of {counted(report['samples'], 'row')}"
         lacking = "" if column["rows"] == report["samples"] else "; `add_column` gives it to the others"
-        console.print(printable(f"{about}{lacking}"), highlight=False, soft_wrap=True, markup=False)
+        say(printable(f"{about}{lacking}"))
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]
@@ -323,7 +321,7 @@ def _print_info(report: dict[str, Any], place: str) -> None:
                 table.add_row(*first, role, "x".join(map(str, column["shape"])), column["dtype"])
                 first = ["", ""]
     if report["buckets"]:
-        console.print(table)
+        Console().print(table)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,8 @@ class TarExporter(Exporter):
                 text = text_bytes(record.captions[0] if record.captions else "")
                 members = {"json": as_json, "safetensors": data, "txt": text}
                 own = sum(tarfile.BLOCKSIZE + _rounded(len(member), tarfile.BLOCKSIZE) for member in members.values())
-                if tar is None or _tar_bytes(taken + own) > most:
+                ended = _rounded(taken + own + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)  # two zero blocks end a tar
+                if tar is None or ended > most:
                     last.close()
                     number, taken = number + 1, 0
                     tar = last.enter_context(tarfile.open(folder / f"{number:06d}.tar", "w"))
@@ -137,17 +138,11 @@ class TarExporter(Exporter):
                 taken += own
 
 
-def _tar_bytes(members_bytes: int) -> int:
-    """Return a tar's length: its members, two zero blocks, and padding to a complete record."""
-    return _rounded(members_bytes + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)
-
-
 def _rounded(num_bytes: int, unit: int) -> int:
     return -(-num_bytes // unit) * unit
 
 
 def open_export(store: Store, request: ExportRequest) -> Exporter:
-    """Return the exporter of a request, without reading samples."""
     if how := overlap(request.output, store.path):
         where = "is the store itself" if how is Overlap.SAME else f"overlaps with the store {store.path}"
         raise UsageError(f"{request.output} {where}; choose a folder outside the store")

@@ -67,7 +67,6 @@ class MdsExporter(Exporter):
         return dict(sorted(found.items()))
 
     def sample(self, record: SampleRecord, data: bytes) -> bytes:
-        """Return a sample as its shard has it, from its safetensors file."""
         arrays = self.form.arrays(data)
         height, width = record.original_size
         numbers = {"original_height": height, "original_width": width, "height": record.crop[2], "width": record.crop[3]}
@@ -131,7 +130,6 @@ class _Stream:
         self._lengths.append(len(sample))
 
     def _finish(self) -> None:
-        """Write the shard of the samples so far."""
         count = len(self._lengths)
         offsets = list(accumulate(self._lengths, initial=self._head_bytes(count)))
         name = f"shard.{len(self._entries):05d}.mds"

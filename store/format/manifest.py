@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,7 +66,6 @@ class ShardPaths:
 
 
 def shard_paths(store: Path, name: str) -> ShardPaths:
-    """Return the paths of the sealed shard `name`."""
     return ShardPaths(folder=store / "shards", name=name)
 
 
@@ -220,7 +220,6 @@ class ShardEntry:
 
     @property
     def live_samples(self) -> int:
-        """Live rows of all buckets."""
         return sum(self.live.values())
 
 
@@ -252,7 +251,7 @@ class Manifest(Schema):
             raise ValueError("a shard is listed twice")
         if not self.groups[TEXT_GROUP].is_quantised and self.text_error is not None:
             raise ValueError("it has an error of quantised text but no such text")
-        if list(self.withdrawn) != sorted({*self.withdrawn}):
+        if not all(map(operator.lt, self.withdrawn, self.withdrawn[1:])):
             raise ValueError("its withdrawn ids are not in order, or one is listed twice")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
@@ -326,7 +325,6 @@ class Manifest(Schema):
 
     @property
     def known_shards(self) -> set[str]:
-        """Names of the listed and the retired shards."""
         return {*self.retired, *(shard.name for shard in self.shards)}
 
     @property
@@ -369,7 +367,6 @@ def sealed(manifest: Manifest) -> Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's serialised bytes."""
     return _serialised(encode(manifest))
 
 
@@ -425,7 +422,6 @@ def newest_intact(store: Path) -> Path | None:
 
 
 def _advice(store: Path) -> str:
-    """Return how to fix a damaged or missing manifest."""
     found = newest_intact(store)
     return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is intact"
 
@@ -545,7 +541,6 @@ class MixtureFile:
 
 
 def write_mixture(folder: Path, stores: tuple[MixedStore, ...]) -> None:
-    """Replace the folder's `mixture.json`."""
     text = json.dumps(encode(MixtureFile(version=_VERSION, stores=stores)), indent=1)
     write_or_explain(folder / MIXTURE, f"{text}\n".encode())
 

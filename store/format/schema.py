@@ -246,7 +246,6 @@ class Schema:
                 raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form than {base!r}")
 
     def _check_added(self) -> None:
-        """Check the added columns: their names and forms."""
         forms = {bucket.name: bucket.columns for bucket in self.buckets}
         for name, column in self.added.items():
             if column.role != role_of(name) or not ROLE.fullmatch(column.role) or any(name in own for own in forms.values()):
@@ -312,12 +311,10 @@ def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:
 
 
 def column_entries(columns: tuple[Column, ...]) -> dict[str, ColumnEntry]:
-    """Return columns in the manifest's form."""
     return {column.name: ColumnEntry(dtype=column.dtype, shape=column.shape) for column in columns}
 
 
 def bucket_entry(spec: BlockSpec) -> BucketEntry:
-    """Return a bucket in the manifest's form."""
     sizes = bucket_sizes(spec.bucket, spec.axes)
     if sizes is None:
         raise StoreError(f"{spec.bucket!r} is not a bucket name; expected something like 'train/256x192'")

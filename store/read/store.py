@@ -165,13 +165,11 @@ class Bucket:
         return rows
 
     def _locate_live(self, rows: NDArray[np.int64]) -> Located:
-        """Locate live rows by their number over all shards."""
         shard = np.searchsorted(self._ends, rows, side="right").astype(np.int64)
         own = self._store.table.live_rows(self.name, shard, rows - self._starts[shard])
         return self._locate_in(shard, own, self.spec)
 
     def _locate_added(self, name: str, located: Located) -> Located:
-        """Locate the values of an added column of located rows."""
         self.column(name)  # which raises if some rows lack it
         added = self._added[name]
         return replace(

@@ -108,7 +108,6 @@ def newest_after(folder: Folder, hint: Manifest, *, lists: bool) -> Manifest:
 
 
 def _newer(folder: Folder, before: Manifest, generation: int) -> Manifest:
-    """Return a generation that is newer than another one of the store."""
     name = generation_name(generation)
     try:
         return _checked(folder, name, _read(folder, name), before.store_id, generation)

@@ -236,7 +236,6 @@ class ObjectFolder:
         return self._bounded(name, self._get(name, (begin, end)), end - begin, is_part=True)
 
     def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult:
-        """Request an object, or a range of it."""
         import obstore
 
         return obstore.get(self._client(), name, options=None if span is None else {"range": span})

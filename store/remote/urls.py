@@ -163,7 +163,6 @@ def working_cache(work: Path | str | None) -> Path | None:
 
 
 def parse_url(url: str) -> Address:
-    """Return the parts of a store's URL."""
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else ""
     if not scheme:

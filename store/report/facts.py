@@ -63,7 +63,6 @@ class LatentFacts:
 
     @property
     def duplicates(self) -> int:
-        """Samples that are near-duplicates of another one."""
         return sum(map(len, self.clusters))
 
 

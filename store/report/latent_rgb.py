@@ -174,7 +174,6 @@ def latent_images(
 
 
 def published_for(vae: Mapping[str, Json]) -> LatentRgb | None:
-    """Return the published factors for the VAE that a store records; None if there are none."""
     return LATENT_RGB.get(vae_family_of(vae) or "")
 
 

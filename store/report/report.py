@@ -274,7 +274,6 @@ def _size_charts(store: Store, facts: Facts) -> list[str]:
 
 
 def _lengths(facts: Facts) -> dict[str, object]:
-    """Return the captions' lengths in words."""
     longest, top = max(facts.lengths), _length_of_share(facts, MOST_CAPTIONS)
     drawn = longest if longest <= 2 * top else top  # a few very long captions would leave one bar for all others
     width = max(1, -(-(drawn + 1) // WORD_BINS))
@@ -318,7 +317,6 @@ def _channels(facts: LatentFacts, vae: Mapping[str, Json]) -> list[tuple[object,
 
 
 def _provenance(store: Store) -> list[tuple[str, object]]:
-    """Return what made the store, name and value."""
     manifest = store.manifest
     rows: list[tuple[str, object]] = [
         ("place", store.place),
@@ -368,7 +366,6 @@ SECTIONS: Extensions[Callable[[Store, ReportOptions], Section | None]] = Extensi
 
 
 def write_report(store: Store, page: Path, options: ReportOptions) -> list[Finding]:
-    """Write the report of a store and return its findings."""
     refuse_page(page, [("store", store.path)])
     num_buckets = max(1, len(store.buckets()))
     facts = collect_facts(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
@@ -428,7 +425,6 @@ def _look_up(store: Store, place: RowPlace) -> Shown:
 
 
 def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOptions) -> tuple[dict[RowPlace, bytes], str]:
-    """Return the images of samples, and how they were made."""
     found: dict[RowPlace, NDArray[np.float32]] = {}
     for bucket in with_latents(store):
         places = sorted((place for place in known if place.bucket == bucket.name), key=lambda place: place.row)
@@ -448,7 +444,6 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
 
 
 def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str, bytes | str]:
-    """Return images from the source: of rejects, and of those that lose most to their crop."""
     if options.source is None:
         return {}
     boxes: dict[str, tuple[int, int, int, int] | None] = {

@@ -121,7 +121,6 @@ class AddressRange:
 
     @property
     def num_unmapped(self) -> int:
-        """Number of files not mapped yet."""
         return len(self.is_mapped) - int(np.count_nonzero(self.is_mapped))
 
     def map(self, ordinals: NDArray[np.int64]) -> None:

@@ -160,7 +160,6 @@ class SealedShard:
         return found
 
     def block_ranges(self, group: str, rows: NDArray[np.int64]) -> BlockRanges:
-        """Return the blocks that contain rows of a group (a bucket, or `text`)."""
         table, ordinal = self._table
         return table.find(group, np.full_like(rows, ordinal), rows)
 

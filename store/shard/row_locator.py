@@ -218,7 +218,6 @@ def dropped_places(entry: ShardEntry) -> dict[str, tuple[int, int]]:
 
 
 def check_shard_id(entry: ShardEntry, file: PagedFile) -> None:
-    """Check that a sidecar belongs to the shard."""
     found = file.metadata.get("shard_id")
     if found != entry.shard_id:
         raise CorruptError(

@@ -222,7 +222,6 @@ def _begin(partial: Path, manifest: Manifest) -> None:
 def _get(
     folder: ObjectFolder, store: Path, manifest: Manifest, downloader: Downloader, on_total: Callable[[int], None]
 ) -> None:
-    """Get what the store on the disk lacks of a generation, then its manifest."""
     files = [list(files_of(store, entry)) for entry in manifest.shards]
     num_bytes = sum(expected.num_bytes for own in files for path, expected in own if not is_there(path, expected))
     refuse_too_little_disk(store, num_bytes, f"pulling {folder.url}")

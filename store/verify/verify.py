@@ -145,7 +145,6 @@ class FolderCheck:
 
     @contextmanager
     def _reporting(self, advice: str) -> Iterator[None]:
-        """Report what a file cannot be read for, or is not."""
         try:
             yield
         except StoreError as error:
@@ -153,7 +152,6 @@ class FolderCheck:
 
 
 def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
-    """Return the files that a generation lists, by name."""
     return {path.as_posix(): expected for entry in manifest.shards for path, expected in files_of(Path(), entry)}
 
 

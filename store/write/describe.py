@@ -121,7 +121,6 @@ def digest_of_dropped(entry: ShardEntry) -> str:
 
 
 def _buckets(shard: SealedShard) -> list[str]:
-    """Return the buckets of which a shard has live rows."""
     return sorted(bucket for bucket, live in shard.entry.live.items() if live)
 
 

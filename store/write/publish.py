@@ -558,9 +558,7 @@ class StoreTarget(Protocol):
         """Lock the store, creating it if needed, and yield its newest generation after adopting what a killed writer left."""
         ...
 
-    def open(self, manifest: Manifest) -> Store:
-        """Return a generation of the store."""
-        ...
+    def open(self, manifest: Manifest) -> Store: ...
 
     def publish(
         self,

@@ -313,7 +313,6 @@ class RowForm:
         return BlockSpec(bucket=bucket, columns=(*self.schema.common_columns, *own), axes=self.axes)
 
     def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
-        """Return the bucket of a row of these arrays, by their columns' names."""
         if split not in SPLITS:
             raise UsageError(_no_bucket(split, self.axes))
         sizes: dict[str, tuple[int, str]] = {}

@@ -595,7 +595,6 @@ class StoreWriter(PartWriter):
 
 
 def _checked_names(pattern: str) -> str:
-    """Return a pattern of shards' names."""
     try:
         first, second = (pattern.format(number) for number in range(2))
     except (ValueError, LookupError):

@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -25,7 +24,7 @@ from bucketline.store.sync.push_pull import push
 from tests.commands import kept_port
 from tests.conditioned import Form, conditioned_store
 from tests.kit import add_samples, flip_bit, make_store, samples_of, store_writer
-from tests.leftovers import children, held, left_since, wait_until
+from tests.leftovers import children, held, in_child, left_since, wait_until
 from tests.serving import serving, serving_here
 
 if TYPE_CHECKING:
@@ -103,13 +102,11 @@ def values(batch: Batch) -> tuple[Any, ...]:
 
 
 def state_of(loader: Loader) -> dict[str, Any]:
-    """Return a loader's state, but for where it reads its stores."""
     state: dict[str, Any] = loader.state_dict()
     return {**state, "stores": [{**one, "path": ""} for one in state["stores"]]}
 
 
 def expected_of(stores: Any, config: LoaderConfig, **options: Any) -> list[tuple[Any, ...]]:
-    """Return the batches of a loader in this process, on a disk."""
     with Loader(stores, config, **options) as loader:
         return [values(batch) for batch in loader.forever()]
 
@@ -287,18 +284,6 @@ def test_a_loop_that_is_left_leaves_nothing_and_what_is_in_use_stays_valid(store
         gc.collect()
         wait_until(lambda: not left_since(before))
         assert left_since(before) == {}
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Run some work in a process that is forked off; return its exit code, 0 if the work returned something true."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not continue as a test
-            traceback.print_exc()
-            os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested

@@ -333,7 +333,6 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 
 def change(damaged: Folder) -> None:
-    """Drop one more sample."""
     if isinstance(damaged, LocalFolder):
         drop(damaged.path, [SAMPLES[3].id])
     else:

@@ -76,7 +76,6 @@ def make_pages(demo: Path, runs: Sequence[Path], folder: Path) -> dict[str, Path
 
 
 def photograph(browser: Browser, shot: Shot, page: Path) -> bytes:
-    """Return a small PNG of a part of a page."""
     browser.open(page, dark=shot.dark, width=1200, height=shot.height_px)
     data = browser.photograph(of=shot.of, most_px=shot.height_px)
     with Image.open(io.BytesIO(data)) as image:
@@ -87,7 +86,6 @@ def photograph(browser: Browser, shot: Shot, page: Path) -> bytes:
 
 
 def main(demo: Path, *runs: Path) -> int:
-    """Check the pages and write the screenshots."""
     demo, runs = demo.resolve(), tuple(run.resolve() for run in runs or (demo / "run",))
     program = find_browser()
     if program is None:

@@ -98,7 +98,7 @@ def test_a_writer_in_another_process_is_named_and_both_get_their_rows(path: Path
     assert writer.stdin is not None
     assert writer.stdout is not None
     assert writer.stdout.readline() == "writing\n"
-    with pytest.raises(LockedError, match=rf'another process .*"pid": {writer.pid}.*the values are kept'):
+    with pytest.raises(LockedError, match=rf"another process .*pid: {writer.pid}.*the values are kept"):
         add_column(path, "mask", mask_of)
     writer.communicate("\n", timeout=60)
     assert writer.returncode == 0

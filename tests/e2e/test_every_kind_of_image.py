@@ -101,7 +101,6 @@ def test_a_report_loses_as_much_to_crops_as_packing_did(run: Run) -> None:
 
 
 def rejects_of(run: Run) -> list[tuple[str, str, str]]:
-    """Return the rejects of the run: id, reason and detail, in order of their ids."""
     lines = (run.store / "rejects.jsonl").read_text(encoding="ascii").splitlines()
     return [(line["id"], line["reason"], line["detail"]) for line in map(json.loads, lines)]
 

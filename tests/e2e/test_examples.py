@@ -42,7 +42,6 @@ def example_of(command: type) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the examples find what they name."""
     folder = tmp_path_factory.mktemp("examples")
     for n in range(12):
         place = folder / "photos" / ("coffee" if n % 2 else f"other{n}")
@@ -176,12 +175,10 @@ def test_the_commands_of_the_readmes_quick_start_run(folder: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_tutorials_commands_print_what_it_says() -> None:
-    ran = spawn([sys.executable, ROOT / "demo" / "tutorial.py"])
-    assert ran.code == 0, ran.out
+    spawn([sys.executable, ROOT / "demo" / "tutorial.py"]).done()
 
 
 def run_page(page: str, number: int = 0) -> dict[str, object]:
-    """Run one of a page's Python blocks unchanged; return its names."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(blocks[number], page, "exec"), names)

@@ -18,25 +18,21 @@ NUM_FIRST, NUM_ALL = 20, 23
 
 
 def remove_shards(store: Path) -> None:
-    """`rm shards/*.lmdb`, as someone short of disk does."""
     for path in (store / "shards").glob("*.lmdb"):
         path.unlink()
 
 
 def cut_shards(store: Path) -> None:
-    """Cut every shard short, as a copy onto a full disk does."""
     for path in (store / "shards").glob("*.lmdb"):
         os.truncate(path, path.stat().st_size * 2 // 3)
 
 
 def lose_a_shard(store: Path) -> None:
-    """Lose all files of one shard."""
     for path in (store / "shards").glob(f"{Store.open(store).shards[0].name}.*"):
         path.unlink()
 
 
 def lose_sidecars(store: Path) -> None:
-    """Lose every sidecar."""
     for path in (store / "shards").glob("*.*"):
         if path.suffix != ".lmdb":
             path.unlink()

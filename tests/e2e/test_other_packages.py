@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from bucketline.loader import Loader, LoaderConfig
-from tests.commands import BIN, spawn
+from bucketline.train.main import main
+from tests.commands import BIN, called, spawn
 from tests.pages import parsed
 from tests.unit.train.outputs.test_checkpoint import MOMENTS
 from tests.unit.train.tiny_run import as_arguments, config, losses, make_training_store, write_unet
@@ -25,7 +26,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "own_parts"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has the package."""
     folder = tmp_path_factory.mktemp("own")
     source = folder / "source"
     source.mkdir()
@@ -48,7 +48,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(environment: dict[str, str], cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of the cache, by the package's importer."""
     place = tmp_path_factory.mktemp("imported") / "s"
     command = [sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, place, "--vae", "sdxl"]
     ran = spawn([*command, "--text", "none", "--dtype", "F32", "--json"], **environment).done()
@@ -116,9 +115,9 @@ def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
 
 
 def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:
-    ran = spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"])
-    assert ran.code == 2
-    assert "KIND is 'npy', expected kohya, " in ran.err
+    spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]).fails(
+        "KIND is 'npy', expected kohya, ", code=2
+    )
     assert not (tmp_path / "s").exists()
 
 
@@ -132,19 +131,20 @@ def test_an_installed_packages_family_is_found_by_its_pipeline_and_its_model(env
 
 
 def test_an_installed_packages_optimizer_trains_and_a_run_in_two_parts_equals_one(
-    environment: dict[str, str], tmp_path: Path
+    environment: dict[str, str], tmp_path: Path, quick_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_training_store(tmp_path / "tiny.store")
     write_unet(tmp_path / "model")
     whole = config(tmp_path, output_dir=tmp_path / "whole", max_steps=4, log_every=1, optimizer="own_optimizer:Lion")
     parts = replace(whole, output_dir=tmp_path / "parts")
+    ran = called(main, *as_arguments(replace(whole, output_dir=tmp_path / "other")))
+    assert ran.code == 2
+    assert "--optimizer own_optimizer:Lion cannot be imported: " in ran.err
+    assert not (tmp_path / "other").exists()
+    monkeypatch.syspath_prepend(environment["PYTHONPATH"])
     for asked in (whole, replace(parts, max_steps=2), replace(parts, resume=True)):
-        spawn([sys.executable, "-m", "bucketline.train", *as_arguments(asked)], **environment).done()
+        called(main, *as_arguments(asked)).done()
     assert losses(whole.output_dir) == losses(parts.output_dir)
     first, second = (load_file(one.output_dir / "checkpoints" / "step-00000004" / MOMENTS) for one in (whole, parts))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    ran = spawn([sys.executable, "-m", "bucketline.train", *as_arguments(replace(whole, output_dir=tmp_path / "other"))])
-    assert ran.code == 2
-    assert "--optimizer own_optimizer:Lion cannot be imported: " in ran.err
-    assert not (tmp_path / "other").exists()

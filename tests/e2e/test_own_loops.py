@@ -38,7 +38,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Packed]:
 
 
 def in_a_folder(packed: Packed, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go to a folder where the page's names are."""
     (folder / "photos.store").symlink_to(packed.store)
     (folder / {"sd": "sd15"}.get(packed.family, packed.family)).symlink_to(packed.model)
     monkeypatch.chdir(folder)

@@ -47,7 +47,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, images: Path, model: Path) -> Path:
-    """The store of one process."""
     store = tmp_path_factory.mktemp("whole") / "s"
     assert call("ingest", "pack", images, store, "--model", model, *SMALL).code == 0
     return store
@@ -116,7 +115,8 @@ TIMES = ("seconds", "stage_seconds", "slowest_stage", "disk_bytes", "payload_byt
 def test_two_ray_workers_pack_what_one_process_packs(tmp_path: Path, photographs: Path, demo_model: Path) -> None:
     """Real photographs, by a cluster that the command starts itself."""
     source = tmp_path / "photos"
-    shutil.copytree(photographs, source)
+    for folder in sorted(photographs.iterdir())[::3]:
+        shutil.copytree(folder, source / folder.name)
     for number in range(3):
         (source / f"broken-{number}.jpg").write_bytes(b"no image")
     options = ["--model", demo_model, "--val-fraction", "0.2:folder", "--json"]
@@ -124,7 +124,7 @@ def test_two_ray_workers_pack_what_one_process_packs(tmp_path: Path, photographs
         workers = own_ground.run("pack", source, tmp_path / "workers", *options, "--engine", "ray", "--workers", 2)
     one = call("ingest", "pack", source, tmp_path / "one", *options)
     assert (workers.code, one.code) == (0, 0), workers.err
-    assert workers.json["found"] == workers.json["packed"] + 3 > 200
+    assert workers.json["found"] == workers.json["packed"] + 3 > 60
     summaries = [{name: value for name, value in ran.json.items() if name not in TIMES} for ran in (workers, one)]
     assert summaries[0] == summaries[1]
     compared = compare(tmp_path / "workers", tmp_path / "one")

@@ -79,8 +79,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def ranks(runs: Sequence[str], asked: Sequence[object], tmp_path: Path) -> list[dict[str, Any]]:
     """Run two ranks, as on two machines: a launcher would say how many are on one."""
     work = ["--work", tmp_path / "{} RANK"]
-    done = spawn([sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked, *work], PYTHONPATH=str(ROOT))
-    assert done.code == 0, done.err
+    done = spawn([sys.executable, "-m", "tests.fault.noted_pack", *runs, "--", *asked, *work], PYTHONPATH=str(ROOT)).done()
     found: list[dict[str, Any]] = json.loads(done.out)
     return found
 

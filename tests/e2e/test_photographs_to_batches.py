@@ -28,7 +28,6 @@ Packed = tuple[Path, dict[str, Any]]  # a store, and what the pack said of it
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> Packed:
-    """The store that two ranks packed, and what they said of it."""
     store = tmp_path_factory.mktemp("packed") / "photographs.store"
     asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
     ran = torchrun(2, "-m", "bucketline.ingest", "pack", photographs, store, "--model", demo_model, *asked).done()
@@ -94,7 +93,6 @@ def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch
 
 
 def upright(path: Path) -> Image.Image:
-    """Return a photograph on white."""
     with Image.open(path) as opened:
         rgba = ImageOps.exif_transpose(opened).convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")

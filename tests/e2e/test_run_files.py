@@ -15,8 +15,6 @@ from tests.unit.train.tiny_run import losses, make_training_store, write_unet
 
 
 def trainer(*arguments: str) -> Ran:
-    """Call `bucketline train` in this process."""
-
     def run(given: list[str]) -> int:
         main(given, "bucketline train")
         return 0

@@ -56,7 +56,6 @@ FSDP = Sharding(name="fsdp")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a store and a model in it, ready to train."""
     make_training_store(tmp_path / "tiny.store")
     write_vae(write_unet(tmp_path / "model"))
     return tmp_path
@@ -64,15 +63,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    """A process that forks ranks."""
     with ForkedRanks() as started:
         yield started
 
 
 @pytest.fixture
 def run(ranks: ForkedRanks) -> Run:
-    """A run to the end; one rank in this process, which saves its start."""
-
     def to_the_end(processes: int, asked: TrainConfig) -> str:
         if processes == 1:
             return str(train(asked, ALONE))
@@ -244,7 +240,7 @@ def wait_for_a_window(asked: TrainConfig, is_running: Callable[[], bool]) -> Non
     while not (metrics.exists() and any("loss" in line for line in read_metrics(asked.output_dir))):
         assert is_running()
         assert time.monotonic() < give_up
-        os.sched_yield()
+        time.sleep(0.01)
 
 
 def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folder: Path, run: Run) -> None:

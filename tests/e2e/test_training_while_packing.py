@@ -42,7 +42,6 @@ SLOWED_S = 0.02  # between two images, while packing must not come to its end
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
-    """A process that forks ranks."""
     with ForkedRanks() as started:
         yield started
 
@@ -60,11 +59,9 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """Rows of the newest generation."""
         return Store.open(self._store).manifest.samples if (self._store / MANIFEST).exists() else 0
 
     def add(self, rows: int) -> None:
-        """Let it continue until there are so many more rows."""
         wanted = self.rows + rows
         while True:
             is_stopped, found = self._is_stopped, self.rows  # in this order: no generation comes in between
@@ -78,7 +75,6 @@ class Packing:
         self._process.join()
 
     def finish(self) -> dict[str, int]:
-        """Let it end, and return its account."""
         self._is_free.set()
         end = time.monotonic() + LONGEST_S
         while self._process.is_alive() and time.monotonic() < end:
@@ -135,12 +131,10 @@ def schedule(asked: TrainConfig) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def checkpoints(asked: TrainConfig) -> list[int]:
-    """Return the steps of the complete checkpoints."""
     return [int(one.name.removeprefix("step-")) for one in asked.output_dir.glob("checkpoints/step-????????")]
 
 
 def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks) -> list[tuple[int, tuple[int, ...]]]:
-    """Wait until a checkpoint has taken up so many generations; return its schedule."""
     until(lambda: len(schedule(asked)) >= number or not all(Path(f"/proc/{pid}").exists() for pid in running.pids))
     found = schedule(asked)
     assert len(found) >= number, running.wait().err

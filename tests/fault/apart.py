@@ -58,7 +58,6 @@ class Apart:
         self._pipe = reader
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; nothing where it has ended already."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 

@@ -181,7 +181,6 @@ class Pack:
         return [str(part) for part in self.ground.pack_command(self.photos, self.store, "--batch-size", 2)]
 
     def pack(self, *, commits_often: bool) -> dict[str, Any]:
-        """Pack in this process, a forked one; give what came of it."""
         if commits_often:
             commit_often()
         note_commits(f"{self.notes}.0")

@@ -75,7 +75,6 @@ class Ground:
         return ("pack", source, store, "--model", self.folder / "model", *SMALL, "--json", *more)
 
     def packing(self, source: object, store: Path, *more: object) -> Apart:
-        """Begin `ingest pack` of the small model."""
         return commanding("ingest", *self.pack_command(source, store, *more))
 
     def packed(self, source: object, store: Path, *more: object) -> Ended:
@@ -155,7 +154,6 @@ def expect_ids(store: Path, ids: Sequence[str]) -> None:
 
 
 def one_batch(store: Path, service: Path | None = None) -> int:
-    """Load a batch; return its step."""
     from bucketline.loader import Loader, LoaderConfig
 
     with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:

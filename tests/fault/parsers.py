@@ -123,11 +123,7 @@ _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
 
 
 def read_cache(kind: str, data: bytes, folder: Path) -> int:
-    """Import a cache as far as its rows, as a run does; return how many there are.
-
-    Raises:
-        Exception: if it is neither a reject nor an error of ours.
-    """
+    """Import a cache as far as its rows, as a run does; return how many there are."""
     source, importer, number = folder / f"cache-{kind}", IMPORTERS[kind], 0
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir(parents=True)

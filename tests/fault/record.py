@@ -62,7 +62,6 @@ class Wrong(Exception):  # noqa: N818 - it is no error of the tests
 
 
 def expect(is_right: object, said: object, outcome: Outcome | None = None) -> None:
-    """Raise `Wrong` unless something is so."""
     if not is_right:
         raise Wrong(str(said), outcome)
 
@@ -111,7 +110,6 @@ class Record:
             self.add(Outcome.DEFECT, f"{what}: {error!r:.400} in {where.name}, {where.filename}:{where.lineno}")
 
     def merge(self, other: Record) -> None:
-        """Add the trials of the same fault in another round."""
         self.counts += other.counts
         self.said = [*self.said, *other.said][:MAX_SAID]
         self.not_run = self.not_run if other.not_run is None else other.not_run

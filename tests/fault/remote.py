@@ -109,12 +109,7 @@ def in_lines(*, batch_size: int, seed: int, epochs: int = 1, **more: Any) -> Loa
 
 
 def one_pass(url: str, expected: list[str], config: LoaderConfig, *, service: str | None = None, tries: int = 50) -> list[str]:
-    """Open a store on a server and read it; begin again after each clean error. Compare every batch; return the errors.
-
-    Raises:
-        Wrong: if a batch has other bytes, is missing or comes twice, an error names neither the store nor the cache, or
-            something took longer than the deadline.
-    """
+    """Open a store on a server and read it; begin again after each clean error. Compare every batch; return the errors."""
     errors: list[str] = []
     step, deadline_s = 0, float(str(config.deadline))
 

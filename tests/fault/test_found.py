@@ -227,7 +227,6 @@ def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: 
 
 
 def refuse(number: int) -> Mock:
-    """Return what the system does in the place of a function."""
     return Mock(side_effect=OSError(number, os.strerror(number)))
 
 

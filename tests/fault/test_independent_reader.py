@@ -98,7 +98,6 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sample]]
 
 
 def opened(path: Path, kind: str) -> tuple[bytes, dict[str, Any], Any]:
-    """Return a shard's data, and a sidecar's groups and table."""
     sidecar = (path / "shards" / f"g0.{kind}").read_bytes()
     return (path / "shards" / "g0.lmdb").read_bytes(), json.loads(metadata_of(sidecar)["groups"]), open_block(sidecar)
 

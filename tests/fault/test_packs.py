@@ -114,7 +114,7 @@ def test_a_signal_finishes_the_batch_under_way_and_keeps_what_was_encoded(
     assert call("store", "verify", tmp_path / "s").code == 0
 
 
-NUM_IMAGES = 60
+NUM_IMAGES = 40
 BROKEN = {"empty.png": b"", "letters.jpg": b"no image"}
 SOME = r"with \d+ images encoded and committed"
 NONE = r"before anything was encoded"

@@ -36,7 +36,6 @@ def small(folder: Path) -> Served:
 
 
 def until_error(loader: Loader, expected: list[str]) -> tuple[int, BucketlineError, float]:
-    """Take batches until an error; return their number, the error, and how long it took."""
     step, begun = 0, time.perf_counter()
     try:
         for batch in loader:

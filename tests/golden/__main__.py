@@ -50,7 +50,6 @@ def results(work: Path, parts: tuple[str, ...], forms: tuple[str, ...] = (), *, 
 
 
 def main() -> int:
-    """Write and compare."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
     parser.add_argument("--against", type=Path, help="an earlier OUT; exit 1 if something differs, and say what")

@@ -18,7 +18,6 @@ def of_bytes(*parts: bytes) -> str:
 
 
 def of_safetensors(folder: Path) -> str:
-    """Return a digest of the names and values of all tensors of the `.safetensors` files below a folder."""
     parts = list[bytes]()
     for path in sorted(folder.rglob("*.safetensors")):
         tensors = sorted(deserialize(path.read_bytes()), key=lambda one: one[0])  # type: ignore[no-untyped-call]

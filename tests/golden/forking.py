@@ -42,11 +42,7 @@ def import_once() -> None:
 
 
 def forked(call: Callable[[], object], log: Path, *, processes: int = 1, stdout_only: bool = False) -> str:
-    """Run a call in so many ranks, their output in a file, and return the output; or only what is on stdout.
-
-    Raises:
-        CallFailedError: if it raises in one of them, or exits with another code than 0.
-    """
+    """Run a call in so many ranks, their output in a file, and return the output; or only what is on stdout."""
     errors = log.with_suffix(".stderr") if stdout_only else log
     for path in {log, errors}:
         path.unlink(missing_ok=True)

@@ -98,7 +98,6 @@ def _meant(words: Sequence[str]) -> Any:
 
 
 def _defaults(command: type) -> dict[str, object]:
-    """Return the values of the options that are not given."""
     found = dict[str, object]()
     for one in dataclasses.fields(command):
         if one.default is not dataclasses.MISSING:

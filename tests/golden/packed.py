@@ -46,7 +46,6 @@ LOADED: tuple[dict[str, Any], ...] = (
 
 
 def packed(work: Path) -> dict[str, Any]:
-    """Return what each pack gave, by name; of one that failed, how."""
     work.mkdir(parents=True)
     forked(lambda: _write(work), work / "log")
     found: dict[str, Any] = {}
@@ -85,7 +84,6 @@ def _packed(work: Path, name: str) -> dict[str, Any]:
 
 
 def _pack(work: Path, source: Path, store: Path, model: str, usual: dict[str, Any], *more: object) -> Any:
-    """Pack, and return what the summary counts."""
     chosen = {**usual}
     given = [*more]
     for option in [one for one in given if one in chosen]:
@@ -123,7 +121,6 @@ def _exported(work: Path, store: Path, kind: str) -> Any:
 
 
 def _in_child(work: Path, call: Any) -> Any:
-    """Return the result of a call in a child, as JSON."""
     out = work / "result.json"
 
     def in_child() -> None:
@@ -178,7 +175,6 @@ def _write_images(work: Path) -> None:
 
 
 def _change(folder: Path) -> None:
-    """Add an image, change one and a caption, and remove one."""
     crop_of(90, 130, 150).convert("RGB").save(folder / "0" / "new.png")
     crop_of(91, 150, 130).convert("RGB").save(folder / "0" / "002.jpg", quality=92)
     (folder / "1" / "003.txt").write_text("a red dog\n", encoding="utf-8")

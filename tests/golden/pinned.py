@@ -18,7 +18,6 @@ OF_ENCODED_IMAGES = ("source_bytes",)  # of a record: other versions of Pillow w
 
 
 def pinned(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what is pinned of some results."""
     views = {"meant": _meant, "planned": _planned, "packed": _packed, "trained": _trained}
     return {part: views[part](own) for part, own in found.items()}
 

@@ -65,7 +65,6 @@ def _shown(order: dict[str, Any]) -> str:
 
 
 def _orders(stores: Any, order: dict[str, Any], world: int) -> Any:
-    """Return some epochs of each rank."""
     from bucketline.errors import BucketlineError
     from bucketline.loader import Loader, LoaderConfig
 
@@ -80,7 +79,6 @@ def _orders(stores: Any, order: dict[str, Any], world: int) -> Any:
 
 
 def _epoch(loader: Loader) -> Any:
-    """Return an epoch: its first batches as they are, and a digest of all."""
     batches = [_batch(loader, batch) for batch in loader]
     return {"batches": len(batches), "first": batches[:2], "all": of_bytes(*(line.encode() for line in batches))}
 
@@ -108,7 +106,6 @@ def _resumed(store: Path, order: dict[str, Any], first: int, second: int) -> Any
 
 
 def _write(path: Path, rows: dict[str, int], prefix: str) -> None:
-    """Write a store whose shards have a few rows each."""
     from bucketline.store import Column, LatentColumn, StoreWriter
 
     width = 4

@@ -147,7 +147,6 @@ def by_turns(checkouts: tuple[Path, Path], rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden.timed", description=__doc__)
     parser.add_argument("--turns", nargs=2, type=Path, metavar=("A", "B"), help="two checkouts")
     parser.add_argument("--rounds", type=int, default=7)

@@ -94,7 +94,6 @@ class Made:
         return self.root / "tiny.store"
 
     def arguments(self, run: str, *more: object) -> list[object]:
-        """Return the words of a training run; of an option given twice, the last value counts."""
         chosen: dict[str, list[object]] = {}
         name = ""
         for word in (*OPTIONS, *STORED.get(self.form, ((), ()))[1], *more):
@@ -185,7 +184,6 @@ def _run(made: Made, name: str, ranks: Sequence[int], *more: object, is_exported
 
 
 def _weights(made: Made, run: Path, *, has_average: bool) -> dict[str, Any]:
-    """Return digests of the weights that a run's last checkpoint has, averaged and not."""
     chosen: dict[str, tuple[str, ...]] = {"average": (), "last": ("--last",)} if has_average else {"last": ("--last",)}
     out = made.root / "exported"
     shutil.rmtree(out, ignore_errors=True)

@@ -98,7 +98,6 @@ def dispatch() -> None:
 
 
 def _losses(training: Training, batches: list[Batch], steps: int) -> list[torch.Tensor]:
-    """Train on the batches in turn, one per step, and return the losses."""
     count = training.config.accumulation
     found = []
     for step in range(steps):
@@ -110,7 +109,6 @@ def _losses(training: Training, batches: list[Batch], steps: int) -> list[torch.
 
 
 def _ms_per_step(training: Training, batches: list[Batch]) -> float:
-    """Return the time of a step, host and device, once everything is compiled."""
     steps = 40 if ON_GPU else 2
     sync()
     begin = time.perf_counter()

@@ -64,7 +64,6 @@ def kept(name: str, rows: int, buckets: int | None = None) -> tuple[Path, Path]:
 
 
 def tiny_batch(name: str, height: int, width: int, *, rows: int = 2, step: int = 0) -> Batch:
-    """Make a batch for a family's tiny model."""
     g = torch.Generator().manual_seed(height * 100 + width)
     tokens = torch.randn(rows, 5, TOKENS[name], generator=g).half()
     tensors: dict[str, torch.Tensor] = {
@@ -141,7 +140,6 @@ def tiny_training(
 
 
 def run_folder(name: str) -> Path:
-    """Make an empty folder with a store and a model in it, ready to train."""
     folder = ROOM / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

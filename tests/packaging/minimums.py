@@ -15,11 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def minimums() -> dict[str, str]:
-    """Return the lower bound of every requirement of the package and its extras, by distribution.
-
-    Raises:
-        SystemExit: if a requirement has no lower bound, or two.
-    """
+    """Return the lower bound of every requirement of the package and its extras, by distribution."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     found: dict[str, str] = {}

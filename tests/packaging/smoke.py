@@ -70,11 +70,7 @@ SCHEDULER = {
 
 
 def run(*arguments: object) -> str:
-    """Run a command, and return its stdout.
-
-    Raises:
-        SystemExit: if it fails, with all that it printed.
-    """
+    """Run a command, and return its stdout."""
     command = [str(argument) for argument in arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -120,7 +116,6 @@ def write_model(folder: Path) -> None:
 
 
 def write_images(folder: Path) -> None:
-    """Write 12 captioned images of two shapes, and a Parquet table that names four of them."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -156,11 +151,7 @@ def scan_others(folder: Path) -> str:
 
 
 def scan_sources(photos: Path, folder: Path) -> None:
-    """Scan the first four images as a saved dataset and as a tar.
-
-    Raises:
-        SystemExit: if one of the two is not four images.
-    """
+    """Scan the first four images as a saved dataset and as a tar."""
     import tarfile
 
     import datasets
@@ -178,7 +169,6 @@ def scan_sources(photos: Path, folder: Path) -> None:
 
 
 def load(store: Path) -> int:
-    """Read one epoch with checksums; return the number of rows."""
     import torch
 
     from bucketline.loader import Loader, LoaderConfig
@@ -201,11 +191,7 @@ def write_rows(store: Path) -> None:
 
 
 def refuse_without_extras(folder: Path) -> None:
-    """Expect each command that needs an extra to say so in one line, and to exit with 2.
-
-    Raises:
-        SystemExit: if one does not.
-    """
+    """Expect each command that needs an extra to say so in one line, and to exit with 2."""
     photos = folder / "photos"
     photos.mkdir()
     (photos / "a.png").write_bytes(b"no image")
@@ -228,7 +214,6 @@ def refuse_without_extras(folder: Path) -> None:
 
 
 def main() -> None:
-    """Try everything in order, printing a line for each step."""
     import bucketline
 
     folder = Path(sys.argv[1])

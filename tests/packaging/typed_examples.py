@@ -36,7 +36,6 @@ _REVEALED = re.compile(r'(?:Revealed type is|Type of ".*" is) "([^"]*)"')
 
 
 def run(arguments: list[object], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
     return subprocess.run([str(one) for one in arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
@@ -54,12 +53,10 @@ def environment(folder: Path, installed: list[str]) -> Path:
 
 
 def revealed(output: str) -> list[str]:
-    """Return the last part of each type that a checker has revealed."""
     return [re.sub(r"\[.*|\s*\|.*|^.*\.", "", found) for found in _REVEALED.findall(output)]
 
 
 def check(name: str, command: list[object], folder: Path) -> list[str]:
-    """Run a checker over the examples and the probe; return what is wrong."""
     wrong = []
     done = run([*command, *sorted(folder.glob("*.py"))], folder)
     if done.returncode:
@@ -74,7 +71,6 @@ def check(name: str, command: list[object], folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Check both installs by both checkers; return 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=TOP / "build" / "types", help="a folder, made again")
     parser.add_argument("--mypy-only", action="store_true", help="leave out pyright, which npm downloads")

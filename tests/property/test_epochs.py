@@ -6,9 +6,7 @@ Whatever is done between batches: loops, states, copies, forks and other epochs 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from bucketline.loader.plan.epoch_steps import EpochSteps
 from bucketline.store import Store
 from tests.epoch_oracle import Micro, Oracle, epochs_of, micros, rows_of
 from tests.kit import make_store, samples_of
+from tests.leftovers import in_child
 from tests.serving import serving_here
 
 
@@ -151,7 +150,6 @@ class Place:
         return found, self.to(begun.epoch, begun.at + len(found), is_begun=True)
 
     def read_on(self, count: int) -> tuple[list[Micro], Place]:
-        """Return so many batches of `forever`."""
         found: list[Micro] = []
         now = self
         while len(found) < count:
@@ -165,7 +163,6 @@ class Place:
         return found, now
 
     def resumed(self) -> Place:
-        """Return where a loader is that has loaded the state of this one."""
         return self.to(self.following) if self.is_done else self.to(self.epoch, self.at)
 
 
@@ -259,17 +256,14 @@ class Walk:
     def fork(self) -> None:
         """Let a process that is forked off read what the next `for` here would."""
         wanted, _ = self.place.read(1000)
-        child = os.fork()
-        if child == 0:
-            try:
-                if wanted is None:
-                    with pytest.raises(UsageError, match="delivered"):
-                        next(iter(self.loader))
-                os._exit(0 if wanted is None or micros(self.loader) == wanted else 3)
-            except BaseException:  # noqa: BLE001 - the child must not continue as a test
-                traceback.print_exc()
-                os._exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def read() -> bool:
+            if wanted is None:
+                with pytest.raises(UsageError, match="delivered"):
+                    next(iter(self.loader))
+            return wanted is None or micros(self.loader) == wanted
+
+        assert in_child(read) == 0
 
 
 @st.composite

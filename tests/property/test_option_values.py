@@ -123,7 +123,6 @@ def _is_of(token: str, part: object) -> bool:
 
 
 def parsed(kind: type[OptionValue], text: str) -> OptionValue | None:
-    """Return the value of a text; None if it is refused."""
     try:
         return kind.parse(text, "--it")
     except UsageError as error:

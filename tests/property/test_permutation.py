@@ -258,7 +258,6 @@ SHARD = np.repeat(np.arange(SHARDS), ROWS)
 
 
 def orders(window: int | None, lanes: int, seed: int) -> list[NDArray[np.int64]]:
-    """Return the rows of each epoch, in the order in which they are read."""
     runs = ShardRuns(shard=np.arange(SHARDS), repeat=np.zeros(SHARDS, dtype=np.int64), num_rows=np.full(SHARDS, ROWS))
     bucket = PlanBucket(name="train/64x64", num_rows=SHARDS * ROWS, global_batch=BATCH)
     more: dict[str, Any] = {"window": window, "lanes": lanes, "runs": (runs,)}

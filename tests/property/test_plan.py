@@ -351,7 +351,6 @@ def golden_shards(n: int) -> ShardRuns:
 
 
 def rows_at(window: int | None, n: int) -> str:
-    """Return a digest of the rows at a few steps."""
     plan = plan_of(window, Remainder.CARRY, n)
     return hashlib.blake2b(repr([plan.at(step).rows.tolist() for step in STEPS]).encode(), digest_size=8).hexdigest()
 

@@ -56,7 +56,6 @@ class Stores:
     rows: dict[bytes, Sample]
 
     def some(self, draw: random.Random) -> list[WeightedStore]:
-        """Return the first store at one of its generations, and perhaps the second, with repeats."""
         first = Store.open(self.paths[0], draw.choice(self.generations))
         shares = [WeightedStore(store=first, repeats=draw.choice([1, 1, 2]))]
         if draw.random() < 0.5:
@@ -77,7 +76,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
 
 
 def random_options(draw: random.Random) -> dict[str, Any]:
-    """Draw the options of a plan; each bucket's micro-batch of a rank has `TOTAL` / ranks / accumulation of them."""
     batch = draw.choice([{"batch_size": 1}, {"batch_size": 2}, {"batch_size": 3}, {"batch_pixels": 2 * 64 * 128}])
     window = draw.choice([None, 16, 20, 4096, 0])
     return {

@@ -17,7 +17,7 @@ from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.sources.folder import FolderSource, list_folder
 from bucketline.store import Store
 from tests.commands import Ran, call
-from tests.kit import tree
+from tests.kit import tree, untouched
 from tests.models import SMALL, write_images
 
 
@@ -62,13 +62,9 @@ def test_a_store_that_lies_where_the_images_lie_is_refused_before_anything_is_re
     case: str, source: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = OVERLAPS[case](source)
-    before = tree(source.parent)
-    monkeypatch.setattr(FolderSource, "listing", lambda _: pytest.fail("the source was read"))
-    ran = pack(one, other, model)
-    assert ran.code == 2
-    assert str(other) in ran.err
-    assert "choose a store outside the folder of images" in ran.err
-    assert tree(source.parent) == before
+    with untouched(source.parent):
+        monkeypatch.setattr(FolderSource, "listing", lambda _: pytest.fail("the source was read"))
+        pack(one, other, model).fails(str(other), "choose a store outside the folder of images", code=2)
 
 
 def test_relative_paths_are_compared_from_the_present_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ def without_code(page: Path) -> str:
 
 
 def code_of(page: Path) -> list[str]:
-    """Return the command lines of a page: those of shell blocks, and spans in backticks."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]

@@ -59,7 +59,6 @@ def imported(path: Path) -> list[str]:
 
 
 def offenders(room: str, *forbidden: str, but: tuple[str, ...] = ()) -> list[str]:
-    """Name the imports of a room that begin with one of `forbidden`, in files not named in `but`."""
     return [
         f"{path.relative_to(ROOT)}: {module}"
         for path in files(room)

@@ -17,7 +17,6 @@ PLACES = {
 
 
 def room_of(name: str) -> str | None:
-    """Return the room of a file or module, by its path without an ending."""
     return next((room for place, room in PLACES.items() if name == place or name.startswith(f"{place}/")), None)
 
 

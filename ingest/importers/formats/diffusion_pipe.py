@@ -50,7 +50,6 @@ def _found(request: cache.ListRequest) -> cache.FoundEntries:
 
 
 def _entries(source: Path, folder: str, model: str) -> Iterator[cache.CacheEntry]:
-    """Yield the values of a folder, in order."""
     path = source / folder / _DB
     with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:
         items = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()

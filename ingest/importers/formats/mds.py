@@ -51,7 +51,6 @@ class _Shard(NamedTuple):
     columns: tuple[tuple[str, str, int | None], ...]  # name, encoding, and length; None if it varies
 
     def samples_at(self, source: Path) -> list[tuple[int, int]]:
-        """Return the offset and the length of each sample."""
         what = f"{source / self.path} is not the shard of {self.samples} samples that its index lists"
         head_bytes = 4 * (self.samples + 2)
         try:
@@ -88,14 +87,12 @@ class _Shard(NamedTuple):
 
 
 def _indexed(index: Path) -> list[dict[str, Any]]:
-    """Return the shards of MDS that an index file describes."""
     found = cache.read_json(index)
     shards = found.get("shards") if isinstance(found, dict) else None
     return [one for one in shards if isinstance(one, dict) and one.get("format") == "mds"] if isinstance(shards, list) else []
 
 
 def _shards(source: Path) -> Iterator[_Shard]:
-    """Yield the shards that the index files of a source list, each once."""
     known = set[str]()
     for folder, names in cache.files_below(source):
         for described in _indexed(source / folder / _INDEX) if _INDEX in names else ():

@@ -77,7 +77,6 @@ def _stem(image: str) -> str:
 
 
 def _file(image: str, latents: dict[str, list[str]]) -> tuple[str, str | None]:
-    """Return the path of an image's latent, or why there is none."""
     stem = _stem(image)
     for name in (f"{hashlib.sha256(stem.encode('utf-8', 'surrogatepass')).hexdigest()}.pt", f"{stem}.pt"):
         folders = latents.get(name, [])

@@ -172,7 +172,6 @@ def captions_of_json(name: str, data: bytes, fields: Iterable[str] = CAPTION_COL
 
 
 def lines_of(text: str) -> tuple[str, ...]:
-    """Return the captions in a text, one per line."""
     # not `splitlines`, which also splits at U+2028, form feeds and others
     return stripped(_plain_ends(text).split("\n"))
 
@@ -271,7 +270,6 @@ class CaptionFiles:
         return found, taken
 
     def find_all(self, images: Iterable[str]) -> Iterator[tuple[Captions, str | None]]:
-        """Yield what `find` returns for each image, in order."""
         return map(self.find, images)
 
     def candidates(self, image: str) -> list[str]:
@@ -279,7 +277,6 @@ class CaptionFiles:
         return [path for path, _ in self._files.get(name_key(image[: image.rindex(".")]), ())]
 
     def load(self, path: str) -> bytes:
-        """Return a file's content."""
         return read_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES).data
 
     def pass_over(self, image: str) -> None:
@@ -385,7 +382,6 @@ class CaptionRules:
             )
 
     def refuse_for_classes(self, model: str) -> None:
-        """Refuse rules for a model whose captions are classes."""
         set_ = {"caption-template": self.trigger_word or self.templates, "shuffle-tags": self.shuffle_tags}
         if option := next((name for name, value in set_.items() if value), None):
             raise UsageError(f"--{option}: {model} takes a class, not text; leave the option out")
@@ -422,7 +418,9 @@ class CaptionRules:
                 listing.items[n] = replace(item, captions=captions, caption_error=error)
                 alone += bool(captions) and not item.captions
         if alone:
-            listing.notes.append(f"{counted(alone, 'image')} without a caption {_has(alone)} only the trigger word")
+            listing.notes.append(
+                f"{counted(alone, 'image')} without a caption {'has' if alone == 1 else 'have'} only the trigger word"
+            )
         return listing
 
     def stored(self, sample_id: str, captions: Sequence[str]) -> tuple[str, ...]:
@@ -490,7 +488,3 @@ def _refuse_bad_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"--caption-template is {text!r}, expected text in UTF-8") from error
-
-
-def _has(number: int) -> str:
-    return "has" if number == 1 else "have"

@@ -135,7 +135,6 @@ class LineTable:
         return HeldLines(self, numbers, parts)
 
     def _count_hits(self, lines: NDArray[np.int64]) -> None:
-        """Count lines that are known to be pinned."""
         if len(self._own_sources) == 1:
             next(iter(self._own_sources)).lines.count_hits(len(lines))
             return
@@ -162,7 +161,6 @@ class LineTable:
         return lines
 
     def forget(self, lines: list[int]) -> None:
-        """Count lines that are no longer held."""
         for line in lines:
             left = self._counts.get(line, 0) - 1
             if left > 0:

@@ -284,7 +284,6 @@ class CachedShard:
         return fd
 
     def read(self, line: int) -> bytearray:
-        """Return a line's bytes from the file."""
         begin, end = self.place(line)
         data = bytearray(end - begin)
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

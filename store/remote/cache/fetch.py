@@ -128,7 +128,6 @@ class FetchThreads:
         self._is_closed = False
 
     def add(self, line: HeldLine) -> None:
-        """Queue a line."""
         self._sequence += 1
         heapq.heappush(self._queue, (line.priority, self._sequence, line))
         self._work.notify()
@@ -163,7 +162,6 @@ class FetchThreads:
             self._most_in_flight = max(LEAST_IN_FLIGHT, min(self._most_in_flight, in_flight // 2))
 
     def ended(self, line: HeldLine) -> None:
-        """Count a line as in flight no longer."""
         self.bytes_in_flight -= line.num_bytes
         self._work.notify()
 
@@ -284,7 +282,6 @@ class LineFetcher:
         return held
 
     def count_hits(self, count: int) -> None:
-        """Count lines that a caller has found pinned."""
         with self._changed:
             self._counts["hits"] += count
 
@@ -313,7 +310,6 @@ class LineFetcher:
                     self._forget(line)
 
     def _forget(self, line: HeldLine) -> None:
-        """Drop a record that nobody holds."""
         if line.state is State.READY and not self._is_closed:
             line.shard.last_use[line.number] = self._cache.room.tick()  # batches that overlap may have held it for long
             line.shard.locks.unlock(line.shard.lock_of(line.number))
@@ -322,11 +318,9 @@ class LineFetcher:
 
     @staticmethod
     def are_ready(lines: Iterable[HeldLine]) -> bool:
-        """Return whether all lines are present."""
         return all(line.state is State.READY for line in lines)
 
     def lack_room(self, lines: Iterable[HeldLine]) -> bool:
-        """Return whether one of the lines waits for room in the cache."""
         return any(line.is_without_room for line in lines)
 
     def wait(

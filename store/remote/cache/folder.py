@@ -376,7 +376,6 @@ class CacheFolder:
         return removed, kept
 
     def stores(self) -> Iterator[CachedStore]:
-        """Yield the stores in the cache."""
         for folder in self._store_folders():
             pinned, ring, sidecars = _bytes_of(folder)
             try:
@@ -397,7 +396,6 @@ class CacheFolder:
             )
 
     def full(self, error: OSError | None = None) -> StoreError:
-        """Return the error of a cache without room."""
         free = shutil.disk_usage(self.path).free
         why = f": {error.strerror}" if error else ""
         return StoreError(
@@ -437,7 +435,6 @@ def forget_cache(path: Path) -> None:
 
 
 def is_cache(path: Path) -> bool:
-    """Return whether a folder is marked as a cache."""
     try:
         return bool(json.loads((path / MARK).read_bytes()).get("format") == MARK_FORMAT)
     except (OSError, ValueError, AttributeError):

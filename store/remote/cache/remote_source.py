@@ -101,7 +101,6 @@ class RemoteFiles:
             )
 
     def _fetch_all(self, absent: Files, end: float) -> None:
-        """Fetch files, all of them at the same time."""
         # in threads, so that a request which stalls ends no later than the deadline for whoever waits here
         is_over = threading.Event()
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
@@ -205,7 +204,6 @@ class RemoteFiles:
             ) from error
 
     def sums_of(self, entry: ShardEntry) -> list[int]:
-        """Return the checksums of a shard's lines."""
         paths = self.paths(entry)
         with self._lock:
             if paths.key in self._sums:
@@ -224,7 +222,6 @@ class RemoteFiles:
 
 
 def _name(path: Path) -> str:
-    """Return the name of a file's object."""
     return f"shards/{path.name}"
 
 
@@ -388,7 +385,6 @@ class RemoteSource:
         return np.equal(self.cached(entry).present, PINNED)
 
     def stats(self) -> FetchStats:
-        """Return what this process has fetched of the store."""
         return self.lines.stats()
 
 

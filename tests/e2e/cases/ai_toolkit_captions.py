@@ -27,7 +27,6 @@ class Case:
         self.known = replace(known, samples=tuple(replace(one, caption=embedded(one.caption)) for one in known.samples))
 
     def imported(self, kind: str, name: str) -> tuple[dict[str, Any], str | None]:
-        """Write the cache and import it; return the summary and the first sample's stored caption."""
         write = ai_toolkit if kind == "ai-toolkit" else simpletuner
         source, store = write(self.folder / name, self.known), self.folder / f"{name}.store"
         for sample in self.plain.samples:

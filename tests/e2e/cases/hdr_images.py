@@ -39,14 +39,11 @@ def srgb(linear: Floats) -> Floats:
 
 
 def patches(values: Floats, bits: int) -> Pixels:
-    """Return the eight values as a grid of 2 x 4 grey patches."""
     grey = np.repeat(np.repeat(values.reshape(2, 4), 64, 0), 32, 1)
     return np.stack([np.round(grey * (2**bits - 1)).astype(np.uint16 if bits > 8 else np.uint8)] * 3, -1)
 
 
 def png(pixels: Pixels, cicp: tuple[int, ...]) -> bytes:
-    """Return a PNG with a cICP chunk, which Pillow does not write."""
-
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -58,7 +55,6 @@ def png(pixels: Pixels, cicp: tuple[int, ...]) -> bytes:
 
 
 def avif(pixels: Pixels, cicp: tuple[int, ...]) -> bytes:
-    """Return an AVIF whose nclx colour box is patched."""
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "AVIF", quality=100, subsampling="4:4:4")
     found = bytearray(data.getvalue())

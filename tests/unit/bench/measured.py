@@ -37,6 +37,5 @@ def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object
 
 
 def read_results(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the results of a case that has printed one JSON object."""
     found = json.loads(capsys.readouterr().out)
     return found["header"], found["results"]

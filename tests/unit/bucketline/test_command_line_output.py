@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import guarded, human_number, stderr_console
+from bucketline.command_line import guarded, human_number, print_error, say, stderr_console
+from bucketline.errors import UsageError
 from bucketline.store import Store
 from bucketline.store.change.commit import drop
 from tests.commands import BIN, ROOT, call
@@ -40,10 +41,30 @@ def test_a_number_for_people_has_three_digits_and_no_false_precision(value: floa
     assert human_number(value) == text
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_line_breaks_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> None:
+    out = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stderr", out)
+    print_error(UsageError("photos/a-long-name.store is not a store; name another"))
+    say(f"  note: {'words ' * 9}", out)
+    found = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(found) == (4 if is_terminal else 2)
+    assert (max(map(len, found)) <= 40) is is_terminal
+    assert [line.startswith(" " * 4) for line in found] == ([False, False, False, True] if is_terminal else [False] * 2)
+    monkeypatch.setattr(sys, "stdout", None)
+    say("to a stream that the shell has closed")
+
+
 def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:
     samples = samples_of({"train/512x512": 40})
     make_store(tmp_path, samples)
-    assert re.search(r"on disk, payload [\d.]+ KiB \([\d.]+ times as much on disk\)", call("store", "info", tmp_path).out)
+    assert re.search(r"on disk, [\d.]+ times the payload of [\d.]+ KiB\n", call("store", "info", tmp_path).out)
     drop(tmp_path, [sample.id for sample in samples])
     assert re.fullmatch(r"0 samples, generation 2, 1 shard, [\d.]+ [KM]iB on disk, payload [\d.]+ K?i?B", first_line(tmp_path))
 
@@ -70,7 +91,6 @@ def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:
 
 
 def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subprocess.CompletedProcess[bytes]:
-    """Run a command whose stdout is a pipe that nobody reads."""
     read, write = os.pipe()
     os.close(read)
     try:

@@ -112,26 +112,17 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
     assert started
 
 
-def test_a_thread_whose_start_was_interrupted_is_joined_at_once_and_does_nothing(interrupted: Callable[[], None]) -> None:
-    ran: list[int] = []
-    thread = JoinableThread(lambda: ran.append(1), name="ours")
-    with pytest.raises(KeyboardInterrupt):
-        thread.start()
-    thread.join()
-    interrupted()
-    assert ran == []
-
-
-def test_a_thread_that_runs_although_its_start_was_interrupted_is_joined_when_it_has_ended(
-    interrupted: Callable[[], None],
+@pytest.mark.parametrize("runs_first", [False, True])
+def test_a_thread_whose_start_was_interrupted_is_joined_at_once_or_when_it_has_ended(
+    interrupted: Callable[[], None], *, runs_first: bool
 ) -> None:
     ran: list[int] = []
     thread = JoinableThread(lambda: ran.append(1), name="ours")
     with pytest.raises(KeyboardInterrupt):
         thread.start()
-    interrupted()
-    thread.join()
-    assert ran == [1]
+    for do in (interrupted, thread.join) if runs_first else (thread.join, interrupted):
+        do()
+    assert ran == [1] * runs_first
 
 
 def test_a_thread_that_was_never_started_is_joined_at_once() -> None:

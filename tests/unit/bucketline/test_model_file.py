@@ -25,14 +25,12 @@ SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 
 @pytest.fixture(scope="module")
 def sd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny Stable Diffusion: its weights as one file, and its folder."""
     root = tmp_path_factory.mktemp("sd")
     folder = write_pipeline(root / "folder", "sd")
     return write_single_file(root / "sd.safetensors", folder, "sd"), folder
 
 
 def configuration(folder: Path, target: Path) -> Path:
-    """Copy a folder without its weights."""
     return Path(shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors")))
 
 
@@ -182,7 +180,6 @@ def test_packing_with_one_file_continues_a_store_of_its_folder(sd: tuple[Path, P
 
 @pytest.fixture
 def own(model: Path, tmp_path: Path) -> Path:
-    """A model folder of this test's own."""
     return shutil.copytree(model, tmp_path / "model")
 
 

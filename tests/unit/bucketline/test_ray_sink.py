@@ -19,12 +19,10 @@ from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter,
 from bucketline.store.format.block import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.push_pull import pull
 from bucketline.store.transfer import PendingNotes, pending_shards
-from bucketline.store.verify.verify import verify
 from tests.kit import Held, everything
 from tests.leftovers import wait_until
-from tests.object_storage import in_memory
+from tests.object_storage import in_memory, pulled
 
 CONTENTS: dict[str, Any] = {
     "columns": [
@@ -38,7 +36,6 @@ CONTENTS: dict[str, Any] = {
 
 
 def arguments(number: int) -> tuple[Any, ...]:
-    """Return what `StoreWriter.add` is given of a sample."""
     draw = np.random.default_rng(number)
     columns = {
         "target": draw.standard_normal((2, 5 + number % 2)).astype(np.float16),
@@ -59,7 +56,6 @@ def _of_rows(columns: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def copy_of(sink: StoreSink) -> StoreSink:
-    """Return the sink as a task gets it."""
     copy = pickle.loads(pickle.dumps(sink))
     assert isinstance(copy, StoreSink)
     return copy
@@ -91,7 +87,6 @@ def compare(store: Store, expected: Store) -> None:
 
 
 def written(path: Path, *numbers: int) -> Store:
-    """Return the store that a `StoreWriter` makes of the samples."""
     with StoreWriter(path, **CONTENTS) as writer:
         for number in numbers:
             writer.add(*arguments(number))
@@ -137,20 +132,12 @@ def test_a_row_that_was_not_made_by_sample_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """A URL without a store."""
     monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
     return ObjectFolder.open(f"file://{tmp_path / 'bucket'}")
 
 
 def sink_at(place: ObjectFolder, **more: Any) -> StoreSink:
     return StoreSink(place.url, **CONTENTS, **more)
-
-
-def pulled(place: ObjectFolder, path: Path) -> Store:
-    pull(place, path)
-    store = Store.open(path)
-    assert not verify(store, lambda _: None, 1).corrupt
-    return store
 
 
 def test_a_url_gets_what_a_folder_would_shards_first_and_one_generation_at_the_end(place: ObjectFolder, tmp_path: Path) -> None:

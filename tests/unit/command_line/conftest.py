@@ -16,7 +16,6 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
-    """A source and the store that was packed from it, only to be read."""
     folder = tmp_path_factory.mktemp("packed")
     write_images(folder / "photos", 14)
     pack(folder / "photos", folder / "s", model, "--val-fraction", "0.2:id").done()

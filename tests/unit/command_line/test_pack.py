@@ -17,7 +17,7 @@ from bucketline.ingest.config import PackConfig
 from bucketline.ingest.pack import pack_images
 from bucketline.store import Store, read_manifest
 from tests.commands import call
-from tests.kit import rewrite_manifest, tree
+from tests.kit import rewrite_manifest, tree, untouched
 from tests.models import in_file, write_model
 from tests.unit.command_line.conftest import pack
 
@@ -112,12 +112,11 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
     shutil.copytree(model, own)
     prepare, code, words = BAD_INPUTS[case]
     more = prepare(source, own)
-    before = tree(tmp_path)
-    ran = pack(source, tmp_path / "s", own, *more, "--json")
-    assert (ran.code, ran.out) == (code, "")
-    for word in words:
-        assert word in " ".join(ran.err.split())
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        ran = pack(source, tmp_path / "s", own, *more, "--json")
+        assert (ran.code, ran.out) == (code, "")
+        for word in words:
+            assert word in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize(
@@ -138,14 +137,13 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
 def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values(
     more: list[str], words: str, packed: tuple[Path, Path], model: Path
 ) -> None:
-    before = tree(packed[1])
-    ran = pack(*packed, model, *more, "--json")
-    assert (ran.code, ran.out) == (1, "")
-    first, *others = ran.err.splitlines()
-    assert first == f"error: {packed[1]} was made with other options than this run has:"
-    assert others[0] == f"  {words}"
-    assert others[-1].endswith("or pack into a new store")
-    assert tree(packed[1]) == before
+    with untouched(packed[1]):
+        ran = pack(*packed, model, *more, "--json")
+        assert (ran.code, ran.out) == (1, "")
+        first, *others = ran.err.splitlines()
+        assert first == f"error: {packed[1]} was made with other options than this run has:"
+        assert others[0] == f"  {words}"
+        assert others[-1].endswith("or pack into a new store")
 
 
 def test_the_same_rules_in_other_words_are_no_difference(packed: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
@@ -241,9 +239,8 @@ def test_a_store_of_rules_that_are_no_options_is_refused_with_what_differs(
 def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, tmp_path: Path, model: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.tex").write_text("years of work", encoding="ascii")
-    before = tree(tmp_path / "s")
-    pack(source, tmp_path / "s", model).fails("not a store and not empty (it has 'thesis.tex')")
-    assert tree(tmp_path / "s") == before
+    with untouched(tmp_path / "s"):
+        pack(source, tmp_path / "s", model).fails("not a store and not empty (it has 'thesis.tex')")
     pack(source, tmp_path / "s" / "thesis.tex", model).fails("is a file")
 
 

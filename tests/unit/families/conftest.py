@@ -29,18 +29,15 @@ def every_run_is_quick(quick_runs: None) -> None:
 
 @pytest.fixture(scope="session", params=FORMS)
 def form(request: pytest.FixtureRequest) -> str:
-    """The form's name."""
     found: str = request.param
     return found
 
 
 @pytest.fixture(scope="session")
 def written(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pipeline, to be read only."""
     return write_pipeline(tmp_path_factory.mktemp("families") / re.sub(r"\W", "-", form), form)
 
 
 @pytest.fixture(scope="session")
 def packed(form: str, written: Path, tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    """The pipeline and its store, to be read only."""
     return pack(form, written, tmp_path_factory.mktemp("packed"))

@@ -22,7 +22,6 @@ EVERY_FORM = (*FORMS, "dit")
 
 
 def write_form(root: Path, form: str) -> Path:
-    """Write a form's transformer or UNet, and return the folder of its model."""
     folder, part = root / re.sub(r"\W", "-", form), "unet" if form in ("sd", "sdxl") else "transformer"
     torch.manual_seed(sum(map(ord, form)))
     tiny_model(form).save_pretrained(folder / part)
@@ -30,7 +29,6 @@ def write_form(root: Path, form: str) -> Path:
 
 
 def facts_for(folder: Path) -> StoreFacts:
-    """Return what a store that suits a model of a folder offers it."""
     opened = open_model_config(folder)
     config, kind = opened.config, opened.family
     model = kind(config, StoreFacts(latent_channels=CHANNELS, text={}))

@@ -128,7 +128,6 @@ def _as(other: Any, own: Any) -> Any:
 
 
 def equal(own: Any, other: Any) -> bool:
-    """Return whether two arguments are equal to the bit, in tensors, lists and dictionaries."""
     if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):
         return own.shape == other.shape and own.dtype == other.dtype and torch.equal(own, other)
     if isinstance(own, dict) and isinstance(other, dict):

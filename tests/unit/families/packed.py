@@ -40,13 +40,11 @@ class Packed:
 
 
 def ingest(command: str, packed: Packed, model: Path, *more: object) -> Ran:
-    """Scan or pack the images with a model."""
     height, width = FORMS[packed.form].size
     return call("ingest", command, packed.images, *more, "--model", model, "--grid", f"{height}x{width}", "--min-size-px", 8)
 
 
 def pack(form: str, model: Path, root: Path) -> Packed:
-    """Pack an image for each text."""
     height, width = FORMS[form].size
     made = Packed(form=form, model=model, images=root / "images", store=root / "store")
     made.images.mkdir()

@@ -66,12 +66,10 @@ def assert_not_trained(packed: Packed, model: Path, tmp_path: Path, *words: str)
 
 @pytest.fixture
 def model(packed: Packed, tmp_path: Path) -> Path:
-    """A copy of the pipeline, of this test's own."""
     return shutil.copytree(packed.model, tmp_path / "model")
 
 
 def name_class(model: Path, part: str, kind: str) -> None:
-    """Name another class of a part in the model's index."""
     library, _, *source = json.loads(index_path(model).read_bytes())[part]
     edit_json(index_path(model), **{part: [library, kind, *source]})
 

@@ -61,7 +61,6 @@ class Made(NamedTuple):
 
     @property
     def model(self) -> Any:
-        """The pipeline's transformer or UNet."""
         return getattr(self.pipeline, self.family.folder)
 
 
@@ -269,7 +268,6 @@ def test_an_image_drawn_in_training_is_the_one_that_the_pipeline_draws_from_the_
 
 
 def training_of(made: Made) -> Training:
-    """Return the pipeline's model as if it was in training."""
     schedule = load_schedule(made.folder, CPU, patch_size=made.family.patch_size)
     asked: dict[str, Any] = {
         "store": (made.folder,),

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> Iterator[Run]:
-    """Yield a trainer whose batches have both captions."""
     asked: dict[str, Any] = {"store": (packed.store,), "model": packed.model, "output_dir": output, "batch_size": "2"}
     asked |= {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-2, "num_images": 0, "ema": "off", **changes}
     with contextlib.closing(built(TrainConfig(**asked))) as trainer:
@@ -57,7 +56,6 @@ def trainer_of(packed: Packed | PackedFamily, output: Path, **changes: Any) -> I
 
 
 def run(trainer: Run) -> TrainSummary:
-    """Train to the end."""
     trainer.config.output_dir.mkdir(exist_ok=True)
     with contextlib.closing(StopRequest(ALONE)) as stop:
         return trainer.train(stop)
@@ -185,7 +183,6 @@ def drawn_by(pipeline: Any, trainer: Run, one: DrawingBatch) -> np.ndarray:
 
 
 def most_apart(images: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> int:
-    """Return the largest difference between a value of an image and of its other one."""
     return max(int(np.abs(one.astype(int) - other.astype(int)).max()) for one, other in zip(images, others, strict=True))
 
 

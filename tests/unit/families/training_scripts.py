@@ -50,7 +50,6 @@ class Script:
 
     @cached_property
     def model(self) -> Any:
-        """The UNet or transformer, in training."""
         folder = "unet" if (self.folder / "unet").exists() else "transformer"
         model = self._part(folder)
         if self.family == "hidream_image":  # the script's `force_inference_output` would leave the experts without gradients
@@ -65,7 +64,6 @@ class Script:
 
     @cached_property
     def scheduler(self) -> Any:
-        """The schedule of the noise, with the script's options."""
         config = json.loads((self.folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
         objective = self.asked.objective
         if "FlowMatch" in config["_class_name"] or config.get("use_flow_sigmas") or objective is Objective.FLOW:
@@ -93,7 +91,6 @@ class Script:
         return float(loss.detach()), float(norm)
 
     def loss(self, batch: Batch, prior_weight: float | None) -> Tensor:
-        """Return a batch's loss."""
         clean = scaled(self.vae, self.family, batch.latents.float())
         noise = normal(batch.keys, Purpose.NOISE, shape=tuple(clean.shape[1:]))
         noise += self.asked.noise_offset * normal(batch.keys, Purpose.NOISE_OFFSET, shape=(clean.shape[1], 1, 1))

@@ -54,7 +54,6 @@ def test_there_are_many_more_slices_than_workers_unless_images_are_few(items: in
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> RayWorkers:
-    """A pool without a cluster, of one worker that has started."""
     pool = RayWorkers(config(), Workers(least=1, most=2, cpus=1.0, gpus=0.0), lambda: None)
     pool._members = [_Member(actor=None, call=None, name="pid 1")]
     monkeypatch.setattr(ray, "kill", lambda _: None)

@@ -18,7 +18,7 @@ from bucketline.store.verify.verify import verify
 from tests.commands import BIN, Ran, call, forked_ranks
 from tests.fault.apart import How, apart
 from tests.fault.same_store import compare
-from tests.kit import tree
+from tests.kit import untouched
 from tests.models import SMALL, png, write_images, write_model
 
 
@@ -28,7 +28,6 @@ def pack(source: Path, store: Path | str, *more: object) -> Ran:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder with `photos`, the model `sd` that is a copy of this machine's, and the store `s` packed with it."""
     folder = tmp_path_factory.mktemp("packed")
     write_images(folder / "photos", 4)
     shutil.copytree(model, folder / "sd")
@@ -81,11 +80,10 @@ def test_it_is_noted_as_an_absolute_path_wherever_named(again: Path, tmp_path: P
 
 def test_a_dry_run_takes_it_too_and_writes_nothing(again: Path) -> None:
     (again / "photos" / "new.png").write_bytes(png(20, 30, 99))
-    before = tree(again)
-    ran = pack(again / "photos", again / "s", "--dry-run").done()
-    assert ran.out.splitlines()[0].startswith(f"model: {again / 'sd'} (")
-    assert "1 new" in ran.out
-    assert tree(again) == before
+    with untouched(again):
+        ran = pack(again / "photos", again / "s", "--dry-run").done()
+        assert ran.out.splitlines()[0].startswith(f"model: {again / 'sd'} (")
+        assert "1 new" in ran.out
 
 
 def test_an_interrupted_first_pack_is_continued_without_it(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,16 +96,15 @@ def test_an_interrupted_first_pack_is_continued_without_it(again: Path, monkeypa
 
 def test_a_model_that_is_gone_is_refused_and_told_again_it_is_noted(again: Path) -> None:
     (again / "sd").rename(again / "moved")
-    before = tree(again)
-    for more in ((), ("--dry-run",)):
-        ran = pack(again / "photos", again / "s", *more).fails()
-        (line,) = ran.err.splitlines()
-        assert line == (
-            f"error: {again / 'sd'}, with which {again / 's'} was last packed, is no longer there or cannot be reached; "
-            "add --model MODEL with the place where it is"
-        )
-        assert ran.out == ""
-    assert tree(again) == before
+    with untouched(again):
+        for more in ((), ("--dry-run",)):
+            ran = pack(again / "photos", again / "s", *more).fails()
+            (line,) = ran.err.splitlines()
+            assert line == (
+                f"error: {again / 'sd'}, with which {again / 's'} was last packed, is no longer there or cannot be reached; "
+                "add --model MODEL with the place where it is"
+            )
+            assert ran.out == ""
     pack(again / "photos", again / "s", "--model", again / "moved").done()
     pack(again / "photos", again / "s").done()
 
@@ -145,13 +142,13 @@ def test_without_a_note_that_is_whole_the_store_does_not_know_its_model(again: P
 
 
 def test_a_new_store_and_one_at_a_url_need_it(again: Path) -> None:
-    before = tree(again)
-    pack(again / "photos", again / "new.store").fails("new.store needs --model MODEL, since it is a new store", code=2)
-    pack(again / "photos", f"file://{again}/s").fails(
-        f"file://{again}/s needs --model MODEL, since a store at a URL does not know where its model is on this machine", code=2
-    )
-    pack(again / "photos", again / "new.store", "--model", "").fails("--model, an empty text, is not a folder")
-    assert tree(again) == before
+    with untouched(again):
+        pack(again / "photos", again / "new.store").fails("new.store needs --model MODEL, since it is a new store", code=2)
+        pack(again / "photos", f"file://{again}/s").fails(
+            f"file://{again}/s needs --model MODEL, since a store at a URL does not know where its model is on this machine",
+            code=2,
+        )
+        pack(again / "photos", again / "new.store", "--model", "").fails("--model, an empty text, is not a folder")
 
 
 def test_a_refusal_costs_under_a_cpu_second(again: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from bucketline.store import Store
 from bucketline.store.prompt_file import PromptSet, decode_prompts
 from tests.commands import Ran, call
-from tests.kit import add_samples, empty_store, samples_of, store_writer, tree
+from tests.kit import add_samples, empty_store, samples_of, store_writer, untouched
 from tests.models import pack, write_images, write_model
 from tests.object_storage import S3Bucket
 
@@ -64,34 +64,31 @@ def test_a_prompt_has_its_captions_embedding(dtype: str, stores: dict[str, Store
 
 
 def test_a_file_is_replaced_and_the_store_stays_as_it_is(packed: Store, model: Path, tmp_path: Path) -> None:
-    before = tree(packed.path)
-    prompts(tmp_path, packed.path, model, "the cat").done()
-    line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
-    lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
-    ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl").done()
-    assert (ran.json["file"], ran.json["prompts"], ran.json["cut"]) == (str(tmp_path / "p.safetensors"), 2, [])
-    first, second = read(packed, tmp_path / "p.safetensors").prompts
-    assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
-    assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
-    long = tmp_path / "long.safetensors"
-    assert (
-        prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count(
-            "1 text longer than the text encoder takes, and cut: "
+    with untouched(packed.path):
+        prompts(tmp_path, packed.path, model, "the cat").done()
+        line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
+        lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
+        ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl").done()
+        assert (ran.json["file"], ran.json["prompts"], ran.json["cut"]) == (str(tmp_path / "p.safetensors"), 2, [])
+        first, second = read(packed, tmp_path / "p.safetensors").prompts
+        assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
+        assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
+        long = tmp_path / "long.safetensors"
+        assert (
+            prompts(tmp_path, packed.path, model, "a " * 30, "-o", long).out.count(
+                "1 text longer than the text encoder takes, and cut: "
+            )
+            == 1
         )
-        == 1
-    )
-    assert len(read(packed, long).embedding(("a " * 30).strip())["tokens"]) == 10
-    assert tree(packed.path) == before
+        assert len(read(packed, long).embedding(("a " * 30).strip())["tokens"]) == 10
 
 
 def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> None:
-    before = tree(packed.path)
-    other = write_model(tmp_path / "other", seed=1)
-    ran = prompts(tmp_path, packed.path, other, "the cat")
-    assert ran.code == 1
-    assert f"{other} has encoders.text_encoder.weights_hash = " in ran.err
-    assert "name the model that the store was packed with" in ran.err
-    assert tree(packed.path) == before
+    with untouched(packed.path):
+        other = write_model(tmp_path / "other", seed=1)
+        prompts(tmp_path, packed.path, other, "the cat").fails(
+            f"{other} has encoders.text_encoder.weights_hash = ", "name the model that the store was packed with"
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,29 +109,26 @@ def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> No
     ],
 )
 def test_a_line_that_cannot_be_is_named(packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str) -> None:
-    before = tree(packed.path)
-    ran = prompts(tmp_path, packed.path, model, text, name=name)
-    assert ran.code == 1
-    assert re.search(said, ran.err), ran.err
-    assert tree(packed.path) == before
+    with untouched(packed.path):
+        ran = prompts(tmp_path, packed.path, model, text, name=name)
+        assert ran.code == 1
+        assert re.search(said, ran.err), ran.err
 
 
 def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: Path) -> None:
     with store_writer(tmp_path / "none.store", encoders={"vae": {}}) as writer:
         add_samples(writer, samples_of({"train/64x64": 1}))
-    ran = prompts(tmp_path, tmp_path / "none.store", model, "the cat")
-    assert (ran.code, "none.store has no text embeddings" in ran.err) == (2, True)
+    prompts(tmp_path, tmp_path / "none.store", model, "the cat").fails("none.store has no text embeddings", code=2)
     empty_store(tmp_path / "empty.store")
-    ran = prompts(tmp_path, tmp_path / "empty.store", model, "the cat")
-    assert (ran.code, "empty.store has no images" in ran.err) == (2, True)
+    prompts(tmp_path, tmp_path / "empty.store", model, "the cat").fails("empty.store has no images", code=2)
 
 
 def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_path: Path) -> None:
     for more, said in ((("--size", "8"), "expected HEIGHTxWIDTH"), (("-o", "a.txt"), "expected a name in .safetensors")):
-        ran = prompts(tmp_path, packed.path, model, "the cat", *more)
-        assert (ran.code, said in ran.err) == (2, True), ran.err
-    missing = call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model)
-    assert (missing.code, "none.txt does not exist; give a text file" in missing.err) == (1, True)
+        prompts(tmp_path, packed.path, model, "the cat", *more).fails(said, code=2)
+    call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model).fails(
+        "none.txt does not exist; give a text file"
+    )
 
 
 def test_a_store_in_a_bucket(packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

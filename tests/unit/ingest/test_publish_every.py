@@ -154,6 +154,5 @@ def test_ranks_publish_together(source: Path, tmp_path: Path, model: Path) -> No
     ],
 )
 def test_what_cannot_be_is_refused(source: Path, tmp_path: Path, model: Path, given: tuple[str, ...], said: str) -> None:
-    done = pack(source, tmp_path / "s", model, *given)
-    assert (done.code, said in done.err) == (2, True)
+    pack(source, tmp_path / "s", model, *given).fails(said, code=2)
     assert not (tmp_path / "s").exists()

@@ -19,8 +19,9 @@ from bucketline.ingest.rules import PRUNE, Limit, prune_limit, reject_limit
 from bucketline.ingest.sources import source as local_files
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
+from bucketline.store.change.commit import drop
 from tests.commands import Ran, call
-from tests.kit import by_id, tree
+from tests.kit import by_id, untouched
 from tests.models import SMALL, colour_image, encoded, pack, png, write_files, write_images
 from tests.unit.ingest.sources.kit import write_members
 
@@ -30,13 +31,11 @@ def counts(report: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], bytes]]:
-    """Return every sample's bucket, captions and latent, by its id."""
     found = by_id(Store.open(store))
     return {name: (held.record.bucket, held.record.captions, held.columns["latent"]) for name, held in found.items()}
 
 
 def write_tars(source: Path, folder: Path) -> str:
-    """Write a folder's images into two tars, as the webdataset package does; give their pattern."""
     folder.mkdir()
     for name in "ab":
         with webdataset.TarWriter(str(folder / f"{name}.tar"), encoder=False) as writer:
@@ -56,9 +55,8 @@ def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_f
     assert counts(ran.json) == (14, 0, 0), ran.err
     assert rows_of(tmp_path / "s") == rows_of(tmp_path / "t")  # a.tar holds the folder a/
     monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an unchanged image was decoded"))
-    before = tree(tmp_path / "t")
-    assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
-    assert tree(tmp_path / "t") == before
+    with untouched(tmp_path / "t"):
+        assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
 
 
 def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path: Path, model: Path) -> None:
@@ -66,7 +64,7 @@ def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path:
         write_files(tmp_path / "in", {f"{n}.png": png(20, 30, n) for n in range(images)})
         ran = pack(tmp_path / "in", tmp_path / store, model, *more)
         found = [name for name, row in rows_of(tmp_path / store).items() if row[0].startswith("val/")]
-        assert (ran.json["held_out"], ran.json["samples"]) == (len(found), images), ran.err
+        assert (ran.json["held_out"], ran.json["samples"], ran.json["moved"]) == (len(found), images, 0), ran.err
         return found
 
     small = ("--val-fraction", "0.0001")
@@ -80,6 +78,13 @@ def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path:
     assert "held out for validation: 1 of 12 samples\n" in call("ingest", "pack", tmp_path / "in", tmp_path / "s").out
     apart = call("ingest", "scan", tmp_path / "in", *SMALL, "--grid", "16x24,24x16", "--val-fraction", "0.0001:folder").done()
     assert "held out for validation: 0 of 12 samples: :folder holds out whole folders, and this is one" in apart.out
+    for name in ("01.png", "02.png"):  # the first has the smaller hash, and may have been trained on
+        write_files(tmp_path / "few", {name: png(20, 30, 1)})
+        assert pack(tmp_path / "few", tmp_path / "u", model, *small).json["moved"] == 0
+    assert [row[0].split("/")[0] for _, row in sorted(rows_of(tmp_path / "u").items())] == ["train", "val"]
+    drop(tmp_path / "s", [other])
+    said = call("ingest", "pack", tmp_path / "in", tmp_path / "s").done().out
+    assert "  1 image moved to the other split (training or validation)\n" in said
 
 
 def test_a_table_and_a_saved_dataset_pack_to_the_same_latents_too(source: Path, tmp_path: Path, model: Path) -> None:
@@ -114,9 +119,8 @@ def test_a_store_among_the_files_of_any_local_source_is_refused(kind: str, tmp_p
     write_members(inside / "t.tar", [("a.png", png(20, 30))])
     source = {"table": inside / "t.csv", "tar": inside / "t.tar", "dataset": inside}[kind]
     store = tmp_path if kind == "tar" else inside / "s"
-    before = tree(tmp_path)
-    pack(source, store, model).fails("choose a store outside", code=2)
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        pack(source, store, model).fails("choose a store outside", code=2)
 
 
 def test_a_content_check_packs_what_differs_and_nothing_that_was_touched(source: Path, tmp_path: Path, model: Path) -> None:
@@ -147,9 +151,8 @@ def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(packed: Path
         path.relative_to(packed).as_posix() for path in packed.rglob("*.png") if path.name != "001.png"
     )
     assert call("store", "verify", tmp_path / "s").code == 0
-    before = tree(tmp_path / "s")
-    assert pack(packed, tmp_path / "s", model, "--prune").json["pruned"] == 0
-    assert tree(tmp_path / "s") == before
+    with untouched(tmp_path / "s"):
+        assert pack(packed, tmp_path / "s", model, "--prune").json["pruned"] == 0
 
 
 @pytest.mark.parametrize(("limit", "code"), [("2", 1), ("3", 0), ("0.1", 1), ("0.2", 0), ("0", 1)])
@@ -226,9 +229,8 @@ def test_more_than_a_share_of_a_store_is_pruned_only_if_told(tmp_path: Path, mod
 
 
 def test_a_limit_of_pruning_that_is_none_is_refused(source: Path, tmp_path: Path, model: Path) -> None:
-    ran = pack(source, tmp_path / "s", model, "--prune=few")
-    assert (ran.code, ran.out) == (2, "")
-    assert "--prune is 'few'" in ran.err
+    ran = pack(source, tmp_path / "s", model, "--prune=few").fails("--prune is 'few'", code=2)
+    assert ran.out == ""
 
 
 def test_the_workers_of_a_cluster_are_a_value(source: Path, tmp_path: Path, model: Path) -> None:
@@ -249,7 +251,6 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
 
 
 def told(source: Path, store: Path, model: Path, *more: object) -> Ran:
-    """Pack, and say what people are told."""
     return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
 
 

@@ -21,7 +21,7 @@ from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn
 from tests.family_models import tiny_dc
-from tests.kit import tree
+from tests.kit import untouched
 from tests.models import SMALL, colour_image, encoded, png, write_files, write_model
 from tests.profiles import icon
 
@@ -155,9 +155,8 @@ def test_a_source_of_rejects_alone_ends_with_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_request_is_refused(more: list[str], code: int, words: str, source: Path) -> None:
-    ran = call("ingest", "scan", source, *more, "--json")
-    assert (ran.code, ran.out) == (code, "")
-    assert words in ran.err
+    ran = call("ingest", "scan", source, *more, "--json").fails(words, code=code)
+    assert ran.out == ""
 
 
 def test_images_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_path: Path) -> None:
@@ -245,14 +244,13 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
 
 def foretold(source: Path, store: Path, model: Path, *more: object) -> dict[str, Any]:
     """Return the report of a dry run, which loads no encoder and leaves everything as it was."""
-    before = tree(source.parent)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vae, "load_vae", lambda *_: pytest.fail("a VAE was loaded"))
-        patched.setattr(text_model, "load_text_part", lambda *_: pytest.fail("a tokenizer was loaded"))
-        ran = pack(source, store, model, *more, "--dry-run", "--json")
-    assert ran.code == 0, ran.err
-    assert ran.out.count("\n") == 1
-    assert tree(source.parent) == before
+    with untouched(source.parent):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(vae, "load_vae", lambda *_: pytest.fail("a VAE was loaded"))
+            patched.setattr(text_model, "load_text_part", lambda *_: pytest.fail("a tokenizer was loaded"))
+            ran = pack(source, store, model, *more, "--dry-run", "--json")
+        assert ran.code == 0, ran.err
+        assert ran.out.count("\n") == 1
     found: dict[str, Any] = json.loads(ran.out)
     return found
 
@@ -303,12 +301,11 @@ def test_each_source_of_a_data_set_file_is_foretold(tmp_path: Path, model: Path)
     write_files(tmp_path / "in", {"a.png": png(20, 30), "metadata.jsonl": '{"file_name": "a.png", "text": "a"}\n'})
     data = write_files(tmp_path, {"data.toml": '[[source]]\npath = "in"\n'}) / "data.toml"
     assert call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL).code == 0
-    before = tree(tmp_path)
-    ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run").done()
-    assert f"in x 1: {tmp_path / 'in'}\ndry run, nothing is written: 1 image found = 1 unchanged\n" in ran.out
-    ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run", "--json")
-    assert json.loads(ran.out)["sources"]["in"]["unchanged"] == 1
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run").done()
+        assert f"in x 1: {tmp_path / 'in'}\ndry run, nothing is written: 1 image found = 1 unchanged\n" in ran.out
+        ran = call("ingest", "pack", data, tmp_path / "d", "--model", model, *SMALL, "--dry-run", "--json")
+        assert json.loads(ran.out)["sources"]["in"]["unchanged"] == 1
 
 
 def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
@@ -323,12 +320,11 @@ def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
     "option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--caption-template=x"]
 )
 def test_options_that_the_pack_would_refuse_are_refused(option: str, one_packed: tuple[Path, Path], model: Path) -> None:
-    before = tree(one_packed[1])
-    ran = pack(*one_packed, model, option, "--dry-run", "--json")
-    assert (ran.code, ran.out) == (1, "")
-    assert "was made with other options than this run has" in ran.err
-    assert option.partition("=")[0] in ran.err
-    assert tree(one_packed[1]) == before
+    with untouched(one_packed[1]):
+        ran = pack(*one_packed, model, option, "--dry-run", "--json").fails(
+            "was made with other options than this run has", option.partition("=")[0]
+        )
+        assert ran.out == ""
 
 
 @pytest.fixture(scope="module")

@@ -138,9 +138,8 @@ def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
     ]
     assert len(page.images()) == 4
     assert "sks, a dog" in page.text
-    inside = scan(data, tmp_path / "dogs" / "sheet.html")
-    assert (inside.code, inside.out) == (2, "")
-    assert "is inside the source" in inside.err
+    inside = scan(data, tmp_path / "dogs" / "sheet.html").fails("is inside the source", code=2)
+    assert inside.out == ""
 
 
 def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
@@ -168,9 +167,8 @@ def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words:
     write_files(tmp_path, {"some.store/manifest.json": "{}", "there.html": "kept"})
     (tmp_path / "dangling.html").symlink_to(tmp_path / "target")
     before = sorted(tmp_path.rglob("*"))
-    ran = scan(source, tmp_path / path)
-    assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    ran = scan(source, tmp_path / path).fails(words, code=2)
+    assert ran.out == ""
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there.html").read_bytes() == b"kept"
 
@@ -231,7 +229,6 @@ TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Store]:
-    """Stores by dtype that the tiny model packed, with an image whose file says that it is to be turned."""
     folder = tmp_path_factory.mktemp("peek")
     write_images(folder / "photos", 6)
     exif = Image.Exif()
@@ -252,7 +249,6 @@ def peek(store: Store, sample_id: str, model: Path, png: Path, *more: object) ->
 
 
 def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
-    """Decode a stored latent by diffusers itself."""
     from diffusers import AutoencoderKL
 
     record = store.sample(sample_id)[1]
@@ -302,16 +298,16 @@ def test_an_image_that_lies_on_its_side_in_its_file_comes_out_upright(packed: St
 def test_another_vae_than_the_stores_is_refused_with_field_and_both_values(packed: Store, model: Path, tmp_path: Path) -> None:
     stored: Any = packed.manifest.encoders["vae"]
     other = write_model(tmp_path / "other", seed=1)
-    ran = peek(packed, "a/000.png", other, tmp_path / "out.png")
-    assert (ran.code, ran.out) == (1, "")
-    assert f"encoders.vae.weights_hash = {stored['weights_hash']}, {other} has " in ran.err
-    assert "name the model that the store was packed with" in ran.err
+    ran = peek(packed, "a/000.png", other, tmp_path / "out.png").fails(
+        f"encoders.vae.weights_hash = {stored['weights_hash']}, {other} has ", "name the model that the store was packed with"
+    )
+    assert ran.out == ""
     shutil.copytree(model, tmp_path / "edited")
     config = tmp_path / "edited" / "vae" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), "scaling_factor": 0.5}), encoding="utf-8")
-    ran = peek(packed, "a/000.png", tmp_path / "edited", tmp_path / "out.png")
-    assert ran.code == 1
-    assert f"encoders.vae.config_hash = {stored['config_hash']}, {tmp_path / 'edited'} has " in ran.err
+    peek(packed, "a/000.png", tmp_path / "edited", tmp_path / "out.png").fails(
+        f"encoders.vae.config_hash = {stored['config_hash']}, {tmp_path / 'edited'} has "
+    )
     assert not (tmp_path / "out.png").exists()
 
 
@@ -324,9 +320,9 @@ def test_a_store_that_does_not_say_which_vae_made_it_is_refused(model: Path, tmp
 def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) -> None:
     shutil.copytree(packed.path, tmp_path / "s")
     sample_id = flip_row(tmp_path / "s", packed.buckets()[0].name, 0)
-    ran = peek(Store.open(tmp_path / "s"), sample_id, model, tmp_path / "out.png")
-    assert ran.code == 1
-    assert f"sample {sample_id!r}: the row's bytes do not match their checksum" in ran.err
+    peek(Store.open(tmp_path / "s"), sample_id, model, tmp_path / "out.png").fails(
+        f"sample {sample_id!r}: the row's bytes do not match their checksum"
+    )
     assert not (tmp_path / "out.png").exists()
 
 
@@ -351,9 +347,8 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
     )
     before = tree(tmp_path), tree(packed.path)
     for store, sample_id, own, place, code, words in cases:
-        ran = call("ingest", "peek", store, sample_id, "--model", own, "-o", place)
-        assert (ran.code, ran.out) == (code, ""), words
-        assert words in ran.err
+        ran = call("ingest", "peek", store, sample_id, "--model", own, "-o", place).fails(words, code=code)
+        assert ran.out == ""
         assert len(ran.err) < 1000
         assert (tree(tmp_path), tree(packed.path)) == before
 

@@ -13,7 +13,6 @@ from tests.serving import serving
 
 @pytest.fixture(scope="package")
 def socket_path(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The socket of a service that reads `store`."""
     path = tmp_path_factory.mktemp("service") / "s"
     with serving(path, store.path):
         yield path

@@ -15,11 +15,10 @@ from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.cache.cached_shard import CachedShard
-from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push_pull import push
 from bucketline.store.write import publish, shard_writer
 from tests.kit import Sample, add_samples, make_sample, make_store, store_writer
+from tests.object_storage import pushed
 from tests.unit.loader.test_remote import bits
 from tests.unit.store.remote.cache.lines import NUM_BYTES, open_shard
 
@@ -28,14 +27,6 @@ ROWS = {"train/64x64": 12}
 
 def samples(prefix: str, version: int = 0) -> list[Sample]:
     return [make_sample(f"{prefix}{number}.png", "train/64x64", version=version) for number in range(12)]
-
-
-def pushed(store: Path, name: str) -> str:
-    """Push a store to a folder of that name next to it, and return the URL."""
-    target = store.parent / "buckets" / name
-    target.mkdir(parents=True, exist_ok=True)
-    push(store, ObjectFolder.open(f"file://{target}"))
-    return f"file://{target}"
 
 
 def batches_of(place: Path | str, cache: Path, config: LoaderConfig | None = None) -> list[dict[str, object]]:

@@ -33,7 +33,6 @@ WAYS = ("process", "service", "network")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Return a store of 13 and 7 rows, neither a multiple of a batch."""
     return make_store(
         tmp_path_factory.mktemp("epochs") / "s", samples_of({"train/64x64": 13, "train/96x64": 7, "val/64x64": 5})
     )
@@ -368,7 +367,6 @@ CONFIG = LoaderConfig(batch_size=2, accumulation=2, seed=3)
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The plans that have been made."""
     made: list[object] = []
 
     def noting(*given: object) -> object:

@@ -53,7 +53,6 @@ def epochs_of(path: Path, config: LoaderConfig, **options: Any) -> Iterator[tupl
 
 
 def expected_of(path: Path, config: LoaderConfig) -> list[list[tuple[Any, ...]]]:
-    """Return the epochs of ordinary loaders, each of the generation that is newest by then."""
     expected = []
     for epoch, generation in enumerate([1, 2, 2, 3, 3]):
         with Loader(Store.open(path, generation), config) as ordinary:

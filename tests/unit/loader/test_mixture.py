@@ -172,7 +172,6 @@ CONFIG = LoaderConfig(batch_size=2, seed=5)
 
 
 def publish_twice(path: Path) -> Path:
-    """Make a store of two generations, of other buckets."""
     make_store(path, samples_of({"train/64x64": 16, "train/64x128": 16}), samples_of({"train/128x64": 12}, "new/"))
     return path
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +29,7 @@ from bucketline.torch_dtypes import as_stored
 from tests.commands import spawn
 from tests.conditioned import Form, conditioned_store
 from tests.kit import make_store, samples_of
-from tests.leftovers import wait_until
+from tests.leftovers import in_child, wait_until
 from tests.serving import serving
 
 SERVICES = [None, "auto"]
@@ -161,7 +160,6 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
 
 
 CONFIG = LoaderConfig(batch_size=2, epochs=1, prefetch_bytes=1)
-CHILD_S = 120  # before a child that hangs is ended by SIGALRM
 
 MOMENTS: dict[str, tuple[object, str]] = {
     "while it plans the copies": (Window, "copy_plans"),
@@ -192,20 +190,6 @@ class Held:
             return call(*args, **options) if given is None else given
 
         monkeypatch.setattr(owner, name, held)
-
-
-def in_child(work: Callable[[], bool]) -> int:
-    """Run some work in a process that is forked off; 0 where it gave True, minus a signal's number where that ended it."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(CHILD_S)
-        try:
-            os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not continue as a test
-            traceback.print_exc()
-            os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested

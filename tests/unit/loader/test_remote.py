@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import sys
 import time
@@ -20,11 +19,11 @@ from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.store import Store
 from bucketline.store.remote.cache import folder as folder_module
 from bucketline.store.remote.cache.cached_shard import ABSENT
-from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.sync.push_pull import push
+from tests import object_storage
 from tests.commands import spawn
 from tests.kit import ANY, make_store, samples_of
+from tests.leftovers import in_child
 from tests.serving import serving_here
 
 if TYPE_CHECKING:
@@ -52,18 +51,13 @@ def small_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[1, 3])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store of two shards of many lines, of either version."""
     if request.param == 1:
         return make_store(tmp_path / "a.store", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
     return ANY.make_store(tmp_path / "a.store", ANY.samples(ROWS, prefix="a/"), ANY.samples(ROWS, prefix="b/"))
 
 
 def pushed(store: Store) -> str:
-    """Push a store to a folder next to it, and return the URL."""
-    target = store.path.parent / "bucket" / store.path.name
-    target.mkdir(parents=True, exist_ok=True)
-    push(store.path, ObjectFolder.open(f"file://{target}"))
-    return f"file://{target}"
+    return object_storage.pushed(store.path, store.path.name)
 
 
 def opened(url: str, cache: Path, **options: Any) -> Store:
@@ -71,8 +65,6 @@ def opened(url: str, cache: Path, **options: Any) -> Store:
 
 
 def bits(batches: Sequence[Batch]) -> list[dict[str, object]]:
-    """Return every value of some batches."""
-
     def own(value: object) -> object:
         if isinstance(value, torch.Tensor):
             return value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -220,15 +212,13 @@ def test_a_service_fetches_for_its_clients_and_a_forked_process_reads_through_on
         assert loader.stats().fetched[0].requests == 0
     with Loader(url, config) as loader:
         assert bits(list(islice(loader.forever(), 2))) == expected[:2]
-        child = os.fork()
-        if child == 0:
-            is_same = False
-            try:
-                is_same = bits(list(loader.forever())) == expected[2:]
-                loader.close()
-            finally:
-                os._exit(0 if is_same else 1)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def rest_is_same() -> bool:
+            rest = bits(list(loader.forever()))
+            loader.close()
+            return rest == expected[2:]
+
+        assert in_child(rest_is_same) == 0
         assert bits(list(loader.forever())) == expected[2:]
 
 

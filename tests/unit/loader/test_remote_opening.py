@@ -24,7 +24,6 @@ ROWS = {"train/64x64": 12}
 
 
 def served(tmp_path: Path) -> tuple[Path, Store]:
-    """Push a store of two shards to a folder for a server; return the folder and the store."""
     store = make_store(tmp_path / "a.store", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
     (tmp_path / "served" / "a").mkdir(parents=True)
     push(store.path, ObjectFolder.open(f"file://{tmp_path / 'served' / 'a'}"))
@@ -36,7 +35,6 @@ def extents_of(counts: dict[str, int]) -> list[int]:
 
 
 def arrived(path: Path) -> bool:
-    """Wait until a file is there, for at most 20 s."""
     end = time.monotonic() + 20
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.005)

@@ -39,7 +39,6 @@ VAES: dict[str, dict[str, Any]] = {
 
 
 def write(path: Path, vae: object, *axes: Axis, text: dict[str, Any] | None = None, channels: int = 4) -> Store:
-    """Write eight rows of latents, of 6 by 8 unless other axes are given."""
     shape: tuple[int | Axis, ...] = (channels, *(axes or (Axis(name="height_px", step=8), Axis(name="width_px", step=8))))
     column = RowColumn(role="target", dtype="F16", shape=shape, encoder=None if vae is None else "vae")
     encoders = {**({} if vae is None else {"vae": vae}), **({} if text is None else {"text_encoder": text})}
@@ -56,7 +55,6 @@ def first_of(loader: Loader) -> Batch:
 
 
 def by_diffusers(vae: dict[str, Any], latents: torch.Tensor) -> torch.Tensor:
-    """Scale latents as the pipelines of diffusers do."""
     if "batch_norm" in vae:
         mean, std = (torch.tensor(NORM[name]).float() for name in ("mean", "std"))
         tokens = (pack(latents) - mean) / std

@@ -45,7 +45,6 @@ def digest(batch: Batch) -> str:
 
 
 def read(url: str, options: dict[str, Any], answer: str) -> None:
-    """Be a run: note the digests of its batches."""
     small_lines()
     with Loader(url, LoaderConfig(**options, deadline=DEADLINE_S)) as loader:
         digests = [digest(batch) for batch in loader]

@@ -258,7 +258,6 @@ def seen(state: Path, *args: object) -> Ran:
 
 
 def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str, list[int]]:
-    """Return the steps of each sample, from the batches."""
     found: dict[str, list[int]] = {}
     with Loader(store, config) as loader:
         for batch in islice(loader.forever(), count):
@@ -341,9 +340,7 @@ def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str 
     path = tmp_path / "s.json"
     if content is not None:
         path.write_text(content)
-    ran = seen(path, store.path, "--all")
-    assert ran.code == 1
-    assert message in ran.err
+    seen(path, store.path, "--all").fails(message)
 
 
 def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tests.object_storage import in_memory
 
 @pytest.fixture
 def copy(store: Store, tmp_path: Path) -> Path:
-    """A copy of the store of two shards, to be changed."""
     return Path(shutil.copytree(store.path, tmp_path / "copy"))
 
 

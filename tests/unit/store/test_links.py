@@ -26,7 +26,7 @@ from bucketline.store.transfer import remove_pending
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.fault.apart import How, apart
-from tests.kit import add, faults, leave_pending, make_sample, make_store, open_writer, samples_of, tree
+from tests.kit import add, faults, leave_pending, make_sample, make_store, open_writer, samples_of, tree, untouched
 
 BUCKET = "train/64x64"
 OLD_S = time.time() - 30 * 86400
@@ -60,10 +60,8 @@ def quietly(change: Callable[[], object]) -> None:
 def test_a_lock_is_not_taken_through_a_link(store: Path, outside: Path, target: str) -> None:
     (store / "pending" / "writer.lock").unlink(missing_ok=True)
     (store / "pending" / "writer.lock").symlink_to(outside / target)
-    before = tree(outside)
-    with pytest.raises(StoreError, match=r"writer\.lock cannot be written: it is a link.* remove it"):
+    with untouched(outside), pytest.raises(StoreError, match=r"writer\.lock cannot be written: it is a link.* remove it"):
         drop(store, [ID])
-    assert tree(outside) == before
 
 
 def test_a_locks_second_name_outside_keeps_its_content(outside: Path, tmp_path: Path) -> None:
@@ -79,13 +77,12 @@ def test_what_lies_behind_a_linked_folder_stays(name: str, store: Path, outside:
         shutil.copytree(store / name, outside, dirs_exist_ok=True)
         shutil.rmtree(store / name)
     (store / name).symlink_to(outside)
-    before = tree(outside)
-    if name == "odd":
-        drop(store, [ID])
-    else:
-        with pytest.raises(StoreError, match=f"{name} is a link; a store is changed only where its folders are its own"):
+    with untouched(outside):
+        if name == "odd":
             drop(store, [ID])
-    assert tree(outside) == before
+        else:
+            with pytest.raises(StoreError, match=f"{name} is a link; a store is changed only where its folders are its own"):
+                drop(store, [ID])
 
 
 def test_files_of_a_person_that_only_end_in_tmp_stay(store: Path) -> None:
@@ -102,9 +99,8 @@ def test_a_manifest_is_not_written_through_a_link(store: Path, outside: Path) ->
     shutil.copy(store / "manifest.json", outside)
     (store / "manifest.json").unlink()
     (store / "manifest.json").symlink_to(outside / "manifest.json")
-    before = tree(outside)
-    drop(store, [ID])
-    assert tree(outside) == before
+    with untouched(outside):
+        drop(store, [ID])
     assert not (store / "manifest.json").is_symlink()
     assert Store.open(store).manifest.samples == 5
 
@@ -114,18 +110,15 @@ def test_a_manifest_that_was_lost_is_not_written_through_a_link(store: Path, out
     (store / "manifest.json.0123abcd.tmp").symlink_to(outside / "precious")
     (store / "generations/1.json.0123abcd.tmp").symlink_to(outside / "precious")
     (store / "manifest.json").unlink()
-    before = tree(outside)
-    drop(store, [ID])
-    assert tree(outside) == before
+    with untouched(outside):
+        drop(store, [ID])
 
 
 def test_a_file_that_stands_where_one_is_written_aside_is_not_touched(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bucketline.files.atomic_write.secrets.token_hex", lambda n: "0" * 2 * n)
     (outside / "a.00000000.tmp").symlink_to(outside / "precious")
-    before = tree(outside)
-    with pytest.raises(FileExistsError):
+    with untouched(outside), pytest.raises(FileExistsError):
         write_durably(outside / "a", b"other")
-    assert tree(outside) == before
     assert (outside / "a.00000000.tmp").is_symlink()
 
 
@@ -142,10 +135,8 @@ def test_what_is_in_the_way_is_not_touched(
         (hidden / "files").mkdir(parents=True)
         (hidden / "files" / "theirs").write_text("precious", encoding="ascii")
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    before = tree(tmp_path)
-    with pytest.raises(StoreError, match="is in the way: it is a link, a file or another user's folder"):
+    with untouched(tmp_path), pytest.raises(StoreError, match="is in the way: it is a link, a file or another user's folder"):
         merge(tmp_path / "out", [store])
-    assert tree(tmp_path) == before
 
 
 def test_links_within_a_folder_that_a_killed_run_left_are_not_followed(outside: Path, tmp_path: Path) -> None:
@@ -215,10 +206,11 @@ def test_nobody_waits_for_a_pipe_or_a_device(name: str, kind: str, store: Path) 
 def test_a_pending_shard_that_is_a_link_is_not_taken_over(store: Path, outside: Path) -> None:
     shutil.move(leave_pending(store, "left", [make_sample("more.png", BUCKET)]), outside / "left.lmdb")
     (store / "pending" / "left.lmdb").symlink_to(outside / "left.lmdb")
-    before = tree(outside)
-    with pytest.raises(StoreError, match=r"left\.lmdb is a link or not a regular file, which no run leaves: move it elsewhere"):
+    with (
+        untouched(outside),
+        pytest.raises(StoreError, match=r"left\.lmdb is a link or not a regular file, which no run leaves: move it elsewhere"),
+    ):
         adopt(store, read_manifest(store))
-    assert tree(outside) == before
 
 
 def test_a_store_is_read_through_links_to_its_files_and_to_itself(store: Path, outside: Path, tmp_path: Path) -> None:
@@ -227,12 +219,11 @@ def test_a_store_is_read_through_links_to_its_files_and_to_itself(store: Path, o
         shutil.move(store / "shards" / f"g0.{suffix}", outside)
         (store / "shards" / f"g0.{suffix}").symlink_to(outside / f"g0.{suffix}")
     (tmp_path / "link").symlink_to(store)
-    before = tree(outside)
-    assert not faults(store)
-    drop(tmp_path / "link", [ID])
-    compact(tmp_path / "link", shard_bytes=1 << 20, gc_older_than_s=0.0)
-    assert not (store / "shards" / "g0.lmdb").is_symlink()
-    assert tree(outside) == before
+    with untouched(outside):
+        assert not faults(store)
+        drop(tmp_path / "link", [ID])
+        compact(tmp_path / "link", shard_bytes=1 << 20, gc_older_than_s=0.0)
+        assert not (store / "shards" / "g0.lmdb").is_symlink()
     assert Store.open(store).manifest.samples == 5
     assert not faults(store)
 
@@ -307,11 +298,10 @@ def test_collecting_leaves_alone_what_a_link_leads_to(place: Path, outside: Path
     target = {"shards/g7.lmdb": outside / "g7.lmdb", "pending/run": outside / "run"}.get(name, outside)
     (place / name).parent.mkdir(exist_ok=True)
     (place / name).symlink_to(target)
-    before = tree(outside)
-    folder = ObjectFolder.open(f"file://{place}")
-    compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
-    remove_pending(folder, {"g7"})
-    assert tree(outside) == before
+    with untouched(outside):
+        folder = ObjectFolder.open(f"file://{place}")
+        compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
+        remove_pending(folder, {"g7"})
     assert Store.open(place).manifest.samples == 3
 
 
@@ -320,11 +310,10 @@ def test_a_store_whose_own_folder_is_a_link_is_not_changed(place: Path, tmp_path
     (place / name).mkdir(exist_ok=True)
     (place / name).rename(tmp_path / "elsewhere")
     (place / name).symlink_to(tmp_path / "elsewhere")
-    before = tree(tmp_path / "elsewhere")
-    folder = ObjectFolder.open(f"file://{place}")
-    with pytest.raises(StoreError, match=rf"{name} is a link; a store is changed only where its folders are its own"):
-        compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
-    assert tree(tmp_path / "elsewhere") == before
+    with untouched(tmp_path / "elsewhere"):
+        folder = ObjectFolder.open(f"file://{place}")
+        with pytest.raises(StoreError, match=rf"{name} is a link; a store is changed only where its folders are its own"):
+            compact(folder, shard_bytes=1 << 24, gc_older_than_s=0)
 
 
 @pytest.mark.parametrize("change", ["write", "create", "remove"])

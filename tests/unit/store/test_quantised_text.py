@@ -74,7 +74,6 @@ def delivered(dtype: str, text: str) -> NDArray[np.float16]:
 
 
 def assert_captions(own: Store, ids: set[str] | None = None) -> None:
-    """Compare each sample's captions with what its texts are delivered as."""
     dtype = own.text.tokens[0].dtype
     for sample in SAMPLES:
         if ids is not None and sample.id not in ids:

@@ -46,7 +46,6 @@ def copy(made: Store, tmp_path: Path) -> Path:
 
 
 def damage(path: Path, name: str, number: int) -> None:
-    """Flip a bit of the digest of an entry, which every entry has."""
     store = Store.open(path)
     spec = store.ragged_spec(name)
     located = store.locate_entries(spec, np.array([0]), np.array([number]))

@@ -19,7 +19,6 @@ def every_run_is_quick(quick_runs: None) -> None:
 
 @pytest.fixture(scope="session")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store and the model that `folder` is a copy of."""
     ready = tmp_path_factory.mktemp("ready")
     make_training_store(ready / "tiny.store")
     write_vae(write_unet(ready / "model"))
@@ -28,13 +27,11 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(ready: Path, tmp_path: Path) -> Path:
-    """A folder with a store and a model in it, ready to train."""
     return shutil.copytree(ready, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    """A family's model folder, and a store that `ingest` packed with it; each once."""
     with once(tmp_path_factory, f"{request.param} packed") as (folder, is_first):
         made = Packed(family=request.param, model=folder / request.param, store=folder / f"{request.param}.store")
         if is_first:

@@ -17,7 +17,6 @@ from bucketline.train.parallel import TrainRanks
 
 
 def forked(body: Callable[[TrainRanks], None], ranks: TrainRanks) -> int:
-    """Run `body` in a forked process; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -31,13 +30,10 @@ def forked(body: Callable[[TrainRanks], None], ranks: TrainRanks) -> int:
 
 
 def ended(*pids: int) -> None:
-    """Wait until processes have ended, without an error."""
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * len(pids)
 
 
 def fork_ranks(folder: Path, body: Callable[[TrainRanks], None], num: int = 2, *, has_host_group: bool = True) -> None:
-    """Run `body` in `num` ranks, to their ends."""
-
     def begin(ranks: TrainRanks) -> None:
         os.environ |= {"LOCAL_RANK": str(ranks.rank), "LOCAL_WORLD_SIZE": str(num)}
         torch.set_num_threads(1)

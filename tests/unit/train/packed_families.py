@@ -28,7 +28,6 @@ class Packed:
 
     @property
     def part(self) -> str:
-        """The folder of the model to train."""
         return "unet" if self.family in ("sd", "sdxl") else "transformer"
 
     @property
@@ -45,7 +44,6 @@ class Packed:
         return getattr(diffusers, config["_class_name"])
 
     def config(self, output: Path, **changes: Any) -> TrainConfig:
-        """Return the options of a short run."""
         asked: dict[str, Any] = {
             "store": (self.store,),
             "model": self.model,

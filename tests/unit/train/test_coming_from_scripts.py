@@ -40,7 +40,6 @@ ALIKE = {"--learning-rate", "--noise-offset", "--lora-alpha", "--lora-dropout"} 
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of the table."""
     text = (ROOT / "docs" / "diffusers-scripts.md").read_text(encoding="utf-8")
     table = text[text.index("| theirs | ours |") :].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
@@ -146,7 +145,6 @@ MIDDLE = torch.tensor([499])
 
 
 def euler(config: Any, **more: Any) -> Any:
-    """Return the scheduler that the scripts make of a published configuration."""
     kind: Any = FlowMatchEulerDiscreteScheduler
     return kind.from_config(dict(config), **more)
 

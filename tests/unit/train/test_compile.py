@@ -85,7 +85,6 @@ def training(tmp_path: Path) -> Training:
 
 @pytest.fixture
 def compiled(training: Training, dynamo: object) -> Training:
-    """A training whose blocks are traced and not compiled."""
     compile_blocks(training.model, training.family, backend="eager")
     return training
 
@@ -187,7 +186,6 @@ def test_no_form_compiles_anything_for_captions_of_other_lengths(form: str, tmp_
 
 
 def training_of(folder: Path) -> Training:
-    """Return a form's training at its own objective, without an average."""
     loaded = load(folder, facts_for(folder), seed=0)
     objective = Objective.FLOW if "Flow" in str(loaded[0].scheduler.get("_class_name")) else Objective.EPSILON
     return make_training(folder, loaded=loaded, decay=None, objective=objective)

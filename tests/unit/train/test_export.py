@@ -127,7 +127,6 @@ def test_training_goes_on_from_a_checkpoint_or_an_export_with_the_objective_of_i
 
 @pytest.fixture(scope="session")
 def sd_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, Path]:
-    """A run of all weights of a Stable Diffusion that began from a folder."""
     with once(tmp_path_factory, "sd run") as (root, is_first):
         packed = pack_family(root, "sd") if is_first else Packed(family="sd", model=root / "sd", store=root / "sd.store")
         if is_first:
@@ -136,7 +135,6 @@ def sd_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, Path]:
 
 
 def export(run: Path, output: Path, **options: Any) -> Any:
-    """Export a pipeline and open it."""
     export_model(run, output, dtype="fp32", pipeline=True, **options)
     return DiffusionPipeline.from_pretrained(output, local_files_only=True)
 

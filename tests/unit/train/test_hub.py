@@ -29,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub whose token this process has."""
     with running_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -122,7 +121,6 @@ tags: [text-to-image]
 
 
 def fields_of(card: Path | str) -> dict[str, Any]:
-    """Return the fields that a card has."""
     loaded = ModelCard(card) if isinstance(card, str) else ModelCard.load(card)
     return {name: value for name, value in vars(loaded.data).items() if value is not None}
 

@@ -31,7 +31,6 @@ WIDE = ("train/16x24", 8, 12)
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
-    """Write a family's tiny model's configuration, without weights, with changes."""
     part = "unet" if family in ("sd", "sdxl") else "transformer"
     tiny_model(family).save_config(folder / part)
     path = folder / part / "config.json"
@@ -40,7 +39,6 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def offered(family: str) -> StoreFacts:
-    """Return what a store of the family's tiny encoders offers."""
     text = {
         "sdxl": {"tokens": 20, "pooled": 12},
         "dit": {"class_labels": 1},

@@ -137,12 +137,10 @@ def adapted(
 
 
 def changes_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return what the adapters add to the weight of each layer."""
     return {name: module.get_delta_weight("default") for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def written(model: Any, family: type[Family], folder: Path) -> Path:
-    """Write a model's adapters as a checkpoint has them; return the folder."""
     weights = layout_of(family(dict(model.config), facts()), adapters=True)
     weights.write(folder, weights.config(model), weights.tensors(model))
     return folder
@@ -294,7 +292,6 @@ NOT_LORA = {
 
 
 def changed_file(folder: Path, kind: str) -> Path:
-    """Write a file that does not fit adapters of rank 2 in the attention layers."""
     rank, word = (4 if kind == "rank" else 2), (Layers.ATTENTION_MLP if kind == "layers" else Layers.ATTENTION)
     path = written(adapted("sd", rank=rank, word=word), family_of("sd"), folder / "lora") / KOHYA_FILE
     tensors = load_file(path)

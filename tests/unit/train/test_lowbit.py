@@ -47,7 +47,6 @@ def tiny_flux() -> nn.Module:
 
 
 def output(model: nn.Module) -> Tensor:
-    """Return what a model makes of five image tokens and three of text, which no 16 divides."""
     draws = torch.Generator().manual_seed(1)
     found: Any = model(
         hidden_states=torch.randn(2, 5, 16, generator=draws),
@@ -122,7 +121,6 @@ def ours(layer: torch.nn.Linear, base: Base) -> QuantisedLinear:
 
 
 def theirs(layer: torch.nn.Linear, base: Base, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return torchao's dequantised weight, and the output of its own layer."""
     if base is Base.NF4:
         weight: Any = to_nf4(layer.weight, 64, 256)
         return weight.get_original_weight(), linear_nf4(x, weight) + layer.bias

@@ -89,7 +89,6 @@ def opened(asked: TrainConfig, ranks: TrainRanks = ALONE) -> Loader:
 
 
 def fitted(asked: TrainConfig, loader: Loader, ranks: TrainRanks = ALONE) -> TrainConfig:
-    """Return the options that a run is built with."""
     return built_to_fit(asked, ranks, NEW, loader, lambda _: None)[0].config
 
 
@@ -131,7 +130,6 @@ def test_a_run_turns_on_what_it_needs_says_so_and_is_the_one_that_has_it_given(
 
 
 def recompute_of(run: Path) -> float:
-    """Return the share that a run has recorded."""
     recorded = checkpoint.read_state(checkpoint.last_whole(run)).config["recompute"]
     assert isinstance(recorded, float)
     return recorded

@@ -151,7 +151,6 @@ def make_prep(schedule: Any = None, **options: Any) -> Prep:
 
 
 def of_moments(num: int, *, first: int = 0) -> Batch:
-    """Make a batch whose stored channels are a mean and a log-variance."""
     return dataclasses.replace(make_batch(num, first=first), latent_kind=LatentKind.MOMENTS)
 
 

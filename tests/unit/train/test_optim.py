@@ -212,7 +212,6 @@ class MatrixBlock(nn.Linear):
 
 
 def bytes_of(folder: Path, name: str, weights: nn.Module, dtype: WeightDtype = WeightDtype.FP32) -> tuple[str, str]:
-    """Return the bytes a weight of the state, and with weights and gradients."""
     model = nn.Sequential(weights.to(torch.bfloat16 if dtype is WeightDtype.BF16 else torch.float32))
     optimizer = make_optimizer(config(folder, optimizer=name, weights=dtype), model, compiled=False)
     (parameter,) = model.parameters()

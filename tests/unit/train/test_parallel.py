@@ -65,7 +65,6 @@ def expect_same(found: dict[str, Any], expected: dict[str, Any], *parts: str) ->
 
 
 def make_moved(model: nn.Module) -> torch.optim.Optimizer:
-    """Take an optimizer step from gradients at random."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
     for parameter in trained:
@@ -259,7 +258,6 @@ def test_weights_that_stay_gathered_are_those_of_the_shards_by_the_next_forward_
 
 
 def placed(folder: Path, ranks: TrainRanks, sharding: str, output: Path) -> tuple[Family, nn.Module]:
-    """Load a model as a run of several ranks does, and place it."""
     family, model = load(folder, facts_for(folder), 0, on_meta=not ranks.is_main)
     asked = config(output, sharding=sharding, ema="off")
     place_model(model, asked, ranks, CPU, layout_of(family, adapters=False), None)

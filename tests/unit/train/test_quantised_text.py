@@ -31,7 +31,6 @@ ROWS = {"train/128x128": 9, "val/128x128": 3}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of I8 tokens and a model in it, ready to train."""
     path = tmp_path_factory.mktemp("quantised")
     quantised("I8", WIDTH, encoders()).make_store(path / "tiny.store", samples(ROWS))
     write_unet(path / "model", cross_attention_dim=WIDTH)

@@ -36,11 +36,13 @@ def test_a_run_continues_on_the_pushed_copy_and_back(folder: Path) -> None:
     assert json.loads((mixed.output_dir / "config.json").read_bytes())["stores"][0]["path"] == url
 
 
-def test_two_ranks_train_on_a_bucket_as_on_a_folder(folder: Path, s3: S3Bucket) -> None:
+def test_two_ranks_that_stop_and_resume_on_a_bucket_train_as_on_a_folder(folder: Path, s3: S3Bucket) -> None:
     push(folder / "tiny.store", s3.folder("tiny.store"))
+    where = {"endpoint": s3.endpoint, "cache": str(folder / "cache"), "deadline": 20.0}
+    local = config(folder, output_dir=folder / "local", validate_every=3, **where)
+    remote = replace(local, store=(s3.url("tiny.store"),), output_dir=folder / "remote")
     with ForkedRanks() as ranks:
-        for name, store in {"local": folder / "tiny.store", "remote": s3.url("tiny.store")}.items():
-            where = {"endpoint": s3.endpoint, "cache": str(folder / "cache"), "deadline": 20.0}
-            asked = config(folder, store=(store,), output_dir=folder / name, **where)
+        for asked in (local, replace(remote, max_steps=4), replace(remote, resume=True)):
             ranks.run(2, as_arguments(asked)).done()
-    assert losses(folder / "remote") == losses(folder / "local")
+    assert len(losses(remote.output_dir)) > 2
+    assert losses(remote.output_dir) == losses(local.output_dir)

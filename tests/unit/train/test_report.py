@@ -214,9 +214,9 @@ def test_a_run_without_steps_yet_and_damaged_lines_make_a_page_too(tmp_path: Pat
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    ran = spawn([BIN / "bucketline", "train", "report", tmp_path / "empty", "-o", tmp_path / "r.html"])
-    assert ran.code == 2
-    assert "is not the folder of a run: it needs config.json and metrics.jsonl" in ran.err
+    spawn([BIN / "bucketline", "train", "report", tmp_path / "empty", "-o", tmp_path / "r.html"]).fails(
+        "is not the folder of a run: it needs config.json and metrics.jsonl", code=2
+    )
     assert not (tmp_path / "r.html").exists()
 
 

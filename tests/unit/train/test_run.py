@@ -51,7 +51,6 @@ STEPS = 8
 
 
 def asked_of(folder: Path, name: str = "run", **changes: Any) -> TrainConfig:
-    """Return the options of the whole run, and of those that end as it did."""
     return config(folder, output_dir=folder / name, **{"max_steps": STEPS, "validate_every": 4, "save_every": "2", **changes})
 
 
@@ -115,7 +114,7 @@ def test_a_run_writes_windows_validations_status_checkpoints_a_curve_and_images(
     assert status(output) == {"state": "done", "step": STEPS, "reason": None}
     assert checkpoints(whole.asked) == ["06", "08"]
     assert whole.summary.checkpoint == output / "checkpoints" / "step-00000008"
-    assert whole.err.count("warning: train/96x64 has 1 image for a batch of ") == 1
+    assert whole.err.count("warning: train/96x64 has 1 image, and batches take ") == 1
     assert "training: 8 steps, 1.52 epochs of 21 samples in 3 buckets\nvalidation: 8 of 29 samples, held out by " in whole.err
     assert not [*output.glob("*.tmp")]
     assert [path.name for path in whole.summary.images] == ["loss.png", "images.png"]
@@ -186,7 +185,6 @@ def crashed(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
 
 
 def blocked(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
-    """A file of the run cannot be written."""
     real, in_the_way = log.write_config, asked.output_dir / "README.md"
 
     def block(*given: object) -> None:
@@ -201,8 +199,6 @@ def blocked(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
 
 
 def full(asked: TrainConfig, patched: pytest.MonkeyPatch) -> None:
-    """A disk is full."""
-
     def save(tensors: object, path: Path, **options: object) -> None:
         if "step-00000004" in str(path):
             raise OSError(28, "No space left on device")
@@ -448,7 +444,7 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_bf16_trains_w
     )
     summary = train(asked, ALONE)
     assert summary.validation is None
-    assert "no validation: no sample of 38 is held out by the store; pack with" in capsys.readouterr().err
+    assert "no validation: the store holds out none of 38 samples; pack one" in capsys.readouterr().err
     per_step = {"train/128x128": 3 * asked.accumulation, "train/192x128": 2 * asked.accumulation}
     for line in read_metrics(asked.output_dir):
         assert 0 < cast("float", line["loss"]) < 2
@@ -487,7 +483,6 @@ def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def schedule(asked: TrainConfig) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the steps at which the run's plan changed, and the generations that it has from there on."""
     return [(one.step, one.state.generations) for one in read_run(asked.output_dir).lines]
 
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.errors import UsageError
+from bucketline.errors import StoreError, UsageError
 from bucketline.options import options_of
 from bucketline.train.config import TrainConfig, parse
 from bucketline.train.main import main
 from bucketline.train.run_file import as_run_file, config_as_json, preset_names
 from tests.commands import ROOT, spawn
+from tests.kit import make_store, samples_of
 from tests.unit.train.tiny_run import as_arguments, config
 
 if TYPE_CHECKING:
@@ -328,9 +329,8 @@ def test_of_several_ranks_the_first_one_prints_what_all_find_wrong(
 @pytest.mark.slow
 def test_stores_are_given_by_the_option_again_and_again_and_a_failure_ends_with_1_and_a_message(tmp_path: Path) -> None:
     asked = config(tmp_path, store=(tmp_path / "one.store", Path(f"{tmp_path}/two.store:3"), tmp_path / "three.store"))
-    done = spawn([sys.executable, MAIN, *as_arguments(asked)])
-    assert (done.code, done.out) == (1, "")
-    assert f"{tmp_path / 'one.store'} is not a store" in done.err
+    done = spawn([sys.executable, MAIN, *as_arguments(asked)]).fails(f"{tmp_path / 'one.store'} is not a store")
+    assert done.out == ""
     assert "Traceback" not in done.err
 
 
@@ -338,18 +338,29 @@ def test_the_model_is_the_one_that_the_store_was_packed_with_unless_another_is_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.store").mkdir()
-    (tmp_path / "m").mkdir()
+    for name in ("b.store", "m"):
+        (tmp_path / name).mkdir()
     asked = [*NEEDED[:2], *NEEDED[4:], "--batch-size", "2"]
+    with pytest.raises(StoreError, match=r"a\.store is not a store: "):
+        parse(asked, "train")
+    make_store(tmp_path / "a.store", samples_of({"train/64x64": 1}))
     with pytest.raises(UsageError, match="needs --model"):
         parse(asked, "train")
     for model, found in (
         (tmp_path / "m", None),
         (tmp_path / "gone", "was packed with .*/gone, which is no"),
         ("org/m", "org/m"),
+        (tmp_path / ("m" * 300), "which is no"),
+        (f"{tmp_path}/m\0", "which is no"),
     ):
         note = {"model": str(model), "model_config": None}
         (tmp_path / "a.store" / "packed_model.json").write_text(json.dumps(note), encoding="utf-8")
         with pytest.raises(UsageError, match=f"{found}.*; give --model") if found else contextlib.nullcontext():
             assert parse(asked, "train").model == model
         assert parse([*asked, "--model", "other"], "train").model == Path("other")
+    for store in "ab":
+        note = {"model": str(tmp_path / ("m" if store == "a" else "b.store")), "model_config": None}
+        (tmp_path / f"{store}.store" / "packed_model.json").write_text(json.dumps(note), encoding="utf-8")
+    assert parse(asked, "train").model == tmp_path / "m"
+    with pytest.raises(UsageError, match=r"a.store was packed with .*/m, b.store with .*/b.store; give --model MODEL"):
+        parse([*asked, "--store", "b.store"], "train")

@@ -214,7 +214,6 @@ def test_what_lies_between_two_steps_counts_and_a_pause_does_not(folder: Path, m
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
-    """Make the loss of some steps infinite."""
     real, at = step_module.loss_of, [-1]
     real_step = step_module.train_step
 
@@ -231,7 +230,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
 
 
 def seen_at(step: int, asked: TrainConfig) -> list[tuple[str, str]]:
-    """Return the bucket and the id of each row of a step, as a loader delivers them."""
     with Loader(asked.store, asked.for_loader()) as loader:
         batches = itertools.takewhile(lambda one: one.step <= step, loader.forever())
         return [(one.bucket, name) for one in batches if one.step == step for name in loader.names(one)]

@@ -65,17 +65,14 @@ PROMPTS = (
 
 
 def encoders() -> dict[str, Json]:
-    """Return what a store says of the encoders that made it."""
     return {"vae": dict(VAE), "text_encoder": dict(TEXT_ENCODER)}
 
 
 def facts(**changes: Any) -> StoreFacts:
-    """Return what such a store offers a model."""
     return StoreFacts(**{"latent_channels": CHANNELS, "text": {"tokens": TOKEN_WIDTH}, "shows_padding": False, **changes})
 
 
 def samples(rows: Mapping[str, int], prefix: str = "") -> list[Sample]:
-    """Make samples with two captions each."""
     return [
         make_sample(f"{prefix}{bucket}/{n}.png", bucket, tuple(f"{text} {prefix} {bucket} {n}" for text in CAPTIONS[:2]))
         for bucket, count in rows.items()
@@ -84,19 +81,16 @@ def samples(rows: Mapping[str, int], prefix: str = "") -> list[Sample]:
 
 
 def make_training_store(path: Path, rows: Mapping[str, int] = ROWS) -> Store:
-    """Write a store of one shard."""
     return add_to_store(path, samples(rows))
 
 
 def add_to_store(path: Path, added: Iterable[Sample]) -> Store:
-    """Add samples to a training store, which is made if there is none."""
     with store_writer(path, encoders=encoders()) as writer:
         add_samples(writer, added, commit_every=1000)
     return Store(path, writer.manifest)
 
 
 def write_prompts(path: Path, *prompts: Prompt, name: str = "prompts.safetensors") -> str:
-    """Write a file of prompts beside a store of the tests' own captions, and return its path."""
     texts = {text for one in prompts for text in (one.prompt, one.negative_prompt)}
     data = encode_prompts(Store.open(path).manifest, prompts, [caption_of(text) for text in sorted(texts)])
     path.with_name(name).write_bytes(data)
@@ -114,7 +108,6 @@ def write_unet(folder: Path, *, scheduler: Mapping[str, Json] | None = SCHEDULER
 
 
 def write_vae(folder: Path) -> None:
-    """Write a `vae/` that decodes the store's latents."""
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL
@@ -133,7 +126,6 @@ def write_vae(folder: Path) -> None:
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
-    """Return the options of a short run of the store and model in `folder`."""
     asked: dict[str, Any] = {
         "store": (folder / "tiny.store",),
         "model": folder / "model",
@@ -196,7 +188,6 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
 
 
 def load(folder: Path, store: StoreFacts, seed: int, **more: Any) -> tuple[Family, nn.Module]:
-    """Load the model of a folder."""
     from bucketline.train import model as loading
 
     return loading.load(loading.open_model_config(folder), store, seed, **more)
@@ -212,7 +203,6 @@ def make_training(
     is_bf16: bool = False,
     **changes: Any,
 ) -> Training:
-    """Return a training of the tiny UNet, or of a family and its model that were `loaded`, without a store."""
     from bucketline.loader.batch import LatentScale
     from bucketline.train.noise import FlowSchedule, NoiseSchedule, Prep
     from bucketline.train.optim import Average
@@ -235,7 +225,6 @@ def make_training(
 
 
 def built(asked: TrainConfig) -> Run:
-    """Return a run that is ready for its first step."""
     from bucketline.train.run import Run
 
     asked.output_dir.mkdir(parents=True, exist_ok=True)
@@ -255,7 +244,6 @@ def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:
 
 
 def losses(run: Path) -> list[tuple[object, ...]]:
-    """Return what must agree between two runs, of every line of their metrics."""
     from bucketline.train.log import read_metrics
 
     names = ("step", "loss", "grad_norm", "lr", "samples", "buckets", "val_loss", "val_loss_per_timestep")

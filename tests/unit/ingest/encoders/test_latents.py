@@ -45,7 +45,6 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
 
 
 def with_vae(folder: Path, vae: Any) -> Path:
-    """Write the tests' model with another VAE."""
     write_model(folder)
     shutil.rmtree(folder / "vae")
     vae.save_pretrained(folder / "vae")
@@ -122,9 +121,7 @@ def test_another_choice_of_latents_or_flips_is_refused_naming_it(images: Path, t
         (("--encode-dtype", "BF16"), "--encode-dtype fp32, this run has --encode-dtype bf16"),
         (("--max-tokens", "5"), "no --max-tokens, this run has --max-tokens 5"),
     ):
-        ran = pack(images, tmp_path / "s", model, *option)
-        assert ran.code == 1
-        assert field in ran.err
+        pack(images, tmp_path / "s", model, *option).fails(field)
 
 
 @torch.no_grad()
@@ -144,9 +141,9 @@ def test_an_autoencoder_without_a_posterior_gives_its_latent_and_nothing_else(im
     assert isinstance(provenance, dict)
     assert (provenance["class"], provenance["scaling_factor"], provenance["shift_factor"]) == ("AutoencoderDC", 0.41, 0.0)
     for latents in ("sample", "moments"):
-        ran = pack(images, tmp_path / "t", folder, "--latents", latents)
-        assert ran.code == 2
-        assert "AutoencoderDC has no distribution, only one latent" in ran.err
+        pack(images, tmp_path / "t", folder, "--latents", latents).fails(
+            "AutoencoderDC has no distribution, only one latent", code=2
+        )
         assert not (tmp_path / "t").exists()
 
 
@@ -259,9 +256,7 @@ def test_what_finds_no_memory_is_halved_in_order_and_one_item_alone_is_an_error(
 
 def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, model: Path) -> None:
     for option, message in ((0, "--max-tokens is 0, expected 1 or more"), (13, "accepts at most 12")):
-        ran = pack(images, tmp_path / "s", model, "--max-tokens", option)
-        assert ran.code == 2
-        assert message in ran.err
+        pack(images, tmp_path / "s", model, "--max-tokens", option).fails(message, code=2)
     with pytest.raises(UsageError):
         VaeEncoder(open_model(str(with_vae(tmp_path / "dc", tiny_dc()))), CPU, "F16", latents=LatentKind.MOMENTS)
 

@@ -83,7 +83,6 @@ def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """A folder of one image."""
     return write_files(tmp_path / "images", {"a.png": png(16, 24)})
 
 
@@ -107,7 +106,6 @@ UNREAD = "unet/diffusion_pytorch_model.safetensors"
 
 @contextmanager
 def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve on a free port; yield the URL."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -210,7 +208,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def own(model: Path, tmp_path: Path) -> Path:
-    """A model folder of this test's own."""
     return shutil.copytree(model, tmp_path / "model")
 
 
@@ -230,7 +227,6 @@ def refused(model: Path) -> str:
 
 
 def spoil(weights: Path, name: str, value: float) -> None:
-    """Set all values of one tensor."""
     tensors = load_file(weights)
     tensors[name].fill_(value)
     save_file(tensors, weights, metadata={"format": "pt"})

@@ -36,7 +36,6 @@ def pixels(data: bytes, **rules: Any) -> NDArray[np.int64]:
 
 
 def patches(colours: NDArray[np.int64] = COLOURS) -> NDArray[np.uint8]:
-    """Make eight stripes of plain colours, `[64, 64, 3]`."""
     return colours.astype("u1").repeat(8, axis=0)[:, None].repeat(SIDE, axis=1)
 
 

@@ -183,12 +183,12 @@ REJECTS: list[tuple[bytes, dict[str, Any], Reason, str]] = [
     *(
         (data, {}, Reason.NOT_AN_IMAGE, detail)
         for data, detail in (
-            (b"x", "it begins with b'x'"),
-            (b"<!DOCTYPE html><html><body>404", "it begins with b'<!DOCTYPE html><html><body>404'"),
-            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "it begins with b'%!PS-Adobe"),
+            (b"x", "it begins with 'x'"),
+            (b"<!DOCTYPE html><html><body>404", "it begins with '<!DOCTYPE html><html><body>404'"),
+            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "it begins with '%!PS-Adobe"),
             (b"\0\0\0\x18ftypheic", "a HEIC image; it is damaged or of a kind that pillow_heif cannot read"),
             (b"\0\0\0\x18ftypisom", "ftypisom"),
-            (bytes(1000), "it begins with b'\\x00\\x00"),
+            (bytes(1000), "it begins with '\\x00\\x00"),
         )
     ),
     *(

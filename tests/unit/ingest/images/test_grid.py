@@ -427,8 +427,8 @@ def test_pack_refuses_a_grid_that_a_dit_turns_into_squares_before_it_writes(tmp_
         (folder / part.name).symlink_to(part)
     write(folder, transformer=DIT)
     asked = ("--model", folder, "--min-size-px", "8", "--text", "plain")
-    ran = call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "16x24,24x16")
-    assert ran.code == 2
-    assert "--grid '16x24,24x16' has the size 16x24, and the model is a DiTTransformer2DModel" in ran.err
+    call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "16x24,24x16").fails(
+        "--grid '16x24,24x16' has the size 16x24, and the model is a DiTTransformer2DModel", code=2
+    )
     assert not (tmp_path / "s").exists()
     call("ingest", "pack", source, tmp_path / "s", *asked, "--grid", "square:16").done()

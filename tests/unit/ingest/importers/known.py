@@ -68,7 +68,6 @@ class Known:
         return ((latent.astype("f8") - self.shift) * self.scale).astype("f4")
 
     def cached(self, latent: NDArray[np.float32], *, scaled: bool = True) -> torch.Tensor:
-        """Return a latent as a cache stores it."""
         return torch.from_numpy(np.array(self.fed(latent) if scaled else latent)).to(self.dtype)
 
 
@@ -131,7 +130,6 @@ def describe_vae(model: Path, latents: list[NDArray[np.float32]], *, has_shift: 
 
 
 def read_store(path: Path) -> list[Sample]:
-    """Read every sample of a store, checksums compared, sorted by id."""
     store = Store.open(path)
     found = []
     for listed in live_samples(store, Selection()):
@@ -216,7 +214,6 @@ def undone(known: Known, latent: NDArray[np.float32], form: Form) -> NDArray[Any
 
 
 def rounded(values: NDArray[np.float32], dtype: torch.dtype) -> NDArray[np.float32]:
-    """Return what a dtype keeps of values."""
     found: NDArray[np.float32] = torch.from_numpy(values).to(dtype).float().numpy()
     return found
 

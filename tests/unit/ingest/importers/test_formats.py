@@ -264,7 +264,6 @@ def with_strides(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def deflated(path: Path) -> None:
-    """Write a compressed file of 16 MiB."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(4, 1 << 10, 1 << 10), buffer)
     with zipfile.ZipFile(buffer) as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -273,7 +272,6 @@ def deflated(path: Path) -> None:
 
 
 def of_pixels(path: Path) -> None:
-    """Write pixels in place of a latent."""
     with safe_open(path, "pt") as file:
         metadata, latent = file.metadata(), file.get_tensor("latent")
     save_file({"latent": (100 * latent).to(torch.uint8)}, path, metadata)
@@ -349,7 +347,6 @@ def values(number: int, dtype: str = "<f2") -> NDArray[Any]:
 
 
 def written(folder: Path, latents: list[NDArray[Any]] | int = 3, kind: str = "bytes") -> Path:
-    """Write a shard of these latents, or of so many."""
     given = [values(n) for n in range(latents)] if isinstance(latents, int) else latents
     rows = [{"latents_256": one.tobytes(), "key": f"{folder.name}-{n}".encode()} for n, one in enumerate(given)]
     mds_shard(folder, rows, {"latents_256": kind, "key": "str"})

@@ -43,7 +43,6 @@ def kohya_latent(folder: Path, sample: Sample, model: str, latent: Any, **more: 
 
 
 def kohya(folder: Path, known: Known, model: str | None = None) -> Path:
-    """Write a folder of images, captions and their caches."""
     shutil.copytree(known.images, folder)
     model = model or known.family
     for sample in known.samples:

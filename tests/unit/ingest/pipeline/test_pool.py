@@ -34,7 +34,6 @@ from tests.models import SMALL, png, write_images
 
 
 def results(items: Iterable[Any], work: Callable[[Any], Any], size: int = 1, /, **limits: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each item with its result, as they are taken."""
     room = WorkLimits(**{"num_threads": 2, "items": 8, "num_bytes": 100} | limits)
     with OrderedPool(items, work, lambda _: size, room) as ahead:
         for item, future in ahead.results(lambda: None):
@@ -271,7 +270,6 @@ def write(store: Path, *, batches: int, batches_a_shard: int, stop: BaseExceptio
 
 
 def outcome(work: Callable[[], object]) -> tuple[str, str]:
-    """Return the kind of the error that the work ended in, and its words."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001 - it is what is requested

@@ -138,7 +138,7 @@ def test_names_of_any_kind_are_ids(tmp_path: Path) -> None:
 
 def test_a_folder_without_an_image_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": "x", "b/c.svg": ""})
-    with pytest.raises(SourceError, match=r"has no images, in none of its folders; expected .*\.png"):
+    with pytest.raises(SourceError, match=r"has no images, nor do its subfolders; expected .*\.png"):
         list_folder(tmp_path)
 
 

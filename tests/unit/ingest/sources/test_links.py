@@ -16,7 +16,6 @@ SECRET = "root:Zq81secret"
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A folder of two images, next to a secret."""
     (tmp_path / "shadow").write_text(SECRET, encoding="ascii")
     folder = tmp_path / "photos"
     (folder / "in").mkdir(parents=True)

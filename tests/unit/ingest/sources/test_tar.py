@@ -23,7 +23,7 @@ from bucketline.ingest.images.decode import placed_by_header
 from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.ingest.sources.tar import key_and_extension
 from tests.commands import call
-from tests.kit import tree
+from tests.kit import untouched
 from tests.models import png
 from tests.unit.ingest.sources.kit import captions, contents, write_members
 
@@ -184,9 +184,8 @@ def test_names_of_members_are_only_ever_ids(kind: int, tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     members = [(name, png(20, 30, n)) for n, name in enumerate(NAMES)]
     path = write_members(inner / "s.tar", members, format=kind, encoding="utf-8", errors="surrogateescape")
-    before = tree(tmp_path)
-    assert contents(path) == {f"s/{name}": ((), png(20, 30, n)) for n, name in enumerate(NAMES)}
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        assert contents(path) == {f"s/{name}": ((), png(20, 30, n)) for n, name in enumerate(NAMES)}
 
 
 def test_what_webdataset_passes_over_is_passed_over_and_links_are_named(tmp_path: Path) -> None:

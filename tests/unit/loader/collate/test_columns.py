@@ -58,7 +58,6 @@ def bits(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def check(batches: Sequence[Batch], rows: dict[bytes, Sample], form: Form, config: LoaderConfig) -> None:
-    """Compare each row with what was put in, and each draw against its key."""
     for batch in batches:
         keys = batch.keys.numpy()
         flipped = uniform_on_host(keys, Purpose.FLIP) < config.flip

@@ -32,7 +32,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def check(batches: Iterable[Batch], items: list[Sample], config: LoaderConfig) -> int:
-    """Compare every row of every column with what was put in; return how many rows there were."""
     by_digest = {sample_digest(item.id): item for item in items}
     num_rows = 0
     for batch in batches:

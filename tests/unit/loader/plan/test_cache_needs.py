@@ -23,7 +23,6 @@ LINE = 4096
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store of six shards of some 30 lines each."""
     samples = samples_of({"train/64x64": 700, "train/96x64": 300, "val/64x64": 16}, "a/")
     samples = [samples[n] for n in np.random.default_rng(0).permutation(len(samples))]
     return make_store(

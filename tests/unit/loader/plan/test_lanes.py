@@ -247,7 +247,6 @@ def test_lanes_are_the_machines_unless_they_are_given(
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
-    """Two stores, of three shards and one."""
     folder = tmp_path_factory.mktemp("lanes")
     one = samples_of({"train/64x64": 40, "train/96x64": 20}, "a/")
     two = samples_of({"train/64x64": 9}, "b/")

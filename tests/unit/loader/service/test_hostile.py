@@ -114,7 +114,6 @@ def test_random_bytes_and_clients_that_leave_or_say_nothing_never_end_the_servic
 
 
 def asked(store: Store, **changes: object) -> dict[str, Any]:
-    """Return a request as a client makes it, with some values changed."""
     manifest = store.manifest
     own = {"store_id": manifest.store_id, "generation": manifest.generation, "digest": manifest.digest}
     message = {

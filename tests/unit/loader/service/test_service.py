@@ -223,7 +223,6 @@ def supersede(path: Path) -> None:
 
 
 def mapped(pid: int, path: Path, *, deleted: bool) -> int:
-    """Count a process's maps of a store's files, of those that are deleted or of the others."""
     lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     return sum(str(path) in line and line.endswith("(deleted)") == deleted for line in lines)
 

@@ -53,12 +53,10 @@ def served(store: Store, context: ssl.SSLContext | None = None) -> Iterator[Serv
 
 
 def of_service() -> list[threading.Thread]:
-    """Return the threads for clients of services in this process."""
     return [one for one in threading.enumerate() if one.name == "bucketline-client"]
 
 
 def far_loader(port: int, config: LoaderConfig, token: Path | None, **options: object) -> Loader:
-    """Return a loader without stores."""
     return Loader(None, config, service=ServiceAddress(f"tcp://{port}", token=token, **options))  # type: ignore[arg-type]
 
 
@@ -95,7 +93,6 @@ def test_stalled_clients_hold_up_the_end_of_a_server_once_and_not_one_by_one(
         seen_at: dict[int, float] = {}
 
         def is_full() -> bool:
-            """Return True if nothing more was sent for a while."""
             stats, now = found.service.stats(), time.monotonic()
             return stats["clients"] == 6 and now - seen_at.setdefault(stats["batches"], now) > 0.2
 
@@ -144,7 +141,6 @@ def test_a_client_that_leaves_ends_its_threads_on_the_server(store: Store, token
 
 
 def certificate_of(folder: Path, host: str) -> tuple[Path, Path]:
-    """Make a certificate that signs itself, and its key."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -439,8 +435,7 @@ def test_serve_says_what_is_wrong_with_its_options(store: Store, tmp_path: Path)
         ((store.path, "--at", "tcp://0", "--certificate", token, token, token), "--certificate has 3 files"),
         ((store.path, *at, "--metrics", "nowhere"), "nowhere is not an address"),
     ):
-        ran = call("loader", "serve", *arguments)
-        assert (ran.code, ran.out) == (2, "")
-        assert words in ran.err
+        ran = call("loader", "serve", *arguments).fails(words, code=2)
+        assert ran.out == ""
     assert call("loader", "serve", tmp_path / "no.store", *at).code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["token"]

@@ -34,7 +34,18 @@ from bucketline.store.write.describe import ADDING_LOCK, column_files
 from bucketline.store.write.publish import changing, lock_store
 from bucketline.store.write.seal import column_extents
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of
-from tests.kit import add_samples, faults, flip_bit, flip_row, make_store, rewrite_manifest, samples_of, store_writer, tree
+from tests.kit import (
+    add_samples,
+    faults,
+    flip_bit,
+    flip_row,
+    make_store,
+    rewrite_manifest,
+    samples_of,
+    store_writer,
+    tree,
+    untouched,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +83,8 @@ def test_every_row_gets_its_value_and_no_file_is_written_again(values: Callable[
 
 def test_the_same_call_again_changes_nothing_and_asks_for_nothing(path: Path) -> None:
     add_column(path, "mask", mask_of)
-    before = tree(path)
-    assert add_column(path, "mask", never).rows == 0
-    assert tree(path) == before
+    with untouched(path):
+        assert add_column(path, "mask", never).rows == 0
 
 
 def test_rows_that_come_later_lack_it_until_the_same_call_fills_them(path: Path) -> None:
@@ -212,7 +222,6 @@ def test_an_earlier_generation_is_restored_without_it_and_again_with_it(path: Pa
 
 
 def damage(path: Path) -> str:
-    """Flip a bit of the first shard's masks; return the name of their file."""
     located = Store.open(path).bucket("train/64x64").locate(np.array([4]), ["mask"]).added["mask"]
     assert located.spec is not None
     file = path / "shards" / f"{read_manifest(path).shards[0].column_shard('mask').name}.lmdb"
@@ -274,12 +283,11 @@ def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".index", ".extents"])
 def test_a_repair_of_a_sidecar_keeps_the_column(path: Path, suffix: str) -> None:
     add_column(path, "mask", mask_of)
-    before = tree(path / "shards")
-    sidecar = path / "shards" / f"{Store.open(path).shards[0].name}{suffix}"
-    sidecar.unlink()
-    done = repair(path)
-    assert (done.shards[0].restored, done.shards[0].lost_columns, done.dropped) == ((sidecar.name,), (), 0)
-    assert tree(path / "shards") == before
+    with untouched(path / "shards"):
+        sidecar = path / "shards" / f"{Store.open(path).shards[0].name}{suffix}"
+        sidecar.unlink()
+        done = repair(path)
+        assert (done.shards[0].restored, done.shards[0].lost_columns, done.dropped) == ((sidecar.name,), (), 0)
 
 
 def test_a_repair_of_the_rows_keeps_the_column_of_those_that_stay(path: Path) -> None:

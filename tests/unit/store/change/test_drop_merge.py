@@ -39,6 +39,7 @@ from tests.kit import (
     samples_of,
     store_writer,
     tree,
+    untouched,
     without_locks,
 )
 
@@ -62,22 +63,20 @@ def test_ids_that_are_not_there_are_named_and_nothing_is_dropped(tmp_path: Path)
     samples = samples_of({BUCKET: 4})
     make_store(tmp_path, samples)
     drop(tmp_path, [samples[0].id])
-    before = without_locks(tmp_path)
-    with pytest.raises(StoreError, match=r"has no sample '.*/0.png' \(1 of 2 ids given\); nothing was dropped"):
-        drop(tmp_path, [samples[1].id, samples[0].id])
-    with pytest.raises(StoreError, match=r"has no sample 'no0', 'no1', 'no2', 'no3', 'no4' and others \(8 of 8 ids"):
-        drop(tmp_path, [f"no{n}" for n in range(8)])
-    assert without_locks(tmp_path) == before
+    with untouched(tmp_path, without_locks):
+        with pytest.raises(StoreError, match=r"has no sample '.*/0.png' \(1 of 2 ids given\); nothing was dropped"):
+            drop(tmp_path, [samples[1].id, samples[0].id])
+        with pytest.raises(StoreError, match=r"has no sample 'no0', 'no1', 'no2', 'no3', 'no4' and others \(8 of 8 ids"):
+            drop(tmp_path, [f"no{n}" for n in range(8)])
 
 
 def test_a_dry_run_checks_and_changes_nothing(tmp_path: Path) -> None:
     samples = samples_of({BUCKET: 4})
     make_store(tmp_path, samples)
-    before = tree(tmp_path)
-    assert drop(tmp_path, [samples[0].id], dry_run=True).samples == 3
-    with pytest.raises(StoreError, match="has no sample 'no'"):
-        drop(tmp_path, ["no"], dry_run=True)
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        assert drop(tmp_path, [samples[0].id], dry_run=True).samples == 3
+        with pytest.raises(StoreError, match="has no sample 'no'"):
+            drop(tmp_path, ["no"], dry_run=True)
 
 
 def test_a_sample_that_an_interrupted_run_left_pending_is_dropped_too(tmp_path: Path) -> None:
@@ -95,13 +94,12 @@ def test_what_an_interrupted_first_run_committed_is_said(tmp_path: Path) -> None
     leave_pending(tmp_path, "left", samples_of({BUCKET: 3, OTHER: 2}))
     with lock_store(tmp_path):
         assert "a process is writing to it now\n" in call("store", "info", tmp_path).out
-    before = tree(tmp_path)
-    assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 5, "is_being_written": False}
-    first, second, *_ = call("store", "info", tmp_path).out.splitlines()
-    assert first.startswith("no generation is published yet, so readers see no samples; ")
-    told = f"the same command continues it (`ingest pack SOURCE {tmp_path}`)"
-    assert second == f"an interrupted run committed 5 rows; {told}"
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 5, "is_being_written": False}
+        first, second, *_ = call("store", "info", tmp_path).out.splitlines()
+        assert first.startswith("no generation is published yet, so readers see no samples; ")
+        told = f"the same command continues it (`ingest pack SOURCE {tmp_path}`)"
+        assert second == f"an interrupted run committed 5 rows; {told}"
     with changing(tmp_path):
         pass
     assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 0, "is_being_written": False}
@@ -147,9 +145,8 @@ def test_the_command_drops_ids_of_its_line_and_of_a_file(tmp_path: Path) -> None
     ran = call("store", *asked, "--json").done()
     assert ran.json == {"generation": 2, "dropped": [s.id for s in samples[:3]], "samples": 3, "dry_run": False}
     assert read_manifest(tmp_path / "s").samples == 3
-    again = call("store", *asked)
-    assert (again.code, again.out) == (1, "")
-    assert "(3 of 3 ids given); nothing was dropped" in again.err
+    again = call("store", *asked).fails("(3 of 3 ids given); nothing was dropped")
+    assert again.out == ""
     assert call("store", "drop", tmp_path / "s").code == 2
 
 
@@ -241,34 +238,33 @@ def test_what_an_interrupted_run_left_becomes_a_generation_and_does_not_come_bac
 def test_a_generation_whose_shards_were_collected_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     store = changed_store(tmp_path / "s")
     compact(store, shard_bytes=1 << 30, gc_older_than_s=0.0)
-    before = tree(store)
-    with pytest.raises(StoreError, match=r"has no generation 1: it was removed by `store compact --gc`.*there are 4"):
+    with (
+        untouched(store),
+        pytest.raises(StoreError, match=r"has no generation 1: it was removed by `store compact --gc`.*there are 4"),
+    ):
         restore(store, 1)
-    assert tree(store) == before
 
 
 def test_a_generation_that_has_lost_a_file_is_refused_and_nothing_is_adopted(tmp_path: Path) -> None:
     store = changed_store(tmp_path / "s")
     leave_pending(store, "left", [make_sample("left.png", BUCKET)])
     (store / "shards" / "g0.index").unlink()
-    before = tree(store)
-    for dry_run in (True, False):
-        with pytest.raises(StoreError, match=r"generation 2 of .* cannot be restored: files of 1 shard are gone.*g0.index"):
-            restore(store, 2, dry_run=dry_run)
-    assert tree(store) == before
+    with untouched(store):
+        for dry_run in (True, False):
+            with pytest.raises(StoreError, match=r"generation 2 of .* cannot be restored: files of 1 shard are gone.*g0.index"):
+                restore(store, 2, dry_run=dry_run)
 
 
 def test_the_command_says_what_it_did_and_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     store = changed_store(tmp_path / "s")
-    before = tree(store)
-    assert "would restore generation 1, 9 samples (there were 12)\n" in call("store", "restore", store, 1, "--dry-run").out
-    listed = call("store", "restore", store).out.splitlines()
-    assert [line.partition(",")[0] for line in listed] == [
-        f"generation {number}: {samples}"
-        for number, samples in ((4, "12 samples"), (3, "12 samples"), (2, "14 samples"), (1, "9 samples"), (0, "0 samples"))
-    ]
-    assert listed[0].endswith(", the newest")
-    assert tree(store) == before
+    with untouched(store):
+        assert "would restore generation 1, 9 samples (there were 12)\n" in call("store", "restore", store, 1, "--dry-run").out
+        listed = call("store", "restore", store).out.splitlines()
+        assert [line.partition(",")[0] for line in listed] == [
+            f"generation {number}: {samples}"
+            for number, samples in ((4, "12 samples"), (3, "12 samples"), (2, "14 samples"), (1, "9 samples"), (0, "0 samples"))
+        ]
+        assert listed[0].endswith(", the newest")
     assert "generation 1 restored, 9 samples (there were 12); generation 5\n" in call("store", "restore", store, 1).out
     assert "nothing to restore, generation 5 already has what 1 had" in call("store", "restore", store, 1).out
     report = call("store", "restore", store, 4, "--json").json
@@ -280,7 +276,6 @@ def test_the_command_says_what_it_did_and_a_dry_run_changes_nothing(tmp_path: Pa
 
 
 def expect(store: Path, samples: list[Sample]) -> None:
-    """Compare a whole store with what should be in it."""
     opened = Store.open(store)
     IMAGES.expect(opened, samples)
     assert not faults(opened)
@@ -299,7 +294,6 @@ def with_gaps(tmp_path: Path) -> list[Sample]:
 
 @pytest.fixture
 def second(tmp_path: Path) -> list[Sample]:
-    """A store `b` of one shard, whose name is that of another in `a`."""
     samples = samples_of({BUCKET: 5, "train/96x64": 2}, "b/")
     make_store(tmp_path / "b", samples)
     return samples
@@ -369,13 +363,11 @@ def test_one_store_alone_is_copied_without_its_past(tmp_path: Path, with_gaps: l
 
 def test_equal_ids_in_two_stores_are_refused_by_name(tmp_path: Path, with_gaps: list[Sample]) -> None:
     make_store(tmp_path / "b", [make_sample(sample.id, BUCKET, version=1) for sample in with_gaps[:7]])
-    before = tree(tmp_path)
     expected = (
         r"7 samples are in two stores: '.*' is in .*/a and in .*/b; .*, and 2 more; `store drop` them from one of the stores"
     )
-    with pytest.raises(StoreError, match=expected):
+    with untouched(tmp_path), pytest.raises(StoreError, match=expected):
         merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
-    assert tree(tmp_path) == before
 
 
 def test_stores_that_were_copied_from_one_another_are_refused_whatever_is_live(tmp_path: Path, with_gaps: list[Sample]) -> None:
@@ -417,10 +409,8 @@ def test_stores_not_made_alike_are_refused_by_field(
 ) -> None:
     change, message = OTHERS[case]
     change(tmp_path / "b")
-    before = tree(tmp_path)
-    with pytest.raises(FingerprintError, match=rf"{tmp_path}/a was made with {message}"):
+    with untouched(tmp_path), pytest.raises(FingerprintError, match=rf"{tmp_path}/a was made with {message}"):
         merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
-    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("change", ["lmdb", "extents", "index", "missing", "truncated", "longer"])
@@ -434,40 +424,37 @@ def test_a_damaged_or_missing_file_is_named_and_nothing_left(change: str, tmp_pa
         path.unlink()
     else:
         path.write_bytes(data[:-100] if change == "truncated" else data + b"more")
-    before = tree(tmp_path)
-    said = "is missing" if change == "missing" else "" if kind == change else r"has \d+ bytes, the manifest says \d+"
-    with pytest.raises(StoreError, match=rf"g1.{kind}.*{said}"):
-        merge(tmp_path / "out", [tmp_path / "a"])
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        said = "is missing" if change == "missing" else "" if kind == change else r"has \d+ bytes, the manifest says \d+"
+        with pytest.raises(StoreError, match=rf"g1.{kind}.*{said}"):
+            merge(tmp_path / "out", [tmp_path / "a"])
 
 
 def test_places_that_make_no_sense_are_refused(tmp_path: Path, with_gaps: list[Sample], second: list[Sample]) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     (tmp_path / "link").symlink_to(a)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    before = tree(tmp_path / "a")
-    cases: list[tuple[Path, list[Path], str]] = [
-        (b, [a], "b exists; name a path"),
-        (tmp_path / "dangling", [a], "dangling exists"),
-        (a / "out", [a, b], "out is inside the store .*/a;"),
-        (tmp_path / "link" / "shards" / "out", [b, a], "is inside the store .*/a;"),
-        (tmp_path / "out", [a, b, tmp_path / "link"], "link is named twice"),
-        (tmp_path / "out", [], "nothing to merge"),
-        (tmp_path / "no" / "out", [a], "no is not a folder"),
-    ]
-    for out, sources, message in cases:
-        with pytest.raises(UsageError, match=message):
-            merge(out, sources)
-    with pytest.raises(StoreError, match="nowhere is not a store"):
-        merge(tmp_path / "out", [a, tmp_path / "nowhere"])
-    assert tree(tmp_path / "a") == before
+    with untouched(tmp_path / "a"):
+        cases: list[tuple[Path, list[Path], str]] = [
+            (b, [a], "b exists; name a path"),
+            (tmp_path / "dangling", [a], "dangling exists"),
+            (a / "out", [a, b], "out is inside the store .*/a;"),
+            (tmp_path / "link" / "shards" / "out", [b, a], "is inside the store .*/a;"),
+            (tmp_path / "out", [a, b, tmp_path / "link"], "link is named twice"),
+            (tmp_path / "out", [], "nothing to merge"),
+            (tmp_path / "no" / "out", [a], "no is not a folder"),
+        ]
+        for out, sources, message in cases:
+            with pytest.raises(UsageError, match=message):
+                merge(out, sources)
+        with pytest.raises(StoreError, match="nowhere is not a store"):
+            merge(tmp_path / "out", [a, tmp_path / "nowhere"])
     assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path: Path, with_gaps: list[Sample], second: list[Sample]) -> None:
-    before = tree(tmp_path)
-    planned = merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"], dry_run=True)
-    assert tree(tmp_path) == before
+    with untouched(tmp_path):
+        planned = merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"], dry_run=True)
     assert planned == merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
 
 
@@ -483,15 +470,14 @@ def test_what_a_killed_merge_leaves_is_hidden_and_replaced(
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, with_gaps: list[Sample]) -> None:
-    before = tree(tmp_path)
+    with untouched(tmp_path):
 
-    def interrupt(done: int, total: int) -> None:
-        if 2 * done > total:
-            raise KeyboardInterrupt
+        def interrupt(done: int, total: int) -> None:
+            if 2 * done > total:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        merge(tmp_path / "out", [tmp_path / "a"], on_bytes=interrupt)
-    assert tree(tmp_path) == before
+        with pytest.raises(KeyboardInterrupt):
+            merge(tmp_path / "out", [tmp_path / "a"], on_bytes=interrupt)
 
 
 def test_two_merges_into_one_name_at_once_are_refused(tmp_path: Path, with_gaps: list[Sample]) -> None:
@@ -508,6 +494,5 @@ def test_the_command_reports_what_it_merged(tmp_path: Path, with_gaps: list[Samp
     assert f"would get {len(with_gaps) + len(second)} samples in 3 shards" in call("store", *asked, "--dry-run").out
     ran = call("store", *asked, "--json").done()
     assert (ran.json["samples"], ran.json["shards"]) == (len(with_gaps) + len(second), 3)
-    again = call("store", *asked)
-    assert (again.code, again.out) == (2, "")
-    assert "out exists" in again.err
+    again = call("store", *asked).fails("out exists", code=2)
+    assert again.out == ""

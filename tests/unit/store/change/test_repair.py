@@ -60,7 +60,6 @@ def expect(path: Path, every: dict[str, Sample], lost: Iterable[str]) -> None:
 
 
 def repaired(path: Path) -> Repaired:
-    """Repair, and expect at most one generation more."""
     generation = read_manifest(path).generation
     done = repair(path)
     assert done.generation in (generation, generation + 1)

@@ -41,7 +41,6 @@ def data(tmp_path: Path) -> bytes:
 def served(
     handler: Callable[..., BaseHTTPRequestHandler], context: ssl.SSLContext | None = None
 ) -> Iterator[ThreadingHTTPServer]:
-    """Serve a folder, without ranges, by https if there is a context."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         if context is not None:
             server.socket = context.wrap_socket(server.socket, server_side=True)

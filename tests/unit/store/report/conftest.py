@@ -31,7 +31,6 @@ def smooth(seed: int, height: int, width: int) -> NDArray[np.float32]:
 
 
 def cropped(record: SampleRecord, share: float) -> SampleRecord:
-    """Return a record whose crop loses a share of the image."""
     height, width = record.original_size
     kept = round(height * (1 - share))
     return replace(record, crop_in_source=((height - kept) // 2, 0, kept, width))

@@ -42,10 +42,10 @@ FAULTY = ("constant", "duplicates", "crops")
 
 @pytest.fixture(scope="module")
 def page(store_with: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of a store with faults."""
     out = tmp_path_factory.mktemp("pages") / "report.html"
-    ran = call("store", "report", store_with(*FAULTY, scaling_factor=0.45).path, "-o", out, "--samples", 30, "--batch-size", 8)
-    assert ran.code == 0, ran.err
+    ran = call(
+        "store", "report", store_with(*FAULTY, scaling_factor=0.45).path, "-o", out, "--samples", 30, "--batch-size", 8
+    ).done()
     assert "error: Wrong scaling factor" in ran.out
     assert "warning: 5 constant latents" in ran.out
     return out
@@ -107,7 +107,7 @@ def test_the_report_names_small_buckets_and_no_option_that_a_trainer_lacks(tmp_p
     make_store(tmp_path / "s", samples_of({"train/64x96": 2, "train/64x64": 30}))
     ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html", "--json", "--batch-size", 16).done()
     (found,) = [one for one in ran.json["findings"] if one["title"] == "Small buckets"]
-    assert found["detail"].startswith("train/64x96 has 2 images ")
+    assert found["detail"].startswith("train/64x96 has 2 images, ")
     assert found["detail"].endswith("; use a smaller batch or fewer GPUs, or pack with a coarser --grid")
 
 
@@ -205,18 +205,16 @@ def test_a_page_is_never_written_over_anything(store_with: Callable[..., Store],
         (store.path / "page.html", "is inside the store"),
         (tmp_path / "none" / "page.html", "is not a folder"),
     ):
-        ran = call("store", "report", store.path, "-o", out)
-        assert ran.code == 2
-        assert message in ran.err
+        call("store", "report", store.path, "-o", out).fails(message, code=2)
     assert (tmp_path / "mine.html").read_text(encoding="ascii") == "mine"
 
 
 @pytest.mark.slow  # it imports torch in a process of its own
 def test_a_model_that_cannot_be_read_is_an_error(store_with: Callable[..., Store], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    ran = call("store", "report", store_with().path, "-o", tmp_path / "r.html", "--model", tmp_path / "model")
-    assert ran.code == 1
-    assert "lacks the part vae/" in ran.err
+    call("store", "report", store_with().path, "-o", tmp_path / "r.html", "--model", tmp_path / "model").fails(
+        "lacks the part vae/"
+    )
     assert not (tmp_path / "r.html").exists()
 
 

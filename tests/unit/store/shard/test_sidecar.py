@@ -249,7 +249,6 @@ NUM_SHARDS = 24
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of many shards."""
     path = tmp_path_factory.mktemp("many") / "many.store"
     make_store(path, *(samples_of({"train/64x64": 3}, f"{n}/") for n in range(NUM_SHARDS)))
     return path

@@ -70,13 +70,11 @@ def add_more(path: Path, prefix: str) -> None:
 
 
 def with_clock(patched: pytest.MonkeyPatch, ahead_s: float) -> None:
-    """Let this machine's clock be wrong."""
     now = time.time
     patched.setattr(time, "time", lambda: now() + ahead_s)
 
 
 def expect_sound(folder: ObjectFolder, own: Path, out: Path) -> None:
-    """Expect that a pull gives what the store has."""
     assert not verify_folder(folder, lambda _: None, 1).corrupt
     pull(folder, out)
     assert everything(Store.open(out)) == everything(Store.open(own))

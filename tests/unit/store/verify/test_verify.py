@@ -66,7 +66,6 @@ def test_a_flipped_bit_in_a_row_names_shard_bucket_block_row_and_sample(copy: Pa
 
 
 def users_of(path: Path, caption: int) -> set[str]:
-    """Return the ids of the live samples of the first shard that have a caption."""
     store = Store.open(path)
     found = [store.sample(sample_id) for sample_id in ids_of(store)]
     return {record.id for shard, record in found if shard.name == "g0" and caption in record.caption_rows}
@@ -197,7 +196,6 @@ def test_progress_is_told_while_a_shard_is_read(tmp_path: Path, monkeypatch: pyt
 
 
 def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]], None]) -> None:
-    """Give the first shard other extents, with right checksums and digests."""
     shard, names = Store.open(path).shards[0], ("offset", "length", "first_row", "rows", "line_checksum")
     columns = {name: shard.extents.column(name).copy() for name in names}
     change(columns)

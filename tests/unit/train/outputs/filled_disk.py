@@ -14,7 +14,6 @@ from tests.unit.train.outputs.test_checkpoint import parts, save, state
 
 
 def main() -> int:
-    """Try every size."""
     folder = Path(sys.argv[1])
     disk = SmallDisk(folder, 1 << 22)
     print("disk" if disk.is_disk else "limit")

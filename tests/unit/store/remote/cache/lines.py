@@ -23,7 +23,6 @@ SHARD_ID = "0123456789abcdef" * 2
 
 @cache
 def contents() -> bytes:
-    """Return the bytes of the shard's file; the last line is shorter."""
     return np.random.default_rng(0).bytes(NUM_BYTES)
 
 
@@ -71,7 +70,6 @@ class Opened:
         return states
 
     def read(self, *numbers: int) -> None:
-        """Fetch lines, compare their bytes in the file, and release them."""
         held = self.fetcher.hold([(self.shard, number) for number in numbers], 0)
         try:
             assert self.fetcher.wait(held)
