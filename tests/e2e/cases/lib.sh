@@ -1,6 +1,6 @@
 # Common to all cases: the project's commands must be on PATH (. .venv/bin/activate), and the repository's root the current folder.
 # Each works in a folder of its own, removed at the end.
-export PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS=ignore
+export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS=ignore
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 command -v ingest >/dev/null || { echo "put the project's commands on PATH first"; exit 2; }
 W=$(mktemp -d)
