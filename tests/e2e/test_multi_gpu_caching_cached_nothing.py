@@ -53,7 +53,7 @@ def test_ranks_that_leave_every_image_to_another_end_in_an_error_and_publish_not
     """The negative control: images are shared out, and none comes to a rank."""
     monkeypatch.setattr(ItemParts, "append", lambda *_: None)
     ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json").fails(
-        "14 images found, 0 packed + 0 unchanged + 0 rejected = 0; nothing was published"
+        "14 images found, 0 packed + 0 unchanged + 0 rejected + 0 withdrawn = 0; nothing was published"
     )
     assert ran.out == ""
     assert Store.open(tmp_path / "s").manifest.generation == 0
