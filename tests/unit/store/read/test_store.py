@@ -439,7 +439,7 @@ def test_ls_prints_an_object_a_sample(changed: Store, samples: list[list[Sample]
     assert len(lines) == 32
     for line in lines:
         shard, record = changed.sample(line["id"])
-        fields = {"bucket", "shard", "captions", "original_size", "source", "source_bytes"}
+        fields = {"bucket", "shard", "captions", "cuts", "original_size", "source", "source_bytes"}
         assert set(line) == {"id", "row", *fields}
         assert changed.bucket(line["bucket"]).sample_ids(np.array([line["row"]])) == [line["id"]]
         assert line["shard"] == shard.name

@@ -365,8 +365,7 @@ def test_a_store_is_read_by_its_url(url: str, tmp_path: Path) -> None:
 
 
 def test_a_store_is_changed_by_its_url(url: str, tmp_path: Path) -> None:
-    done = call("store", "drop", url, ID)
-    assert (done.code, done.out, done.err) == (0, f"{url}: 1 sample dropped, 52 stay; generation 3\n", "")
+    assert call("store", "drop", url, ID).done().out.startswith(f"{url}: 1 sample dropped, 52 stay; generation 3\n")
     assert call("store", "get", url, ID, "-o", tmp_path / "x").code == 1
     done = call("store", "compact", url).done()
     assert f"`store compact {url} --gc` removes them later" in done.out
