@@ -10,6 +10,7 @@ size share a file. Source: `strategy_base.py` and `strategy_*.py` of version 0.1
 from __future__ import annotations
 
 import re
+import threading
 import zipfile
 from collections import Counter
 from dataclasses import replace
@@ -91,16 +92,21 @@ def _sizes(source: Path, path: str) -> list[str]:
     return sorted(found) or [""]
 
 
+_ONE_HEADER = threading.Lock()
+"""numpy parses an array's header by `ast`, in which two threads at once can raise a SystemError (python/cpython#106905)."""
+
+
 def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
     arrays, size = read_npz(source, entry.path), str(entry.at[0])
-    width, height = _original(arrays, size, entry)
     flipped = f"latents_flipped{size}"
-    return cache.Cached(
-        latent=cache.squeezed(as_tensor(arrays, f"latents{size}")),
-        flipped=None if flipped not in arrays else cache.squeezed(as_tensor(arrays, flipped), "flipped latent"),
-        geometry=cache.Geometry(original=(height, width)),
-        left_out=("alpha_mask",) if f"alpha_mask{size}" in arrays or "alpha_mask" in arrays else (),
-    )
+    with _ONE_HEADER:
+        width, height = _original(arrays, size, entry)
+        return cache.Cached(
+            latent=cache.squeezed(as_tensor(arrays, f"latents{size}")),
+            flipped=None if flipped not in arrays else cache.squeezed(as_tensor(arrays, flipped), "flipped latent"),
+            geometry=cache.Geometry(original=(height, width)),
+            left_out=("alpha_mask",) if f"alpha_mask{size}" in arrays or "alpha_mask" in arrays else (),
+        )
 
 
 def _original(arrays: Mapping[str, Any], size: str, entry: cache.CacheEntry) -> tuple[int, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import resource
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ from safetensors.torch import save_file
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.crop import RejectedError
-from bucketline.ingest.importers.cache import ListRequest
+from bucketline.ingest.importers.cache import CacheEntry, ListRequest
+from bucketline.ingest.importers.formats import kohya as kohya_format
 from bucketline.ingest.importers.formats.mds import IMPORTER
 from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import read_entry
@@ -458,3 +462,21 @@ def test_an_export_has_the_mirrored_images_latents_and_they_come_back(model: Pat
         order = np.array([place[sample_id] for sample_id in bucket.sample_ids(rows)])
         for column in ("latent", "latent_flipped"):
             assert np.allclose(bucket.read(rows, column), other.read(order, column), rtol=2e-3, atol=2e-3)
+
+
+def test_arrays_are_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    """Between two allocations the collector may let another thread parse a header, which numpy's parser does not bear."""
+    np.savez(tmp_path / "a_0128x0096_sd.npz", latents=np.zeros((4, 12, 16), np.float32), original_size=[128, 96])
+    entry = CacheEntry(path="a_0128x0096_sd.npz", at=("",))
+    threshold, interval, callbacks = gc.get_threshold(), sys.getswitchinterval(), gc.callbacks.copy()
+    gc.callbacks.append(lambda *_: list(map(str, range(50))).clear())  # Python code, during which threads may change
+    gc.set_threshold(50)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            read = list(threads.map(lambda _: kohya_format.IMPORTER.read(tmp_path, entry, ""), range(4000)))
+    finally:
+        gc.callbacks[:] = callbacks
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
+    assert {tuple(cached.latent.shape) for cached in read} == {(4, 12, 16)}
