@@ -128,7 +128,7 @@ KILL, INT = -signal.SIGKILL, -signal.SIGINT
 ENDS: dict[str, tuple[list[int], str]] = {  # a store, ranks and a failure; the ranks' exit codes, and what all say in one place
     "killed,3,1:row:9:kill": ([1, KILL, 1], rf"{KILLED % 1}the other ranks have stopped, {ANY}; {AGAIN}"),
     "killed_first,2,0:row:9:kill": ([KILL, 1], rf"{KILLED % 0}rank 1 has stopped, {ANY}; {AGAIN}"),
-    "killed_at_the_end,2,1:gather:kill": ([1, KILL], rf"{KILLED % 1}the other ranks have stopped, {SOME}; {AGAIN}"),
+    "killed_at_the_end,2,1:gather:kill": ([1, KILL], rf"{KILLED % 1}the other ranks have stopped, {ANY}; {AGAIN}"),
     "killed_while_loading,2,1:load:kill": ([1, KILL], rf"{KILLED % 1}the other ranks have stopped, {NONE}; {AGAIN}"),
     "full_disk,3,2:row:9:disk": ([1, 1, 1], rf"error: rank 2: {DISK % 2}"),
     "full_disk_of_first,2,0:row:9:disk": ([1, 1], rf"error: {DISK % 0}"),
