@@ -37,7 +37,8 @@ HOME = "/home/you"  # as the home of the run is called on the page
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```\n\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"^<!-- from (\S+)(?: (\S+))? -->\n!\[[^\]]*\]\((\S+)\)$", re.MULTILINE)
 MEASURED = re.compile(r"(?<=^<!-- measured -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
-PROGRESS = re.compile(r"^(pack: |  time: |step \d|  warning: some steps took ).*\n", re.MULTILINE)  # depends on the machine's speed
+# Lines that depend on the machine's speed.
+PROGRESS = re.compile(r"^(pack: |  time: |step \d|  warning: some steps took ).*\n", re.MULTILINE)
 WIDTH_PX, COLOURS = 900, 256  # of a PNG, and of its palette
 
 

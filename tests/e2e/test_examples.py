@@ -174,7 +174,6 @@ def test_the_commands_of_the_readmes_quick_start_run(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.timeout(1800)  # four minutes of two quiet cores
 def test_the_tutorials_commands_print_what_it_says() -> None:
     spawn([sys.executable, ROOT / "demo" / "tutorial.py"]).done()
 
