@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -227,7 +228,7 @@ class WithdrawnOptions:
     take_back_from: Annotated[Path | None, Arg(metavar="FILE")] = None
     """Read more such ids from this file, one per line."""
 
-    @property
+    @cached_property
     def taken_back(self) -> tuple[str, ...]:
         from bucketline.store.change.commit import read_ids
 

@@ -172,17 +172,18 @@ def leave_out_withdrawn(listing: Listing, manifest: Manifest | None, taken_back:
 def hold_out_one(items: list[SourceItem], rule: HeldOut, store: Store | None) -> None:
     """Hold out the image with the smallest hash, or its folder, if a fraction above 0 would hold out none. Changes `items`.
 
-    Nothing changes if they all have one hash, such as a single image, or if the store already holds out one of these ids:
-    an image that a store holds out stays so. One that the store trains on is held out only if there is no other.
+    One that the store holds out is taken first, one that it trains on last. Nothing changes if they all have one hash, such as
+    a single image.
     """
     if not rule.fraction or any(split_of(item, rule) == "val" for item in items):
         return
     stored = [None] * len(items) if store is None else PackedIndex(store).find_all([item.id for item in items])
     drawn = [split_draw(item.id, rule.by) for item in items]
     usable = {number for number, item in zip(drawn, items, strict=True) if item.caption_error is None}
-    new = usable.difference(number for number, one in zip(drawn, stored, strict=True) if one is not None)
-    if len({*drawn}) > 1 and usable and not any(one is not None and one.is_held_out for one in stored):
-        chosen = min(new or usable)
+    known = [(number, one.is_held_out) for number, one in zip(drawn, stored, strict=True) if one is not None]
+    if len({*drawn}) > 1 and usable:
+        held, new = {number for number, is_held_out in known if is_held_out}, usable.difference(number for number, _ in known)
+        chosen = min(held or new or usable)
         items[:] = [replace(item, held_out=True) if at == chosen else item for at, item in zip(drawn, items, strict=True)]
 
 

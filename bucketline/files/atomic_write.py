@@ -77,6 +77,16 @@ def remove_unless_held(path: Path, lock: Path | None = None) -> None:
         os.close(fd)
 
 
+def is_held(fd: int) -> bool:
+    """Return True if a process holds the lock of an open file. It takes the lock for a moment: `FileLock` tries again."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
 def write_durably(path: Path, data: bytes, *, syncs: bool = True) -> None:
     """Replace `path` with `data`: write to an unpredictable temporary name, fsync, rename, fsync the folder.
 
@@ -218,6 +228,8 @@ class FileLock:
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror}") from error
         try:
+            if is_held(self._fd):
+                time.sleep(0.01)  # perhaps only by another process that asked
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.read(self._fd, 4096).decode("utf-8", "replace").strip("{}").replace('"', "")

@@ -10,7 +10,6 @@ none with rank 0 is known by its heartbeats only.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -28,7 +27,7 @@ import numpy as np
 from bucketline import __version__
 from bucketline.command_line import launch_name
 from bucketline.errors import RankError, StoreError
-from bucketline.files.atomic_write import FileLock
+from bucketline.files.atomic_write import FileLock, is_held
 from bucketline.forks import JoinableThread
 from bucketline.ingest.sources.source import SourceItem
 from bucketline.ingest.summary import as_line
@@ -126,7 +125,7 @@ class Exchange:
 
     def has_ended(self, rank: int) -> bool:
         """Return True if a rank's process is known to have ended."""
-        return rank in self._locks and not _is_held(self._locks[rank])
+        return rank in self._locks and not is_held(self._locks[rank])
 
     @property
     def is_open(self) -> bool:
@@ -228,7 +227,7 @@ class Exchange:
         for folder in (self._disk / "pending" / RANKS_FOLDER).glob("*/*"):
             with suppress(OSError):
                 fd = os.open(folder / "0.lock", os.O_RDONLY | os.O_CLOEXEC)
-                if not _is_held(fd):
+                if not is_held(fd):
                     shutil.rmtree(folder, ignore_errors=True)
                 os.close(fd)
         if self._folder.deadline_s:
@@ -236,15 +235,6 @@ class Exchange:
             with suppress(StoreError):
                 left = self._folder.names(f"pending/{RANKS_FOLDER}")
                 self._folder.remove([file.name for file in left if file.modified_s < old])
-
-
-def _is_held(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
 
 
 def _this_process() -> str:

@@ -169,8 +169,7 @@ class ImageReader:
 
     def _by_stamp(self, item: SourceItem, stored: PackedSample | None) -> tuple[str, Change | None, Stamp | None]:
         """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells."""
-        is_kept = stored is not None and stored.is_held_out and self._held_out.fraction > 0  # see `hold_out_one`
-        split = "val" if is_kept else split_of(item, self._held_out)
+        split = split_of(item, self._held_out)
         if stored is None or item.caption_error is not None:
             return split, Change.NEW, None
         if stored.is_held_out != (split == "val"):

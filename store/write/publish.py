@@ -6,7 +6,6 @@ Only one process at a time does this; it holds the store's writer lock.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import shutil
 import socket
@@ -20,7 +19,7 @@ import lmdb
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.atomic_write import FileLock, explaining, is_aside, move_durably, remove_unless_held, sync_folder
+from bucketline.files.atomic_write import FileLock, explaining, is_aside, is_held, move_durably, remove_unless_held, sync_folder
 from bucketline.files.paths import read_regular
 from bucketline.forks import cached_property
 from bucketline.store.folder import Folder, LocalFolder
@@ -317,13 +316,11 @@ class Unpublished:
 
 
 def unpublished(store: Path, manifest: Manifest) -> Unpublished:
-    """Return what an interrupted run has left in a store, which the next one adopts. Changes nothing, and holds no lock."""
+    """Return what an interrupted run has left in a store, which the next one adopts. Changes nothing."""
     found = [*(store / "pending").glob("*.lmdb"), *(shard_paths(store, name).lmdb for name in unlisted(store, manifest))]
     found, rows = [path for path in found if not path.name.startswith(COPY_PREFIX)], 0
     with suppress(OSError), (store / "pending" / WRITER_LOCK).open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if is_held(lock.fileno()):
             return Unpublished(rows=0, is_being_written=True)
     for path in found:  # which no later run changes
         with suppress(lmdb.Error, OSError), read_lmdb(path) as (_, txn), txn.cursor() as cursor:
@@ -412,7 +409,7 @@ def with_shards(
             if buckets.setdefault(bucket.name, bucket) != bucket:
                 raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
         added.append(found.entry)
-    withdrawn = tuple(sample_id for sample_id in manifest.withdrawn if sample_id not in taken_back)
+    withdrawn = tuple(sorted({*manifest.withdrawn}.difference(taken_back)))
     shards = tuple(replaced(base, added, (*dropped, *map(sample_digest, withdrawn if added else ()))))
     rules = manifest.rules if rules is None else rules
     if (shards, rules, withdrawn) == (manifest.shards, manifest.rules, manifest.withdrawn):

@@ -82,6 +82,12 @@ def test_a_fraction_of_a_few_images_holds_out_one_which_stays_held_out(tmp_path:
         write_files(tmp_path / "few", {name: png(20, 30, 1)})
         assert pack(tmp_path / "few", tmp_path / "u", model, *small).json["moved"] == 0
     assert [row[0].split("/")[0] for _, row in sorted(rows_of(tmp_path / "u").items())] == ["train", "val"]
+    for split, moved, kept in (("val", 0, 4), ("train", 3, 1)):  # a source's own splits count, also later; one stays held out
+        rows = [f"{n}.png,{split if n < 4 else 'train'},a" for n in range(12)]
+        write_files(tmp_path / "in", {"metadata.csv": "\n".join(["file_name,split,text", *rows])})
+        found = pack(tmp_path / "in", tmp_path / "w", model, *small).json
+        assert (found["moved"], found["held_out"]) == (moved, kept)
+    (tmp_path / "in" / "metadata.csv").unlink()
     drop(tmp_path / "s", [other])
     said = call("ingest", "pack", tmp_path / "in", tmp_path / "s").done().out
     assert "  1 image moved to the other split (training or validation)\n" in said
