@@ -196,7 +196,8 @@ def test_all_ranks_end_soon_the_cause_is_said_once_and_what_was_committed_is_kep
     match = re.fullmatch(words, said(run))
     assert match is not None, said(run)
     assert set(run["noted"]) <= set(run["committed"])
-    assert len(run["committed"]) < NUM_IMAGES or "end" in name  # the others did not pack all of theirs
+    if words is not STOPPED and "end" not in name:  # the one that failed did not pack all of its images; who is told may have
+        assert len(run["committed"]) < NUM_IMAGES
     assert not run["published"]  # only a run that ends publishes
     if words is STOPPED:
         assert len(run["committed"]) == len(run["noted"]) == int(match[1])
