@@ -1,6 +1,7 @@
 """Run the commands of docs/tutorial.md in an empty home, and put what they print, and pictures of what they make, on the page.
 
     python demo/tutorial.py            compares: exits with 1 if an output has changed, numbers aside
+    python demo/tutorial.py --steps N  compares after N steps of each training, in a tenth of the time
     python demo/tutorial.py --write    writes outputs, measurements and pictures into docs/; needs Chromium or Chrome
 
 A block of `sh` or `python` with a block of `text` below it is run, and that is what it prints. A comment `from PATH [SELECTOR]`
@@ -117,21 +118,31 @@ def stable(text: str) -> list[str]:
     return [re.sub(r"\d[\d.,:]*", "0", line) for line in without.splitlines()]
 
 
+def shortened(block: str, steps: int, fewer: int) -> str:
+    """Return a block of commands with another number of training steps, also in the names of checkpoints."""
+    return block.replace(f"--max-steps {steps}", f"--max-steps {fewer}").replace(f"step-{steps:08}", f"step-{fewer:08}")
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write outputs, measurements and pictures")
+    parser.add_argument("--steps", type=int, help="train so many steps instead of the page's, to compare only")
     parser.add_argument("--home", type=Path, help="a folder that demo/album.py wrote, to run in; default: a new one")
     asked = parser.parse_args()
+    if asked.write and asked.steps:
+        parser.error("the page shows whole trainings: leave out --steps to write it")
     text, ran = PAGE.read_text(encoding="utf-8"), list[Ran]()
+    steps = int(re.findall(r"--max-steps (\d+)", text)[0])
     with tempfile.TemporaryDirectory() as name:
         home: Path = (asked.home or Path(name)).resolve()
         if asked.home is None:
-            subprocess.run([sys.executable, ROOT / "demo" / "album.py", home], check=True)
+            fewer = ["--steps", str(asked.steps)] if asked.steps else []
+            subprocess.run([sys.executable, ROOT / "demo" / "album.py", home, *fewer], check=True)
 
         def filled(found: re.Match[str]) -> str:
             kind, block, before = found.groups()
-            done = run(kind, block, home)
+            done = run(kind, shortened(block, steps, asked.steps or steps), home)
             print(f"{done.seconds:6.1f} s  {done.name}", file=sys.stderr)
             ran.append(done)
             return found[0].removesuffix(f"{before}```\n") + f"{done.printed.rstrip()}\n```\n"

@@ -1,1 +1,0 @@
-"""Inputs of public bug reports about other tools, as scripts whose last line is OK or FAIL."""
