@@ -52,7 +52,9 @@ STEPS = (
 )
 NUM_IMAGES, NUM_BROKEN = 30, 5
 LONGEST_S = 180.0  # of a run until its moment comes
-RANKS_END_WITHIN_S = 25.0  # torchrun kills what is left after 30 s; that would not be by itself
+KILLED_BY_TORCHRUN = (
+    "forcefully exiting via"  # of a rank that had not ended 30 s after the signal; torchrun's own end takes long, too
+)
 PRINTED = 2000
 NAMES = {signal.SIGKILL: "killed", signal.SIGINT: "told to stop by Ctrl-C", signal.SIGTERM: "told to stop by SIGTERM"}
 _PR_SET_CHILD_SUBREAPER = 36
@@ -274,13 +276,14 @@ class Ranks(OneProcess):
             else:
                 os.kill(process if is_kill and process else self._launcher.pid, number)
         try:
-            said = self._launcher.communicate(timeout=RANKS_END_WITHIN_S)[1]
+            said = self._launcher.communicate(timeout=LONGEST_S)[1]
         except subprocess.TimeoutExpired:
             for left in [*filter(None, map(self._process_of, range(self._num_ranks))), self._launcher.pid]:
                 os.kill(left, signal.SIGKILL)
             self._launcher.communicate()
-            raise Wrong(f"torchrun had not ended {RANKS_END_WITHIN_S:g} s later") from None
+            raise Wrong(f"torchrun had not ended {LONGEST_S:g} s later") from None
         code, words = self._launcher.returncode, said[-PRINTED:]
+        expect(KILLED_BY_TORCHRUN not in said, f"a rank had not ended 30 s after {number.name}: {words}")
         if not is_kill:  # torchrun's own traceback is not ours, nor one of a rank that imports
             expect(f"in {be_rank.__name__}" not in said, f"a rank printed a traceback: {words}")
             return code
