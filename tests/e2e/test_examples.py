@@ -174,7 +174,7 @@ def test_the_commands_of_the_readmes_quick_start_run(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_tutorials_commands_print_what_it_says() -> None:
-    spawn([sys.executable, ROOT / "demo" / "tutorial.py", "--steps", 110]).done()
+    spawn([sys.executable, ROOT / "demo" / "tutorial.py", "--steps", 40]).done()
 
 
 def run_page(page: str, number: int = 0) -> dict[str, object]:
