@@ -121,7 +121,17 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# A private service gets the messages of the one over a unix socket: two configurations tell whether all of one has arrived.
+OF_AUTO = ("accumulation", "validation")
+READ = [
+    pytest.param(backend, name, marks=pytest.mark.slow if backend == "auto" else ())
+    for backend in BACKENDS
+    for name in CONFIGS
+    if backend != "auto" or name in OF_AUTO
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), READ, indirect=["backend"])
 def test_batches_states_and_statistics_are_those_of_threads(store: Store, backend: Backend, name: str) -> None:
     config = CONFIGS[name]
     with backend.reads(store) as loader:

@@ -9,14 +9,17 @@ import errno
 import os
 import random
 import shutil
-import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import lmdb
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from bucketline.errors import CorruptError, LockedError, ModelError, StoreError
 from bucketline.files.atomic_write import FileLock
@@ -34,7 +37,7 @@ from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
-from tests.commands import call, spawn
+from tests.commands import call
 from tests.fault.shim import Change, Disk
 from tests.kit import (
     TEXT,
@@ -161,22 +164,16 @@ def test_what_a_crash_leaves_before_the_first_commit_is_swept_away(source: Path,
 
 
 def test_a_text_encoder_that_lacks_weights_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
     model = write_model(tmp_path / "model")
     path = model / "text_encoder" / "model.safetensors"
     weights = load_file(path)
     name = next(name for name in weights if "layer.0" in name)
     save_file({other: values for other, values in weights.items() if other != name}, path, metadata={"format": "pt"})
-    import torch
-
     with pytest.raises(ModelError, match=r"is incomplete: 1 of its weights are missing"):
         TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
 
 
 def test_another_tokenizer_is_another_encoder(tmp_path: Path) -> None:
-    import torch
-
     model = write_model(tmp_path / "model")
     before = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings()).provenance
     path = model / "tokenizer" / "tokenizer.json"
@@ -187,8 +184,6 @@ def test_another_tokenizer_is_another_encoder(tmp_path: Path) -> None:
 
 
 def test_a_very_long_image_is_not_enlarged_beyond_its_bucket() -> None:
-    import tracemalloc
-
     data = encoded(Image.new("L", (60_000, 64), 90), "PNG")
     tracemalloc.start()
     try:
@@ -199,24 +194,7 @@ def test_a_very_long_image_is_not_enlarged_beyond_its_bucket() -> None:
     assert found.placement.resized == (512, 480_000)
 
 
-def test_a_process_that_ends_with_an_iterator_alive_ends_cleanly(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", samples_of({BUCKET: 64}))
-    script = f"""
-from bucketline.loader import Loader, LoaderConfig
-loader = Loader({str(store.path)!r}, LoaderConfig(batch_size=2, prefetch_bytes=1 << 30))
-batches = loader.forever()
-print(next(batches).bucket)
-"""
-    for _ in range(3):
-        done = spawn([sys.executable, "-c", script])
-        assert (done.code, done.out.strip(), done.err) == (0, BUCKET, "")
-
-
 def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lmdb
-
-    from bucketline.errors import StoreError
-
     empty_store(tmp_path)
     assert contents().text.spec() == TEXT
 
