@@ -7,7 +7,7 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,11 +16,10 @@ from bucketline.ingest.config import PackConfig, framing_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import LatentColumns
 from bucketline.ingest.images.crop import model_grid
-from bucketline.ingest.images.decode import Decoded, decode_image
+from bucketline.ingest.images.decode import decode_image
 from bucketline.ingest.pack import pack_images
 from bucketline.ingest.pipeline.captions import as_caption
-from bucketline.ingest.pipeline.device import chosen_device
-from bucketline.ingest.pipeline.load_encoders import load_text_encoder, load_vae_encoder
+from bucketline.ingest.pipeline.model import chosen_device, load_text_encoder, load_vae_encoder
 from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.store import new_record
 from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns, identity
@@ -32,12 +31,17 @@ from bucketline.store.write.shard_writer import ShardWriter
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
     from bucketline.ingest.encoders.vae import VaeEncoder
+    from bucketline.ingest.images.crop import Placement
     from bucketline.ingest.sources.source import SourceItem
     from bucketline.store.format.text import Caption
 
-Batch = tuple[str, list[tuple["SourceItem", Decoded]]]  # a bucket, and its images that are encoded together
+Placed: TypeAlias = "tuple[NDArray[np.uint8], Placement]"  # pixels of a decoded image, and where its crop is
+Batch: TypeAlias = "tuple[str, list[tuple[SourceItem, Placed]]]"  # a bucket, and its images that are encoded together
 
 
 class Stages:
@@ -119,19 +123,19 @@ class Stages:
         model, device = open_model(config.model), chosen_device(config.device, 0)
         return load_vae_encoder(config, model, device), load_text_encoder(config, model, device)
 
-    def _decoded(self) -> list[Decoded]:
+    def _decoded(self) -> list[Placed]:
         with ThreadPoolExecutor(self._num_cores) as pool:
             return list(pool.map(self._decode, self._items))
 
-    def _decode(self, item: SourceItem) -> Decoded:
-        data = self._source.read(item).data
+    def _decode(self, item: SourceItem) -> Placed:
+        data = self._source.read(item)[0]
         identity(data)  # part of the stage, because the store records it
         return decode_image(data, self._framing, item.id)
 
-    def _in_batches(self, decoded: list[Decoded]) -> list[Batch]:
-        by_bucket: dict[str, list[tuple[SourceItem, Decoded]]] = {}
+    def _in_batches(self, decoded: list[Placed]) -> list[Batch]:
+        by_bucket: dict[str, list[tuple[SourceItem, Placed]]] = {}
         for item, image in zip(self._items, decoded, strict=True):
-            size = image.placement.bucket
+            size = image[1].bucket
             by_bucket.setdefault(bucket_name("train", size.height_px, size.width_px), []).append((item, image))
         return [
             (bucket, own[at : at + self._config.batch_size])
@@ -140,7 +144,7 @@ class Stages:
         ]
 
     def _encode(self, batch: Batch) -> tuple[list[Any], list[Embedding]]:
-        latents = self._latents.encode([(item.id, image.pixels) for item, image in batch[1]])
+        latents = self._latents.encode([(item.id, image[0]) for item, image in batch[1]])
         return latents, self._text.encode([item.captions[0] for item, _ in batch[1]])
 
     def _caption(self, text: str, embedding: Embedding) -> Caption:
@@ -148,11 +152,11 @@ class Stages:
 
     def _write(self, writer: ShardWriter, batch: Batch, latents: list[Any], embeddings: list[Embedding]) -> None:
         bucket, images = batch
-        size = images[0][1].placement.bucket
+        size = images[0][1][1].bucket
         columns = self._latents.columns(size.height_px, size.width_px)
         spec = BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *columns))
         for (item, image), row, embedding in zip(images, latents, embeddings, strict=True):
-            place, words = image.placement, item.captions[0]
+            place, words = image[1], item.captions[0]
             writer.add_caption({TEXT_GROUP: self._caption(words, embedding)})
             record = replace(
                 new_record(item.id, bucket, item.captions),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from catalogue import PHOTOGRAPHS, Crop, Form, Photograph, Saved
 from PIL import ExifTags, Image, ImageDraw
 
-from bucketline.ingest.held_out import SplitBy, held_out
+from bucketline.ingest.rules import SplitBy, held_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

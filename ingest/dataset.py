@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.config import recorded_rules, refuse_other_options
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.text_encoders import text_family_of
 from bucketline.ingest.encoders.vae import refuse_latents
-from bucketline.ingest.images.crop import RejectedError, latent_sizes, model_grid
-from bucketline.ingest.other_options import recorded_rules, refuse_other_options
+from bucketline.ingest.images.crop import latent_sizes, model_grid
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
 from bucketline.ingest.packed_index import PackedIndex, SampleChanges, hold_out_one, leave_out_withdrawn, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
@@ -24,7 +24,7 @@ from bucketline.ingest.parallel.exchange import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
-from bucketline.ingest.progress import look_at, look_limits
+from bucketline.ingest.scan import counted_images
 from bucketline.ingest.sources.dataset_file import (
     DatasetEntry,
     DatasetFile,
@@ -37,7 +37,7 @@ from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.block import LatentKind
 from bucketline.store.format.manifest import MANIFEST, MixedStore, write_mixture
-from bucketline.store.format.schema import Schema, bucket_name, text_entry
+from bucketline.store.format.schema import Schema, text_entry
 from bucketline.store.write.publish import new_manifest, stored_manifest
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.packing.finish import PackResult
-    from bucketline.ingest.sources.source import SourceItem
 
 
 # --------------------------------------------------------------------------------------------------------------------- dry run
@@ -87,22 +86,9 @@ def dry_run(config: PackConfig) -> DryRun:
     withdrawn = leave_out_withdrawn(listing, store.manifest, config.taken_back)
     hold_out_one(listing.items, config.held_out, store)
     outline, (items,) = take_apart(listing, 1)
-    reader = ImageReader(source, store, PackedIndex(store), config, grid)
-    account, changes, buckets = RunSummary(), Counter[Change](), Counter[str]()
-
-    def look(item: SourceItem) -> tuple[Change, str | None]:
-        compared = reader.compare(item)
-        if compared.change in (Change.NONE, Change.TEXT):
-            return compared.change, None
-        size = reader.placed(item, compared).bucket
-        return compared.change, bucket_name(compared.split, size.height_px, size.width_px)
-
-    for item, found in look_at("compare", source, items, look, look_limits(source, config.decode_threads)):
-        if isinstance(found, RejectedError):
-            account.reject(item.id, found, is_stored=reader.has(item.id))
-        else:
-            changes[found[0]] += 1
-            buckets.update([found[1]] if found[1] is not None else [])
+    reader = ImageReader(source, store, PackedIndex(store), config, grid, reads_headers=True)
+    account = RunSummary()
+    changes = Counter(image.change for image in counted_images("compare", source, items, reader, config, account))
     _, of_samples = sample_changes(config, store, outline, account)
     return DryRun(
         found=outline.num_items + withdrawn,
@@ -110,11 +96,11 @@ def dry_run(config: PackConfig) -> DryRun:
         changed=changes[Change.CONTENT],
         moved=changes[Change.SPLIT],
         recaptioned=changes[Change.TEXT],
-        unchanged=changes[Change.NONE],
+        unchanged=account.unchanged,
         rejected=len(account.rejects),
         withdrawn=withdrawn,
         rejected_by_reason=by_reason(account),
-        buckets=dict(sorted(buckets.items())),
+        buckets=dict(sorted(account.buckets.items())),
         **of_samples,
         pending_shards=len(list((config.store / "pending").glob("*.lmdb"))),
         not_compared=NOT_COMPARED,

@@ -1,4 +1,4 @@
-"""`ingest pack` from end to end: agree on the source, pack each rank's slice, publish, summarise."""
+"""`ingest pack` from end to end: agree on the source, pack and commit each rank's slice, drop, summarise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bucketline.ingest.pipeline.slice_worker import PackedSlice, PackPlan, slice
 from bucketline.ingest.progress import caption_progress, packing_progress
 from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.folder import LocalFolder
-from bucketline.store.sync.working import sender_to
+from bucketline.store.sync.working import WorkingStore, sender_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,8 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
         def planned() -> PackPlan:
             num_making = ranks.world_size if ranks.shares_disk else session.local_world_size
-            return runs[0].begin(encoders.model, _facts(config, target, encoders), held, num_making=num_making)
+            with ExitStack() as locked:  # for a moment: from then on each rank locks the store for its commits
+                return runs[0].begin(encoders.model, _facts(config, target, encoders), locked, num_making=num_making)
 
         plan = ranks.from_first(planned, PackPlan)
         run, name = next(iter(runs), None), plan.name_of(f"r{ranks.rank:04d}")
@@ -151,23 +152,24 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             encoders=encoders,
             workers_on_machine=session.local_world_size,
         )
-        every_s = config.publish_every and config.publish_every.seconds
-        meanwhile = Meanwhile(
-            every_s, ranks, run, packer, lambda names: own_disk.sent(packer.folder, names) if own_disk else []
-        )
+        own_target = target if own_disk is None else WorkingStore(own_disk.objects, packer.folder, own_disk.path / "cache")
+        rules = {**plan.manifest.rules, **config.caption_rules.as_json()}
+
+        def publish(names: list[str]) -> None:
+            if run is not None:
+                run.publish(names)
+            else:
+                own_target.publish(plan.manifest, names, rules=rules)
+
+        meanwhile = Meanwhile(config.publish_every and config.publish_every.seconds, packer, publish)
         try:
             found = _pack_slice(session, packer, own, meanwhile, encoders, is_last=is_last)
             if run is None or found is None:
                 return None
-            meanwhile.take()
             for number, one in enumerate(found):
                 run.take(number, one)
             return finish(run)
         except BaseException as error:
-            if ranks.is_first and not ranks.shares_disk:
-                ranks.stop(error)
-                with suppress(BucketlineError):
-                    meanwhile.take()
             if isinstance(error, KeyboardInterrupt):
                 raise Stopped(exit_code_of(error), session.num_packed + packer.account.packed) from error
             raise
@@ -197,9 +199,10 @@ def _pack_slice(
                     packer.seal_rest()
                     if packer.sender is not None:
                         packer.sender.finish(lambda: None)
-                    meanwhile.finish()
+                    meanwhile.commit()
             raise
-        meanwhile.finish()
+        if not ranks.is_first:  # whose shards come with what is to be dropped, once all ranks are known to have committed
+            meanwhile.commit()
     packed = PackedSlice(account=packer.account, sealed=packer.sealed, sent=[])
     return ranks.gather(packed, is_last=is_last, meanwhile=meanwhile.publish_due)
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from bucketline.command_line import counted
 from bucketline.errors import UsageError
-from bucketline.ingest.held_out import HeldOut, split_draw
-from bucketline.ingest.rules import prune_limit, reject_limit, split_of
-from bucketline.ingest.sources.source import LEADS_OUT
+from bucketline.ingest.rules import HeldOut, prune_limit, reject_limit, split_draw
+from bucketline.ingest.sources.source import LEADS_OUT, split_of
 from bucketline.store.format.block import DIGEST_BYTES, sample_digest
 from bucketline.store.shard.reader import as_keys
 
@@ -133,12 +132,12 @@ class PackedIndex:
 
 def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict[str, NDArray[Any]]:
     """Return columns of a shard's live samples: digests as keys, contents as bytes `[samples, 16]`."""
-    samples, is_kept, digests = shard.entry.samples, shard.live_entries(), shard.keys()
+    is_kept, digests = shard.live_entries(), shard.keys()
     if share is not None:
         is_kept &= share.of(digests)
-    is_val = np.array([name.startswith("val/") for name in shard.index.metadata["groups"]], dtype=bool)
-    derived: dict[str, NDArray[Any]] = {"digest": digests, _HELD_OUT: is_val[shard.index.slice("bucket", 0, samples)]}
-    return {name: (derived[name] if name in derived else shard.index.slice(name, 0, samples))[is_kept] for name in names}
+    is_val = np.array([name.startswith("val/") for name in shard.groups], dtype=bool)
+    derived: dict[str, NDArray[Any]] = {"digest": digests, _HELD_OUT: is_val[shard.index["bucket"]]}
+    return {name: (derived[name] if name in derived else shard.index[name])[is_kept] for name in names}
 
 
 # ---------------------------------------------------------------------------------------------------------------- listing diff

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import heapq
 import io
+import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.images.crop import Framing, Grid, RejectedError, Size
 from bucketline.ingest.images.decode import decode_image, placed_by_header
-from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
+from bucketline.ingest.pipeline.model import chosen_device, refuse_no_cuda
 from bucketline.ingest.progress import look_at
 from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.pages.page import Card, Section, document, jpeg, parts, percent, refuse_page
@@ -97,15 +98,8 @@ TOO_CROPPED = "Too much cropped away"  # the images that are rejected for it, in
 _THUMBNAIL_PX = 240  # the longer side
 NARROWEST_PX = 10  # the shorter side; a narrower image is drawn wider than it is
 _LINE = (255, 96, 0)  # of the crop; orange is rare in photographs, and visible on black and on white
+Cropped: TypeAlias = "tuple[str, Placement]"  # the id of an image of the source, and where its crop is
 LEGEND = "The orange line is the crop; what is grey and hatched is lost."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cropped:
-    """An image of the source and where its crop is."""
-
-    id: str
-    placement: Placement
 
 
 def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
@@ -135,22 +129,22 @@ def crop_sections(
     `num_sources`: of the page, which share its MAX_IN_ALL images.
     """
     chosen = worst(images, MAX_IN_ALL // num_sources)
-    placements = {image.id: image.placement for shown in chosen.values() for image in shown}
+    placements = dict(itertools.chain(*chosen.values()))
     cards: dict[str, Card] = {}
 
     def look(item: SourceItem) -> Card:
-        return crop_card(item.id, source.read(item).data, placements[item.id], _THUMBNAIL_PX, item.captions[:max_captions])
+        return crop_card(item.id, source.read(item)[0], placements[item.id], _THUMBNAIL_PX, item.captions[:max_captions])
 
     items = [item for item in listing.items if item.id in placements]  # in the listing's order
     for item, card in look_at("sheet", source, items, look, room):
         if isinstance(card, RejectedError):
             card = Card(images=[], title=item.id, notes=[_note(placements[item.id])], problem=str(card))  # noqa: PLW2901 - in its place
         cards[item.id] = card
-    found = {name: [image.placement.cropped_away for image in own] for name, own in images.items()}
+    found = {name: [placement.cropped_away for _, placement in own] for name, own in images.items()}
     order = sorted(found, key=lambda name: (name == TOO_CROPPED, -max(found[name]), -sum(found[name]) / len(found[name]), name))
     rows = [(name, len(own), percent(sum(own) / len(own)), percent(max(own))) for name in order for own in [found[name]]]
     table = parts.table(("bucket", "images", "lost on average", "lost at most"), rows)
-    return table, [_bucket_section(row, found[row[0]], [cards[image.id] for image in chosen[row[0]]]) for row in rows]
+    return table, [_bucket_section(row, found[row[0]], [cards[one] for one, _ in chosen[row[0]]]) for row in rows]
 
 
 def _bucket_section(row: tuple[str, int, str, str], losses: Sequence[float], cards: Sequence[Card]) -> Section:
@@ -177,7 +171,7 @@ def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str,
     """Return of each bucket the images that lose most, largest loss first, at most MAX_PER_BUCKET and about `max_in_all`."""
     most = min(MAX_PER_BUCKET, max(1, max_in_all // max(1, len(images))))
     return {
-        bucket: heapq.nsmallest(most, cropped, key=lambda image: (-image.placement.cropped_away, image.id))
+        bucket: heapq.nsmallest(most, cropped, key=lambda image: (-image[1].cropped_away, image[0]))
         for bucket, cropped in images.items()
     }
 
@@ -204,7 +198,7 @@ def whole_image(data: bytes, source: tuple[int, int], longest: int) -> NDArray[n
     height_px, width_px = (max(1, round(scale * side)) for side in source)
     size = Size(height_px, width_px)
     framing = Framing(grid=Grid(name=str(size), sizes=(size,)), jpeg_draft=True)  # a grid of this one size
-    return decode_image(data, framing, "").pixels
+    return decode_image(data, framing, "")[0]
 
 
 def with_box(pixels: NDArray[np.uint8], box: Sequence[int], source: Sequence[int]) -> NDArray[np.uint8]:
@@ -255,7 +249,7 @@ def source_images(job: Mapping[str, Any], _: BinaryIO | None = None) -> dict[str
     found = dict.fromkeys(boxes, ("", "no longer in the source"))
     for item in source.in_turn(items):
         try:
-            shown = _thumbnail(source.read(item).data, boxes[item.id])
+            shown = _thumbnail(source.read(item)[0], boxes[item.id])
         except Exception:  # noqa: BLE001 - any file of a stranger; the reject's own reason is next to it
             found[item.id] = ("", "cannot be decoded")
             continue

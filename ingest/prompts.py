@@ -45,7 +45,7 @@ def encoded_prompts(
     for number, prompt in lines:
         _refuse_size(manifest, f"{file}, line {number}", prompt)
     from bucketline.ingest.encoders.text_encoders import load_caption_encoder  # imports torch
-    from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
+    from bucketline.ingest.pipeline.model import chosen_device, refuse_no_cuda
 
     refuse_no_cuda(device)
     encoder = load_caption_encoder(model, chosen_device(device, 0), _settings(manifest, text))

@@ -1,4 +1,4 @@
-"""`ingest scan` from end to end: a dry run of packing, without encoders."""
+"""`ingest scan` from end to end: the walk of a pack, whose images are counted in place of encoding and writing."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.files.paths import redacted
-from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import (
     Grid,
-    Reason,
-    RejectedError,
     crop_losses_as_json,
     fewer_buckets_note,
     latent_sizes,
     model_grid,
     parse_grid,
 )
-from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.packed_index import hold_out_one
-from bucketline.ingest.progress import look_at, look_limits
-from bucketline.ingest.rules import split_of
+from bucketline.ingest.pipeline.image_reader import Change, ImageReader
+from bucketline.ingest.progress import counting_progress, look_limits
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import LatentKind
-from bucketline.store.format.schema import bucket_name
 
 if TYPE_CHECKING:
-    from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.images.crop import Framing, Placement
+    from collections.abc import Iterator, Sequence
+
+    from bucketline.ingest.config import PackConfig, ScanConfig
+    from bucketline.ingest.images.crop import Placement
+    from bucketline.ingest.parallel.exchange import ItemParts
+    from bucketline.ingest.pipeline.image_reader import ReadImage
     from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile
-    from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
+    from bucketline.ingest.sources.source import Listing, Source, SourceItem
     from bucketline.pages.page import Section
 
 _DEFAULT_GRID = "area:512:64"
@@ -69,14 +68,21 @@ class ScanReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """One image that would be packed."""
-
-    item: SourceItem
-    stamp: Stamp
-    placement: Placement
-    bucket: str
+def counted_images(
+    what: str,
+    source: Source,
+    items: ItemParts | Sequence[SourceItem],
+    reader: ImageReader,
+    config: PackConfig | ScanConfig,
+    account: RunSummary,
+) -> Iterator[ReadImage]:
+    """Read what a pack would read, count what it would encode and reject, and yield the images; show the progress of `what`."""
+    with counting_progress(what, len(items)) as on_image:
+        for image in reader.walk(items, look_limits(source, config.decode_threads), account, on_image):
+            if image.change is not Change.TEXT:
+                account.count_packed(image.item.id, image.item.captions, image.placement, image.bucket, config.max_captions)
+            yield image
+            on_image()
 
 
 def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntry | None, ScanReport]]]:
@@ -109,44 +115,32 @@ def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list
     started = time.monotonic()
     grid = _grid(config)
     source = open_source(config.source, config)
-    framing = framing_of(config, grid)
     listing = config.listing_of(source)
     hold_out_one(listing.items, config.held_out, None)
-    seen: list[_Seen] = []
-    too_cropped: list[tuple[str, Placement]] = []
     account = RunSummary()
-
-    def look(item: SourceItem) -> _Seen:
-        return _look(config, source, item, framing)
-
-    for item, found in look_at("scan", source, listing.items, look, look_limits(source, config.decode_threads)):
-        if isinstance(found, RejectedError):
-            account.reject(item.id, found)
-            if found.placement is not None:
-                too_cropped.append((item.id, found.placement))
-        else:
-            account.count_packed(item.id, item.captions, found.placement, found.bucket, config.max_captions)
-            seen.append(found)
+    reader = ImageReader(source, None, None, config, grid, reads_headers=not config.full)
+    images = counted_images("scan", source, listing.items, reader, config, account)
+    seen = [replace(image, pixels=None) for image in images]
     report = _report(config, grid, listing, seen, account, started)
     if config.output is None:
         return report, []
-    return report, _sheet(config, report, (source, listing), seen, too_cropped, num_sources)
+    return report, _sheet(config, report, (source, listing), seen, reader.too_cropped, num_sources)
 
 
 def _sheet(
     config: ScanConfig,
     report: ScanReport,
     place: tuple[Source, Listing],
-    seen: list[_Seen],
+    seen: list[ReadImage],
     too_cropped: list[tuple[str, Placement]],
     num_sources: int,
 ) -> list[Section]:
-    from bucketline.ingest.peek import LEGEND, TOO_CROPPED, Cropped, crop_sections, reject_section
+    from bucketline.ingest.peek import LEGEND, TOO_CROPPED, crop_sections, reject_section
     from bucketline.pages.page import Section
 
-    images = {TOO_CROPPED: [Cropped(id=one, placement=placed) for one, placed in too_cropped]} if too_cropped else {}
+    images = {TOO_CROPPED: [*too_cropped]} if too_cropped else {}
     for image in seen:
-        images.setdefault(image.bucket, []).append(Cropped(id=image.item.id, placement=image.placement))
+        images.setdefault(image.bucket, []).append((image.item.id, image.placement))
     about = f"{counted(report.found, 'image')}, {len(report.rejects)} rejected. Grid {report.grid}, crop: {config.crop.value}"
     if config.max_crop < 1.0:
         about += f"; an image that would lose more than {100 * config.max_crop:.1f} % of its area is rejected (--max-crop)"
@@ -174,28 +168,8 @@ def _grid(config: ScanConfig) -> Grid:
     return model_grid(config.grid, model, downscale)
 
 
-def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
-    stamp = source.stamp(item)
-    if config.full:
-        data = source.read(item).data
-        _refuse_bad_captions(item)
-        placement = decode_image(data, framing, item.id).placement
-    else:
-        with source.opened(item) as file:
-            _refuse_bad_captions(item)
-            placement = placed_by_header(file, framing, item.id)
-    size, split = placement.bucket, split_of(item, config.held_out)
-    bucket = bucket_name(split, size.height_px, size.width_px)
-    return _Seen(item=replace(item, held=None), stamp=stamp, placement=placement, bucket=bucket)
-
-
-def _refuse_bad_captions(item: SourceItem) -> None:
-    if item.caption_error is not None:
-        raise RejectedError(Reason.CAPTION, item.caption_error)
-
-
 def _report(
-    config: ScanConfig, grid: Grid, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
+    config: ScanConfig, grid: Grid, listing: Listing, seen: list[ReadImage], account: RunSummary, started: float
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
     texts = {text for image in seen for text in image.item.captions[: config.max_captions]}

@@ -272,7 +272,7 @@ class Mixture(OpenShards):
             generations=",".join(f"{share.store.generations}x{share.repeats}" for share in shares),
             # new objects, so that sidecars are mapped once: the stores' own shards use their stores' tables
             shards=[
-                SealedShard(store.path, shard.entry, plain_reads=plain_reads, source=shard.source)
+                SealedShard(store.path, shard.entry, plain_reads=plain_reads, source=shard.source, dropped=shard.dropped)
                 for store in stores
                 for shard in store.shards
             ],

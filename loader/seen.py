@@ -367,7 +367,7 @@ def _counts(part: RecordedPlan, steps: range) -> Iterator[tuple[NDArray[np.bytes
         for ordinal, shard in enumerate(part.rows.shards):
             if bucket.name in shard.entry.groups:
                 positions = live_positions(shard, bucket.name).astype(np.int64)
-                keys = np.ascontiguousarray(shard.index.take("digest", positions)).view("S16").reshape(-1)
+                keys = shard.keys()[positions]
                 for at in bucket.first_rows(ordinal):
                     yield keys, counted[bucket.name][:, at : at + len(keys)]
 

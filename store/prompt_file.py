@@ -12,7 +12,7 @@ import numpy as np
 from bucketline.errors import CorruptError, FingerprintError
 from bucketline.store.format.block import DIGEST_BYTES, caption_digest
 from bucketline.store.format.text import DIGEST, Entry, TextBlock, as_arrays, delivered, encode_text_block, read_text_block
-from bucketline.store.shard.sidecar import PagedFile, encode_paged
+from bucketline.store.shard.sidecar import Sidecar, encode_sidecar
 from bucketline.typed_json import MAX_INT, decode, encode, first_difference
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ def encode_prompts(manifest: Manifest, prompts: Sequence[Prompt], captions: Sequ
     listed = json.dumps([encode(prompt) for prompt in prompts], ensure_ascii=False, separators=(",", ":"))
     block = encode_text_block(manifest.text.spec(), captions, first_row=0)
     tensors = [(name, "U8", np.frombuffer(data, "u1")) for name, data in ((_LIST, listed.encode()), (_TEXT, block))]
-    return encode_paged(tensors, {"format": PROMPTS_FORMAT, _ENCODER: manifest.encoders.get(_ENCODER)})
+    return encode_sidecar(tensors, {"format": PROMPTS_FORMAT, _ENCODER: manifest.encoders.get(_ENCODER)})
 
 
 def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
     """Return the prompts in the bytes of a file of a store's prompts, after comparing all checksums."""
-    file = _paged(data, where)
+    file = Sidecar(where, data, PROMPTS_FORMAT)
     if difference := first_difference(manifest.encoders.get(_ENCODER), file.metadata.get(_ENCODER), f"encoders.{_ENCODER}"):
         field, stored, found = difference
         raise FingerprintError(
@@ -110,13 +110,5 @@ def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
     return PromptSet(prompts=prompts, spec=spec, text=block, rows=rows)
 
 
-def _paged(data: bytes, where: str) -> PagedFile:
-    if not data:
-        raise CorruptError(f"{where} is empty")
-    file = PagedFile.over(where, memoryview(data), PROMPTS_FORMAT)
-    file.check_all()
-    return file
-
-
-def _bytes(file: PagedFile, name: str) -> bytes:
+def _bytes(file: Sidecar, name: str) -> bytes:
     return file.column(name).tobytes()

@@ -1,6 +1,6 @@
 """Files of shards between a disk and object storage, compared with their digests on the way; shards sent as they are sealed.
 
-A shard's index is sent first, by put-if-absent: it holds the shard's id, and takes the name.
+A shard's sidecar is sent first, by put-if-absent: it holds the shard's id, and takes the name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, TypeVar
 import xxhash
 
 from bucketline.errors import CorruptError, StoppedError, StoreError
-from bucketline.files.atomic_write import create_aside, make_sparse, remedy_for_failed_write
+from bucketline.files.atomic_write import create_aside, make_sparse, remedy_for_failed_write, write_or_explain
 from bucketline.files.paths import read_regular
 from bucketline.forks import JoinableThread
 from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError, folder_time
 from bucketline.store.format.block import bytes_digest
-from bucketline.store.format.manifest import COLUMN_SHARD_NAME, SHARD_NAME, shard_paths
-from bucketline.store.read.files import files_of
+from bucketline.store.format.manifest import COLUMN_SHARD_NAME, SHARD_NAME, object_name, shard_paths
+from bucketline.store.read.files import files_of, list_of
 from bucketline.store.remote.objects import MAX_WRONG, PART_BYTES, PARTS_IN_FLIGHT, asked_again
+from bucketline.store.shard.meta import read_meta
 from bucketline.store.shard.sidecar import open_listed, read_exactly
-from bucketline.store.write.describe import SENT, describe_shard, note_description, noted_description
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.folder import ListedFile
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 
@@ -56,15 +56,14 @@ class _File:
     path: Path
     name: str
     entry: ShardEntry
-    expected: FileEntry | DroppedEntry
-    is_list: bool  # of dropped rows: another writer may use the same name
-    is_index: bool
+    expected: FileEntry
+    is_meta: bool
 
     def is_same_in(self, listed: ShardEntry | None) -> bool:
         """Return whether the bucket's newest generation, if it lists the shard, lists these bytes: sidecars may be rebuilt."""
         if listed is None or COLUMN_SHARD_NAME.fullmatch(self.path.stem):
-            return not self.is_list  # the names of added columns' files are drawn
-        return self.expected in (listed.lmdb, listed.extents, listed.index, listed.dropped)
+            return True  # the names of added columns' files are drawn
+        return self.expected in (listed.lmdb, listed.meta)
 
 
 def _in_threads(jobs: int, handle: Callable[[Item], None], items: Sequence[Item], stopped: threading.Event) -> None:
@@ -146,7 +145,7 @@ class Uploader:
 
     def _refuse_others(self, entry: ShardEntry) -> None:
         """Compare a shard with the one of its name that is there: names need not be drawn, where a program chooses them."""
-        listed, name = self._listed.get(entry.name), f"shards/{entry.name}.index"
+        listed, name = self._listed.get(entry.name), f"shards/{entry.name}.meta"
         if listed is not None:
             if listed.lmdb != entry.lmdb:
                 raise StoreError(
@@ -157,7 +156,7 @@ class Uploader:
                 )
         elif entry.name not in self._kept | self._compared and name in self._seen:
             with suppress(MissingObjectError):  # it has just been collected
-                if bytes_digest(self._folder.read(name)) != entry.index.digest:
+                if bytes_digest(self._folder.read(name)) != entry.meta.digest:
                     raise StoreError(self._of_another(name))
             self._compared.add(entry.name)
 
@@ -173,7 +172,7 @@ class Uploader:
             self._send(file)
 
     def _send(self, file: _File) -> None:
-        if file.is_list or (file.is_index and file.name not in self._seen):
+        if file.is_meta and file.name not in self._seen:
             self._create(file)
         else:
             self._folder.write(file.name, self._parts(file), file.expected.num_bytes)
@@ -201,12 +200,23 @@ class Uploader:
                 yield bytes(part)
 
     def _create(self, file: _File) -> None:
-        """Send a file whose name another writer may be using: an index, or a list of dropped rows by a generation's number."""
+        """Send a file whose name another writer may be using: a sidecar."""
         data = b"".join(self._parts(file))
         try:
             self._folder.create(file.name, data)
         except ExistsError:
             raise StoreError(self._of_another(file.name)) from None
+
+
+def send_dropped(folder: ObjectFolder, store: Path, manifest: Manifest) -> int:
+    """Send the list of a generation's dropped rows, which is named by its content; return its bytes, 0 if there is none."""
+    for path, expected in list_of(store, manifest):
+        data = read_regular(path, expected.num_bytes)
+        if bytes_digest(data) != expected.digest:
+            raise CorruptError(f"{path} is damaged: its digest is not the manifest's; run `store verify`, then push again")
+        folder.write(object_name(path), data)
+        return len(data)
+    return 0
 
 
 def send_lists(folder: ObjectFolder, store: Path) -> None:
@@ -221,24 +231,23 @@ def send_lists(folder: ObjectFolder, store: Path) -> None:
 
 
 def _files(store: Path, shards: Iterable[ShardEntry]) -> Iterator[_File]:
-    """Yield shards' files: the index first, which takes the name, and the shard's own file last, after all that it may have."""
+    """Yield shards' files: the sidecar first, which takes the name, and the shard's own file last, after all others."""
     for entry in shards:
-        own, extents, index, *others = files_of(store, entry)
-        for path, expected in (index, extents, *others, own):
+        own, meta, *others = files_of(store, entry)
+        for path, expected in (meta, *others, own):
             yield _File(
                 path=path,
                 name=f"shards/{path.name}",
                 entry=entry,
                 expected=expected,
-                is_list=".dropped-" in path.name,
-                is_index=path == index[0],
+                is_meta=path == meta[0],
             )
 
 
 def shard_of(name: str) -> str:
     """Return the shard that an object belongs to.
 
-    >>> shard_of("shards/g000001-00.dropped-7")
+    >>> shard_of("shards/g000001-00.index")
     'g000001-00'
     """
     return name.removeprefix("shards/").partition(".")[0]
@@ -263,20 +272,20 @@ class Downloader:
         self._folder, self._jobs, self._on_bytes, self._takes_any_digest = folder, jobs, on_bytes, takes_any_digest
         self._stopped = threading.Event()
 
-    def get(self, files: Iterable[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        """Get files of `shards/` by their names; those that are there with the right length are left as they are."""
+    def get(self, files: Iterable[tuple[Path, FileEntry]]) -> None:
+        """Get files by their names; those that are there with the right length are left as they are."""
         wanted = [(path, expected) for path, expected in files if not is_there(path, expected)]
         _in_threads(self._jobs, lambda own: self.get_one(*own), wanted, self._stopped)
 
-    def get_one(self, path: Path, expected: FileEntry | DroppedEntry) -> None:
+    def get_one(self, path: Path, expected: FileEntry) -> None:
         """Get a file, replacing what is at its path; raises what `get` does."""
         for left in reversed(range(1 if self._takes_any_digest or not self._folder.is_far else MAX_WRONG)):
             if self._is_got(path, expected, is_last=not left):
                 return
 
-    def _is_got(self, path: Path, expected: FileEntry | DroppedEntry, *, is_last: bool) -> bool:
+    def _is_got(self, path: Path, expected: FileEntry, *, is_last: bool) -> bool:
         """Get a file; return False if its bytes are wrong and this is not the last try."""
-        name, state = f"shards/{path.name}", xxhash.xxh3_128()
+        name, state = object_name(path), xxhash.xxh3_128()
         aside: Path | None = None
         try:
             aside, fd = create_aside(path)
@@ -341,7 +350,7 @@ class Downloader:
         return asked_again(read, self._folder.options.deadline_s, most_wrong=most_wrong)
 
 
-def is_there(path: Path, expected: FileEntry | DroppedEntry) -> bool:
+def is_there(path: Path, expected: FileEntry) -> bool:
     """Return whether a file has been got: it takes its name only when it is complete."""
     try:
         return path.stat().st_size == expected.num_bytes
@@ -352,11 +361,12 @@ def is_there(path: Path, expected: FileEntry | DroppedEntry) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------- sender
 # Send shards as soon as they are sealed, while others are made, and keep nothing of them on the disk but their sidecars.
 #
-# A shard that is in the bucket, and that no generation there lists yet, has its description noted next to it
+# A shard that is in the bucket, and that no generation there lists yet, has an empty file next to it
 # (`shards/NAME.sent`). In the bucket, `pending/RUN` lists the shards of a run: garbage collection leaves alone what a fresh
 # one lists.
 
 PENDING = "pending"
+SENT = ".sent"
 MOST_WAITING = 1  # sealed shards that wait to be sent, or are being sent, when another is begun
 REPEAT_S = FRESH_S / 2  # the note in the bucket is written again after this time
 _POLL_S = 0.2
@@ -497,10 +507,9 @@ class PendingNotes:
 
 def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -> None:
     """Send a sealed shard, note that, then keep only the length of its file. A crash in between leaves the whole file."""
-    described = describe_shard(store, name, manifest)
-    entry = described.entry
+    entry = read_meta(store, name, with_columns=bool(manifest.added)).entry
     uploader.send(store, [entry])
-    note_description(store, described)
+    write_or_explain(sent_mark(store, name), b"")
     try:
         make_sparse(shard_paths(store, name).lmdb, entry.lmdb.num_bytes)
     except OSError as error:
@@ -510,14 +519,19 @@ def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -
 def sent_shards(store: Path) -> dict[str, ShardEntry]:
     """Return the shards that were sent and are not known to be committed, by name."""
     names = (path.name.removesuffix(SENT) for path in (store / "shards").glob(f"*{SENT}"))
-    return {name: found.entry for name in names if (found := noted_description(store, name)) is not None}
+    return {name: read_meta(store, name).entry for name in names}
+
+
+def sent_mark(store: Path, name: str) -> Path:
+    """Return the path of the empty file that is next to a shard if it was sent."""
+    return shard_paths(store, name).folder / f"{name}{SENT}"
 
 
 def forget_sent(store: Path, names: Iterable[str]) -> None:
     """Remove what is left here of sent shards whose objects are gone: their samples are packed again."""
     for name in names:
         for path in sorted((store / "shards").glob(f"{name}.*"), key=lambda path: path.suffix != ".lmdb"):
-            path.unlink()  # the shard's own file first: without it, nothing is adopted
+            path.unlink(missing_ok=True)  # the shard's own file first: without it, nothing is adopted
 
 
 def pending_shards(objects: ObjectFolder, fresh_s: float, now: float) -> tuple[set[str], list[str]]:

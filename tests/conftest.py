@@ -68,6 +68,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a commit that finds the store locked fail at once."""
+    monkeypatch.setattr("bucketline.store.write.publish.WAIT_S", 0.0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
     """Freeze what a module's tests have imported and made for the session, for the same reason."""

@@ -40,9 +40,11 @@ from bucketline.store.format.block import (
     fixed_columns,
     identity,
 )
-from bucketline.store.format.manifest import Manifest, read_manifest, sealed, write_manifest
+from bucketline.store.format.manifest import DroppedEntry, Manifest, dropped_path, read_manifest, sealed, write_manifest
 from bucketline.store.format.schema import Schema, text_entry
 from bucketline.store.format.text import TEXT_GROUP, Caption, dequantise, make_caption, quantise, quantised_spec
+from bucketline.store.shard.meta import META_FORMAT, index_dtype
+from bucketline.store.shard.sidecar import Sidecar
 from bucketline.store.verify.shard import Fault
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import new_manifest, prepare_store
@@ -520,13 +522,39 @@ def rewrite_manifest(store: Path, **changes: Any) -> None:
 
 
 def replace_file(store: Path, kind: str, data: bytes) -> None:
-    """Write another file of the first shard, and a manifest that has its digest and length. `kind`: `extents` and so on."""
+    """Write another file of the first shard, and a manifest that has its digest and length. `kind`: `meta` and so on."""
     first, *rest = read_manifest(store).shards
-    entry = getattr(first, kind)
-    suffix = f"dropped-{entry.generation}" if kind == "dropped" else kind
-    (store / "shards" / f"{first.name}.{suffix}").write_bytes(data)
-    changed = replace(first, **{kind: replace(entry, digest=bytes_digest(data), num_bytes=len(data))})
+    (store / "shards" / f"{first.name}.{kind}").write_bytes(data)
+    changed = replace(first, **{kind: replace(getattr(first, kind), digest=bytes_digest(data), num_bytes=len(data))})
     rewrite_manifest(store, shards=(changed, *rest))
+
+
+def parts_of(path: Path, kind: str = META_FORMAT) -> tuple[list[tuple[str, str, NDArray[Any]]], dict[str, Any]]:
+    """Return a sidecar's tensors, as `encode_sidecar` takes them, and its metadata."""
+    file = Sidecar(path, path.read_bytes(), kind)
+    dtypes = {tensor.name: tensor.dtype for tensor in file._tensors.values() if tensor.name != "checksum"}
+    return [(name, dtype, file.column(name).copy()) for name, dtype in dtypes.items()], dict(file.metadata)
+
+
+def index_of(tensors: list[tuple[str, str, NDArray[Any]]], metadata: dict[str, Any]) -> NDArray[Any]:
+    """Return the index of a shard's sidecar; what is changed in it changes the tensors."""
+    (index,) = (values for name, _, values in tensors if name == "index")
+    return index.reshape(-1).view(index_dtype(len(metadata["entry"]["cut"])))
+
+
+def replace_dropped(store: Path, data: bytes) -> Path:
+    """Write another list of dropped rows, and a manifest that has its digest and length."""
+    path = dropped_list(store).parent / f"1-{bytes_digest(data)}.dropped"
+    path.write_bytes(data)
+    rewrite_manifest(store, dropped=DroppedEntry(generation=1, digest=bytes_digest(data), num_bytes=len(data)))
+    return path
+
+
+def dropped_list(store: Path) -> Path:
+    """Return the path of the list of the newest generation's dropped rows."""
+    listed = read_manifest(store).dropped
+    assert listed is not None
+    return dropped_path(store, listed)
 
 
 def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:

@@ -56,14 +56,14 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "store": Budget(18_250),
-    "ingest": Budget(15_850),
+    "ingest": Budget(15_650),
     "loader": Budget(9_550),
     "train": Budget(7_200),
     TRAINER: Budget(4_650, mark=2_600),
     "bucketline": Budget(6_450),
     "bench": Budget(6_700),
     "product": Budget(63_850, mark=64_000),
-    "tests": Budget(62_800, mark=62_000),
+    "tests": Budget(63_000, mark=62_000),
 }
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CASE = "stream"
 OF_GETS, CPU_OF_GETS, OF_LOCAL = Mark(bound=0.9), Mark(bound=1.3, is_at_most=True), Mark(bound=0.95)
 OF_ROUND_TRIPS, CPU_OF_PLAIN = Mark(bound=1.5, is_at_most=True), Mark(bound=1.5, is_at_most=True)
-# of the first batch of a store without captions, one after the other: manifest; extents with the checksums of lines, and the
+# of the first batch of a store without captions, one after the other: manifest; sidecars with the checksums of lines, and the
 # generation after it, which is not there; lines
 ROUND_TRIPS = 3
 MOST_BACKED = 1 << 30  # bytes of memory, for stores that are read in part

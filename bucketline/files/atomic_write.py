@@ -12,11 +12,13 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import re
 import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -216,11 +218,15 @@ def make_sparse(path: Path, num_bytes: int) -> None:
 # Advisory file locks that record their holder.
 
 
+SAY_AFTER_S = 5.0
+LOOK_AGAIN_S = 0.002, 0.03  # a commit holds a lock for some milliseconds
+
+
 class FileLock:
     """An exclusive `flock` on a separate file, held until `release` or until the process ends for any reason."""
 
-    def __init__(self, path: Path, item: Path | None = None) -> None:
-        """Acquire the lock. Errors name `item`, which it guards; default: the store that contains the lock."""
+    def __init__(self, path: Path, item: Path | None = None, *, wait_s: float = 0.0) -> None:
+        """Acquire the lock, waiting up to `wait_s`. Errors name `item`, which it guards; default: the lock's store."""
         self.path = path
         self._owner = OwnerProcess()
         try:
@@ -228,27 +234,45 @@ class FileLock:
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror}") from error
         try:
-            if is_held(self._fd):
-                time.sleep(0.01)  # perhaps only by another process that asked
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._fd, 4096).decode("utf-8", "replace").strip("{}").replace('"', "")
+            self._acquire(item or path.parent.parent, wait_s)
+        except BaseException:
             os.close(self._fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise LockedError(
-                    f"{item or path.parent.parent} is being written by another process "
-                    f"({holder or 'it has not said who it is'}); wait until it has finished, or stop it"
-                ) from error
-            if error.errno == errno.EBADF:  # opened read-only, which NFS cannot lock exclusively
-                raise StoreError(f"{path} cannot be written: {os.strerror(errno.EACCES)}") from error
-            raise NoLocksError(
-                f"{path}: this file system has no advisory locks ({error.strerror}); put the store on one that has"
-            ) from error
+            raise
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         with contextlib.suppress(OSError):  # disk full: the lock holds, but does not record its holder
             if os.fstat(self._fd).st_nlink == 1:  # a hard link may be outside the store
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, holder.encode(), 0)
+
+    def _acquire(self, item: Path, wait_s: float) -> None:
+        """Take the lock. A queue of waiting processes gets it in no order; one that waits long says so once."""
+        begun, is_said = time.monotonic(), False
+        while not self._is_taken():
+            waited_s = time.monotonic() - begun
+            holder = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip("{}").replace('"', "")
+            what = f"{item} is being written by another process ({holder or 'it has not said who it is'})"
+            if waited_s >= wait_s:
+                raise LockedError(f"{what}; wait until it has finished, or stop it")
+            if waited_s >= SAY_AFTER_S and not is_said:
+                is_said = True
+                print(f"{what}; waiting until it has finished, {wait_s:.0f} s at most", file=sys.stderr, flush=True)
+            time.sleep(random.uniform(*LOOK_AGAIN_S))  # noqa: S311 - nothing secret
+
+    def _is_taken(self) -> bool:
+        """Take the lock if no process holds it; return whether it is taken."""
+        try:
+            if is_held(self._fd):
+                time.sleep(0.01)  # perhaps only by another process that asked
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            if error.errno == errno.EBADF:  # opened read-only, which NFS cannot lock exclusively
+                raise StoreError(f"{self.path} cannot be written: {os.strerror(errno.EACCES)}") from error
+            raise NoLocksError(
+                f"{self.path}: this file system has no advisory locks ({error.strerror}); put the store on one that has"
+            ) from error
+        return True
 
     @property
     def is_released(self) -> bool:

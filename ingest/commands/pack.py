@@ -20,10 +20,9 @@ from bucketline.command_line import (
 )
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import is_folder_of_images, redacted
-from bucketline.ingest.config import FILE_TABLES, PackConfig
-from bucketline.ingest.held_out import HeldOut, SplitBy
+from bucketline.ingest.config import FILE_TABLES, STORED_OPTIONS, PackConfig
 from bucketline.ingest.images.crop import crop_loss_line
-from bucketline.ingest.other_options import STORED_OPTIONS
+from bucketline.ingest.rules import HeldOut, SplitBy
 from bucketline.ingest.summary import WITHOUT_CAPTION, plus_withdrawn, print_withdrawn, took
 from bucketline.store.commands.look import shown
 from bucketline.store.format.manifest import MANIFEST

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 import re
+import resource
+import sys
 import threading
 import warnings
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError
 
-from bucketline.ingest.images.crop import NoBucketError, Placement, Reason, RejectedError
+from bucketline.ingest.images.crop import Framing, Grid, NoBucketError, Reason, RejectedError, Size
 from bucketline.ingest.images.pixels import colour_profile, deep_layout, refuse_unknown_white, round_to_eight_bits, to_srgb
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.ingest.images.crop import Framing
+    from bucketline.ingest.images.crop import Placement
 
 
 # ------------------------------------------------------------------------------------------------------------------- file type
@@ -88,7 +89,7 @@ def described(data: bytes) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------- decode
 
-__all__ = ["Decoded", "Reason", "RejectedError", "decode_image", "placed_by_header"]
+__all__ = ["Reason", "RejectedError", "decode_image", "placed_by_header"]
 
 _MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger images count as decompression bombs
 GIANT_PIXELS = 1 << 26  # images larger than this are decoded one at a time, to bound memory
@@ -114,16 +115,8 @@ _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # but those within a sc
 _one_giant = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """A decoded image, cropped to its bucket."""
-
-    pixels: NDArray[np.uint8]  # [height, width, 3] of the bucket, sRGB
-    placement: Placement
-
-
-def decode_image(data: bytes, framing: Framing, sample_id: str) -> Decoded:
-    """Decode an image, then resize and crop it to its bucket."""
+def decode_image(data: bytes, framing: Framing, sample_id: str) -> tuple[NDArray[np.uint8], Placement]:
+    """Return the pixels of an image, resized and cropped to its bucket, `[height, width, 3]` in sRGB, and its placement."""
     file = io.BytesIO(data)
     with _rejecting(file, framing):
         return _decode(file, framing, sample_id)
@@ -175,7 +168,7 @@ def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
         raise RejectedError(Reason.DAMAGED, f"it is truncated or damaged ({type(error).__name__}: {error})"[:300]) from error
 
 
-def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:
+def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> tuple[NDArray[np.uint8], Placement]:
     with Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         _check(image, framing.min_size_px)
@@ -203,7 +196,7 @@ def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:
             box = _box(placement, rgb, scale, orientation)
             size = placement.bucket.width_px, placement.bucket.height_px
             cropped = rgb.resize(size, Image.Resampling.LANCZOS, box=box)
-    return Decoded(pixels=np.asarray(cropped, dtype=np.uint8), placement=placement)
+    return np.asarray(cropped, dtype=np.uint8), placement
 
 
 def _refuse_without_end(file: BinaryIO) -> None:
@@ -310,3 +303,24 @@ def _quiet() -> Iterator[None]:
             if _quiet_threads == 0 and _quiet_filters is not None:
                 _quiet_filters.__exit__(None, None, None)
                 _quiet_filters = None
+
+
+# ------------------------------------------------------------------------------------------------------------------------ trial
+# `python -m bucketline.ingest.images.decode`: decode an image from stdin; a decoder that crashes ends only this process, by a
+# signal.
+
+_ANY = Framing(grid=Grid(name="64x64", sizes=(Size(64, 64),)))
+
+
+def main() -> int:
+    """Return 0 whether the image is decoded or rejected."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    data = sys.stdin.buffer.read()
+    for jpeg_draft in (False, True):
+        with suppress(RejectedError):
+            decode_image(data, Framing(grid=_ANY.grid, jpeg_draft=jpeg_draft), "")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,8 +14,7 @@ from bucketline.ingest.config import (
     TextDtype,
     WithdrawnOptions,
 )
-from bucketline.ingest.held_out import HeldOut
-from bucketline.ingest.rules import reject_limit
+from bucketline.ingest.rules import HeldOut, reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
 from bucketline.options import Arg, Positional
 from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorePlace

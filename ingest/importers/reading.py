@@ -42,7 +42,7 @@ _GZIP, _ZIP = b"\x1f\x8b", b"PK"
 
 
 def read_whole(source: Path, path: str) -> bytes:
-    return read_file(f"{source}/{path}", source).data
+    return read_file(f"{source}/{path}", source)[0]
 
 
 def read_npz(source: Path, path: str) -> Mapping[str, Any]:

@@ -19,11 +19,11 @@ from bucketline.families.family import Padding
 from bucketline.families.registry import family_of_pipeline
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.text_encoders import load_caption_encoder, text_family_of
-from bucketline.ingest.held_out import HeldOut, held_out
 from bucketline.ingest.images.crop import Grid, Placement, Reason, RejectedError, Size, bucket_placement
 from bucketline.ingest.importers.cache import Crops, Scaling, damaged, odd_files_rejected
 from bucketline.ingest.pipeline.captions import FreshCaptions
-from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.model import chosen_device
+from bucketline.ingest.rules import HeldOut, held_out
 from bucketline.ingest.sources.source import LEADS_OUT, LinkedOutError, file_stamp
 from bucketline.store import Axis, RowColumn, SampleRecord
 from bucketline.store.format.block import FLIPPED_SUFFIX, PLAIN_FAMILY, TARGET, TOKENS, checksum, identity

@@ -19,7 +19,7 @@ from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_
 from bucketline.ingest.packed_index import PackedIndex, withdrawn_ids
 from bucketline.ingest.packing.run import target_of
 from bucketline.ingest.parallel.signals import Interrupts
-from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.model import share_of_cores
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit

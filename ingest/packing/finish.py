@@ -1,4 +1,4 @@
-"""Publish a pack: during packing with `--publish-every`, and at its end, with what is to be dropped and the sums."""
+"""Commit what a rank has packed, and end a pack: what is to be dropped, and the sums."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store.format.block import PLAIN_FAMILY
-from bucketline.store.sync.working import SentShard, take_sent
-from bucketline.typed_json import decode, encode
+from bucketline.store.remote.generations import find_newest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.packing.run import PackRun
-    from bucketline.ingest.parallel.ranks import PackRanks
     from bucketline.ingest.pipeline.slice_packer import SlicePacker
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text import TextError
@@ -64,14 +62,14 @@ class PackResult(SampleChanges):
     payload_bytes: int
     disk_bytes: int
     generation: int
-    generations_meanwhile: int  # published during packing
+    generations_meanwhile: int  # published during packing, by the ranks and by others
     seconds: float
     stage_seconds: dict[str, float]  # of the encoding threads: wait for decoded images, encode, wait for the writer
     slowest_stage: str  # decode, encode or write
 
 
 def finish(run: PackRun) -> PackResult:
-    """Write the rejects and publish the last generation. On the process that publishes, under the store's lock."""
+    """Write the rejects and publish the last generation: this process's shards, without what is to be dropped."""
     config, target, outline, account = run.config, run.target, run.outline, run.account
     assert run.plan is not None
     assert run.newest is not None
@@ -80,7 +78,10 @@ def finish(run: PackRun) -> PackResult:
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     without_caption = without_caption_as_lines(outline.without_caption, account)
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption)
-    published = target.publish(run.newest, run.sealed, dropped, {**run.newest.rules, **config.caption_rules.as_json()})
+    newest = run.newest
+    if len(run.slices) > 1:  # other ranks have committed
+        newest = find_newest(target.folder, lists=True) or newest
+    published = target.publish(newest, run.sealed, dropped, {**newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
     target.send_lists()
     remove_kept_captions(config.store)
@@ -114,7 +115,7 @@ def finish(run: PackRun) -> PackResult:
         payload_bytes=published.payload_bytes,
         disk_bytes=target.disk_bytes(published),
         generation=published.generation,
-        generations_meanwhile=run.num_meanwhile,
+        generations_meanwhile=max(0, published.generation - before.generation - 1),
         seconds=round(time.monotonic() - run.started, 3),
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=account.on_shared_cores),
@@ -135,86 +136,40 @@ def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSumm
 
 
 # ------------------------------------------------------------------------------------------------------------------- meanwhile
-# `--publish-every`: publish during packing what is packed so far.
-#
-# When a period is over, each rank ends its shard. It tells rank 0 of each of its shards that is sealed (and sent, if the store
-# is in object storage). Rank 0 publishes what it was told of a little after each period, or as soon as there is something: the
-# ranks need not agree on a moment, and none waits for another.
+# What a rank commits by itself: during packing with `--publish-every`, and at its end. No rank waits for another, or tells it.
 
-SEALING = 0.1  # of a period, in which ranks seal the shards that they ended with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """From a rank to rank 0: shards that are ready to be listed by a generation."""
-
-    ready: list[str]
-    sent: list[SentShard]  # the same, if they were made on a disk that rank 0 does not see
+SEALING = 0.1  # of a period, in which the shard that was ended with it is sealed
 
 
 class Meanwhile:
-    """The part of one rank in publishing during packing. Call `check` between images.
+    """The commits of one rank. Call `check` between images."""
 
-    A rank that makes shards on a disk of its own tells of them in any case, with what rank 0 needs to list them.
-    """
-
-    def __init__(
-        self,
-        every_s: float | None,
-        ranks: PackRanks,
-        run: PackRun | None,
-        packer: SlicePacker,
-        sent: Callable[[list[str]], list[SentShard]],
-    ) -> None:
-        """`every_s` is the period, None for none; `run` that of rank 0; `sent` describes shards that were sent from here."""
-        self._every_s, self._ranks, self._run, self._packer, self._sent = every_s, ranks, run, packer, sent
+    def __init__(self, every_s: float | None, packer: SlicePacker, publish: Callable[[list[str]], None]) -> None:
+        """`every_s` is the period, None for none; `publish` commits sealed shards, which have been sent if that is needed."""
+        self._every_s, self._packer, self._publish = every_s, packer, publish
         self._end_at = time.monotonic() + (every_s or 0.0)
         self._publish_at = self._end_at + SEALING * (every_s or 0.0)
-        self._num_told = 0  # of the packer's shards
-        self._waiting: list[str] = []  # on rank 0: shards to publish
+        self._num_published = 0  # of the packer's shards
 
     def check(self) -> None:
-        """End the shard if a period is over, and tell of shards that are ready; on rank 0, publish."""
-        if self._every_s is None:
-            return
-        if time.monotonic() >= self._end_at:
-            self._end_at = time.monotonic() + self._every_s
-            self._packer.end_shard()
-        self._tell()
-        self.publish_due()
-
-    def finish(self) -> None:
-        """Tell of all shards: this rank packs nothing more of its slice."""
-        if self._every_s is not None or not self._ranks.shares_disk:
-            self._tell()
-
-    def take(self) -> None:
-        """On rank 0, take what the others have told."""
-        for _, value in self._ranks.notes():
-            self._take(decode(Told, value))
+        """End the shard if a period is over, and commit those that are ready."""
+        if self._every_s is not None:
+            if time.monotonic() >= self._end_at:
+                self._end_at = time.monotonic() + self._every_s
+                self._packer.end_shard()
+            self.publish_due()
 
     def publish_due(self) -> None:
-        """Publish on rank 0 if it is time."""
-        if self._run is None:
-            return
-        self.take()
-        if self._every_s and self._waiting and time.monotonic() >= self._publish_at:
+        """Commit if it is time."""
+        if self._every_s is not None and time.monotonic() >= self._publish_at and self._ready():
             self._publish_at = time.monotonic() + self._every_s
-            self._run.publish(self._waiting)
-            self._waiting = []
+            self.commit()
 
-    def _tell(self) -> None:
-        ready = list(self._packer.ready[self._num_told :])
-        if not ready:
-            return
-        self._num_told += len(ready)
-        told = Told(ready=ready, sent=self._sent(ready))
-        if self._ranks.is_first:
-            self._take(told)
-        else:
-            self._ranks.note(encode(told))
+    def commit(self) -> None:
+        """Commit all shards that are ready and not committed yet."""
+        if ready := self._ready():
+            self._publish(ready)
+            self._num_published += len(ready)
 
-    def _take(self, told: Told) -> None:
-        if self._run is not None and told.sent:
-            take_sent(self._run.config.store, told.sent)
-        self._waiting += told.ready
+    def _ready(self) -> list[str]:
+        return list(self._packer.ready[self._num_published :])

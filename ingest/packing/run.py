@@ -16,8 +16,8 @@ from bucketline.errors import UsageError
 from bucketline.families.family import Padding
 from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.config import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
 from bucketline.ingest.images.crop import model_grid
-from bucketline.ingest.other_options import CAPTION_OPTIONS, recorded_rules, refuse_other_options, shown_option, stored_options
 from bucketline.ingest.packed_index import hold_out_one, leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.exchange import take_apart
@@ -192,7 +192,7 @@ class Placed(Protocol):
 def target_of(config: Placed) -> StoreTarget:
     """Return the store, to be written; nothing is requested yet."""
     if isinstance(config.place, Path):
-        return LocalTarget(config.store)
+        return LocalTarget(config.store, waits=True)
     from bucketline.store.sync.working import WorkingStore
 
     folder, show = config.objects(config.place), partial(bar_of_bytes, "send")
@@ -218,7 +218,7 @@ def newest_store(config: Placed) -> Store | None:
 
 @dataclass(slots=True, kw_only=True)
 class PackRun:
-    """One run: its source, its plan, and what was packed of it so far. Use it under the store's lock."""
+    """One run: its source, its plan, and what was packed of it so far."""
 
     config: PackConfig
     target: StoreTarget
@@ -228,8 +228,7 @@ class PackRun:
     started: float
     num_withdrawn: int  # images whose ids are withdrawn: they are in no slice
     plan: PackPlan | None = None
-    newest: Manifest | None = None  # published meanwhile, or that of the plan
-    num_meanwhile: int = 0  # generations published meanwhile
+    newest: Manifest | None = None  # that of the plan, or of this process's last commit
     accounts: dict[int, RunSummary] = field(default_factory=dict)  # by slice
     sealed: list[str] = field(default_factory=list)  # names of the shards
 
@@ -262,7 +261,7 @@ class PackRun:
         )
 
     def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int) -> PackPlan:
-        """Open or create the store, and return the plan; see `prepare`."""
+        """Open or create the store, which stays locked until `held` is closed, and return the plan; see `prepare`."""
         manifest = prepare(self.config, model, facts, self.outline, held, self.target, num_making=num_making)
         if taken_back := self.config.taken_back:
             manifest = self.target.publish(manifest, (), taken_back=taken_back)
@@ -279,7 +278,6 @@ class PackRun:
         """Publish a generation with shards that are sealed, and sent if that is needed, before the end of the run."""
         assert self.newest is not None
         self.newest = self.target.publish(self.newest, sealed)
-        self.num_meanwhile += 1
 
     def take(self, number: int, packed: PackedSlice) -> None:
         """Count a slice, whose shards are in the store's folder."""

@@ -59,8 +59,6 @@ class PackRanks:
         self._interrupts = interrupts
         self._exchange = cast("Exchange", exchange)
         self._turn = 0  # number of the next message of rank 0, and of what it is given in return
-        self._notes: dict[str, tuple[int, Json]] = {}  # by the names of their files
-        self._num_notes = 0  # that were given out, or written
         self._beats: dict[int, tuple[float, float]] = {}  # when a rank's last heartbeat was written, and when it was first seen
         self._silent: set[int] = set()  # ranks named in a warning
         self._given_up: set[int] = set()
@@ -166,17 +164,6 @@ class PackRanks:
         self._is_over = is_last
         return found
 
-    def note(self, value: Json) -> None:
-        """Send a value to rank 0, which does not wait for it."""
-        self._exchange.say(f"{self.rank}-note-{self._num_notes:06d}.json", _as_bytes(value))
-        self._num_notes += 1
-
-    def notes(self) -> list[tuple[int, Json]]:
-        """Return the ranks' notes that have arrived on rank 0 since the last call, with their ranks."""
-        found = list(self._notes.values())[self._num_notes :]
-        self._num_notes += len(found)
-        return found
-
     def check(self) -> None:
         """Check for messages of other ranks; does nothing if called again too soon."""
         if self.world_size > 1 and (now := monotonic()) >= self._look_at:
@@ -249,17 +236,13 @@ class PackRanks:
         return there
 
     def _heard(self) -> dict[str, float]:
-        """Note which ranks have ended, and why; on rank 0, also the notes of others."""
+        """Note which ranks have ended, and why; return what is there on rank 0."""
         gone = [rank for rank in self._exchange.processes if rank not in self._ended and self._exchange.has_ended(rank)]
         if not self.is_first:
             if 0 not in self._ended and ((word := self._exchange.read("0-end.json")) is not None or gone):
                 self._ended[0] = None if word is None else decode(LastWord, json.loads(word))
             return {}
         there = {name: file.modified_s for name, file in self._exchange.listed().items()}
-        for name in sorted(there.keys() - self._notes.keys()):
-            sender, _, kind = name.partition("-")
-            if kind.startswith("note-"):
-                self._notes[name] = int(sender), json.loads(self._exchange.read(name) or b"")
         for rank in self._exchange.processes:
             if rank not in self._ended and f"{rank}-end.json" in there:
                 self._ended[rank] = decode(LastWord, json.loads(self._exchange.read(f"{rank}-end.json") or b""))

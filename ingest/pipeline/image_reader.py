@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,57 +23,28 @@ import numpy as np
 from bucketline.errors import SourceError, StoreError
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import Placement, Reason, RejectedError, Size
-from bucketline.ingest.images.decode import Decoded, decode_image, placed_by_header
-from bucketline.ingest.rules import Check, split_of
+from bucketline.ingest.images.decode import decode_image, placed_by_header
+from bucketline.ingest.pipeline.pool import OrderedPool, read_ahead
+from bucketline.ingest.rules import Check
+from bucketline.ingest.sources.source import split_of
 from bucketline.store.format.block import fixed_columns, identity, sample_digest
 from bucketline.store.format.schema import SampleRecord, bucket_name, captions_checksum
 from bucketline.store.read.samples import checked_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.packed_index import PackedIndex, PackedSample
-    from bucketline.ingest.sources.source import Source, SourceBytes, SourceItem, Stamp
+    from bucketline.ingest.pipeline.pool import WorkLimits
+    from bucketline.ingest.sources.source import Source, SourceItem, Stamp
+    from bucketline.ingest.summary import RunSummary
     from bucketline.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptLatents:
-    """The latent columns of a stored row, with verified checksum, and the placement of its image."""
-
-    placement: Placement
-    latents: Mapping[str, NDArray[Any]]  # by column, [C, h, w]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(latent.nbytes for latent in self.latents.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadImage:
-    """A decoded image, or its latents from the store, with its item, split and file identity."""
-
-    item: SourceItem
-    image: Decoded | KeptLatents
-    split: str
-    stamp: Stamp
-    content: bytes  # digest of its file
-    is_moved: bool = False  # from the store's other split
-
-    @property
-    def bucket(self) -> str:
-        size = self.image.placement.bucket
-        return bucket_name(self.split, size.height_px, size.width_px)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.image.pixels.nbytes if isinstance(self.image, Decoded) else self.image.num_bytes
 
 
 class Change(StrEnum):
@@ -85,14 +58,26 @@ class Change(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """An image next to its sample in the store."""
+class ReadImage:
+    """An image of the walk: decoded, with its latents from the store, or, if only headers are read, with neither."""
 
-    split: str
+    item: SourceItem
     change: Change
-    stored: PackedSample | None = None
-    stamp: Stamp | None = None
-    found: SourceBytes | None = None  # its file, if it had to be read
+    split: str
+    stamp: Stamp
+    placement: Placement
+    content: bytes = b""  # digest of its file
+    pixels: NDArray[np.uint8] | None = None  # [height, width, 3] of the bucket, sRGB
+    latents: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # by column, [C, h, w]; checksum verified
+
+    @property
+    def bucket(self) -> str:
+        size = self.placement.bucket
+        return bucket_name(self.split, size.height_px, size.width_px)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(latent.nbytes for latent in self.latents.values()) if self.pixels is None else self.pixels.nbytes
 
 
 def record_of(
@@ -118,54 +103,152 @@ def record_of(
     )
 
 
-class ImageReader:
-    """Reads and decodes images; safe to call from several threads."""
+_PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in passing them on than in comparing them
+PARTS_PER_THREAD = 4  # in a window, so that threads rarely wait for the slowest
 
-    def __init__(self, source: Source, store: Store, samples: PackedIndex, config: PackConfig, grid: Grid) -> None:
-        """Read from `source`; `samples` is the index of this rank's samples in the store."""
-        self._source, self._samples, self._config = source, samples, config
-        self._store, self._held_out = store, config.held_out
-        self._fixed = {column.name for column in fixed_columns(store.manifest.max_captions)}
+
+class ChangedItems:
+    """Iterates over the items that are not unchanged, in order, and counts the others."""
+
+    def __init__(
+        self, items: Iterable[SourceItem], are_unchanged: Callable[[Sequence[SourceItem]], Sequence[bool]], num_threads: int
+    ) -> None:
+        """`are_unchanged` is called with at most _PART_ITEMS items, from several threads."""
+        self._items, self._are_unchanged, self._num_threads = items, are_unchanged, num_threads
+        self._num_unchanged = self._num_taken = 0
+
+    def take_unchanged(self) -> int:
+        """Return the number of unchanged items since the last call; another thread than that which iterates may call it."""
+        before, self._num_taken = self._num_taken, self._num_unchanged
+        return self._num_taken - before
+
+    def __iter__(self) -> Iterator[SourceItem]:
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="compare") as pool:
+            for window in self._windows():
+                parts = [window[at : at + _PART_ITEMS] for at in range(0, len(window), _PART_ITEMS)]
+                for part, flags in zip(parts, pool.map(self._are_unchanged, parts), strict=True):
+                    for item, is_unchanged in zip(part, flags, strict=True):
+                        if is_unchanged:
+                            self._num_unchanged += 1
+                        else:
+                            yield item
+
+    def _windows(self) -> Iterator[list[SourceItem]]:
+        """Collect items; one that comes with its bytes waits for no other, since the next may be a gigabyte as well."""
+        window: list[SourceItem] = []
+        for item in self._items:
+            window.append(item)
+            if item.held is not None or len(window) == _PART_ITEMS * PARTS_PER_THREAD * self._num_threads:
+                yield window
+                window = []
+        if window:
+            yield window
+
+
+class ImageReader:
+    """Reads the images of a source: the walk of a pack, of its dry run and of a scan.
+
+    `walk` goes through all of them; the other functions are about one, and safe to call from several threads.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        store: Store | None,
+        samples: PackedIndex | None,
+        config: PackConfig | ScanConfig,
+        grid: Grid,
+        *,
+        reads_headers: bool = False,
+    ) -> None:
+        """Take the index of this rank's samples in the store, if there is one; with `reads_headers`, decode nothing."""
+        self._source, self._samples, self._check = source, samples, config.check
+        self._store, self._held_out, self._reads_headers = store, config.held_out, reads_headers
+        self._fixed = set() if store is None else {one.name for one in fixed_columns(store.manifest.max_captions)}
         self._lock = threading.Lock()  # sidecars are mapped on first use
         self._framing = framing_of(config, grid)
+        largest = max(3 * size.height_px * size.width_px for size in grid.sizes)
+        self._decoded_bytes = 0 if reads_headers else largest  # at most, of an image
+        self.too_cropped: list[tuple[str, Placement]] = []  # of a scan: ids of rejects, and where their crops would be
         self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
+    def walk(
+        self,
+        items: Iterable[SourceItem],
+        room: WorkLimits,
+        account: RunSummary,
+        on_image: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[ReadImage]:
+        """Read ahead and yield the images in order, without those that are unchanged or rejected: these are counted.
+
+        `on_image` is called for each of these; `check` is called while waiting and between images, and may raise.
+        """
+        changed = ChangedItems(self._source.in_turn(items), self.are_unchanged, room.num_threads)
+        coming = changed if self._reads_headers else read_ahead(self._source, changed, self._will_read)
+        with OrderedPool(coming, self.read, lambda item: self._decoded_bytes + len(item.held or b""), room) as ahead:
+            for item, future in ahead.results(partial(_count_and_check, account, changed, on_image, check)):
+                try:
+                    image = future.result()
+                except RejectedError as error:
+                    self.reject(account, item, error)
+                    image = None
+                else:
+                    account.unchanged += image is None
+                if image is None:
+                    on_image()
+                else:
+                    yield image
+        _count_and_check(account, changed, on_image, check)
+
+    def reject(self, account: RunSummary, item: SourceItem, error: RejectedError) -> None:
+        """Count a rejected image."""
+        account.reject(item.id, error, is_stored=self._stored(item.id) is not None)
+        if self._store is None and error.placement is not None:
+            self.too_cropped.append((item.id, error.placement))
+
     def read(self, item: SourceItem) -> ReadImage | None:
-        """Read and decode one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents."""
-        compared = self.compare(item)
-        if compared.change is Change.NONE:
+        """Read one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents."""
+        split, change, stored, stamp, data = self._compared(item)
+        if change is Change.NONE:
             return None
-        if compared.change is Change.TEXT and (image := self._with_kept_latents(item, compared)) is not None:
+        if change is Change.TEXT and (image := self._with_kept_latents(item, split, stored, stamp)) is not None:
             return image
-        found = compared.found or self._source.read(item)
-        if item.caption_error is not None:
-            raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
-        content = identity(found.data)
-        with nullcontext() if self.notes is None else self.notes.of(content, found.data):
-            decoded = decode_image(found.data, self._framing, item.id)
+        if self._reads_headers:
+            stamp = stamp or self._source.stamp(item)
+            with self._source.opened(item) if data is None else io.BytesIO(data) as file:
+                _refuse_bad_captions(item)
+                placement = placed_by_header(file, self._framing, item.id)
+            content, pixels = b"", None
+        else:
+            if data is None or stamp is None:
+                data, stamp = self._source.read(item)
+            _refuse_bad_captions(item)
+            content = identity(data)
+            with nullcontext() if self.notes is None else self.notes.of(content, data):
+                pixels, placement = decode_image(data, self._framing, item.id)
+        item = replace(item, held=None)
         return ReadImage(
-            item=replace(item, held=None),
-            image=decoded,
-            split=compared.split,
-            is_moved=compared.change is Change.SPLIT,
-            stamp=found.stamp,
-            content=content,
+            item=item, change=change, split=split, stamp=stamp, placement=placement, content=content, pixels=pixels
         )
 
-    def compare(self, item: SourceItem) -> Compared:
-        """Compare an image with its sample in the store. Read its file only if size or mtime differ, or for --check content."""
-        stored = self._samples.find(item.id)
+    def _compared(self, item: SourceItem) -> tuple[str, Change, PackedSample | None, Stamp | None, bytes | None]:
+        """Compare an image with its sample in the store. Read its file only if size or mtime differ, or for --check content.
+
+        Return its split, how it differs, its sample, and of its file the stamp and the content, if they are known.
+        """
+        stored = self._stored(item.id)
         split, change, stamp = self._by_stamp(item, stored)
         if change is not None:
-            return Compared(split=split, change=change, stored=stored, stamp=stamp)
-        found = self._source.read(item)
+            return split, change, stored, stamp, None
+        data, stamp = self._source.read(item)
         assert stored is not None, item.id
-        if stored.content != identity(found.data):
+        if stored.content != identity(data):
             change = Change.CONTENT
         else:
-            has_captions = self._config.check is Check.CONTENT and stored.captions == captions_checksum(item.captions)
+            has_captions = self._check is Check.CONTENT and stored.captions == captions_checksum(item.captions)
             change = Change.NONE if has_captions else Change.TEXT
-        return Compared(split=split, change=change, stored=stored, stamp=found.stamp, found=found)
+        return split, change, stored, stamp, data
 
     def _by_stamp(self, item: SourceItem, stored: PackedSample | None) -> tuple[str, Change | None, Stamp | None]:
         """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells."""
@@ -174,7 +257,7 @@ class ImageReader:
             return split, Change.NEW, None
         if stored.is_held_out != (split == "val"):
             return split, Change.SPLIT, None
-        if self._config.check is not Check.SIZE_TIME:
+        if self._check is not Check.SIZE_TIME:
             return split, None, None
         stamp = self._source.stamp(item)
         if (stored.source_bytes, stored.source_mtime_ns) != (stamp.num_bytes, stamp.mtime_ns):
@@ -183,30 +266,23 @@ class ImageReader:
 
     def will_pack(self, item: SourceItem) -> bool:
         """Return whether an image that `are_unchanged` does not leave out may be packed. Reads its file for --check content."""
-        if self._config.check is Check.SIZE_TIME:
+        if self._check is Check.SIZE_TIME:
             return True
         try:
-            return self.compare(item).change is not Change.NONE
+            return self._compared(item)[1] is not Change.NONE
         except RejectedError:
             return False  # `read` raises it again
 
-    def will_read(self, item: SourceItem) -> bool:
+    def _will_read(self, item: SourceItem) -> bool:
         """Return whether `read` needs the file of an item that is not unchanged: not if only its captions differ."""
         try:
-            return self._by_stamp(item, self._samples.find(item.id))[1] not in (Change.NONE, Change.TEXT)
+            return self._by_stamp(item, self._stored(item.id))[1] not in (Change.NONE, Change.TEXT)
         except (RejectedError, SourceError):
             return False  # `read` raises it again, in turn
 
-    def placed(self, item: SourceItem, compared: Compared) -> Placement:
-        """Return the placement of an image that would be decoded, by its header only."""
-        with io.BytesIO(compared.found.data) if compared.found is not None else self._source.opened(item) as file:
-            if item.caption_error is not None:
-                raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
-            return placed_by_header(file, self._framing, item.id)
-
     def are_unchanged(self, items: Sequence[SourceItem]) -> list[bool]:
         """Return for each item whether `read` would find it unchanged by its size and mtime, and so return None."""
-        if self._config.check is not Check.SIZE_TIME:
+        if self._samples is None or self._check is not Check.SIZE_TIME:
             return [False] * len(items)
         samples = self._samples.find_all([item.id for item in items])
         return [self._is_unchanged(item, sample) for item, sample in zip(items, samples, strict=True)]
@@ -217,35 +293,57 @@ class ImageReader:
         except RejectedError:
             return False  # `read` raises it again, in turn
 
-    def has(self, sample_id: str) -> bool:
-        """Return True if the store has a live row of a sample."""
-        return self._samples.find(sample_id) is not None
+    def _stored(self, sample_id: str) -> PackedSample | None:
+        return None if self._samples is None else self._samples.find(sample_id)
 
-    def _with_kept_latents(self, item: SourceItem, compared: Compared) -> ReadImage | None:
+    def _with_kept_latents(
+        self, item: SourceItem, split: str, stored: PackedSample | None, stamp: Stamp | None
+    ) -> ReadImage | None:
         """Return an unchanged image with its stored latents; None if its row is damaged or unreadable, so that it is encoded.
 
         A run has the rules and encoders of the store, so an image with the same content has the same latents. That includes
         sampled latents and random crops, which depend only on the id.
         """
-        stored, stamp = compared.stored, compared.stamp
-        if stored is None or stamp is None:
+        if self._store is None or stored is None or stamp is None:
             return None
         try:
             with self._lock:
                 record = self._store.record_of(stored.shard, sample_digest(item.id))
-                row = checked_row(self._store, stored.shard, record)
+                row = {} if self._reads_headers else checked_row(self._store, stored.shard, record)
         except StoreError:
             return None
         latents = {
             column.name: np.frombuffer(row[column.name], dtype=column.numpy_dtype).reshape(column.shape)
             for column in self._store.manifest.specs[record.bucket].columns
-            if column.name not in self._fixed
+            if column.name in row and column.name not in self._fixed
         }
         top, left, height, width = record.crop
         bucket, source = Size(height, width), record.original_size
         placement = Placement(bucket=bucket, source=source, resized=record.resized, top=top, left=left)
-        kept = KeptLatents(placement=placement, latents=latents)
-        return ReadImage(item=replace(item, held=None), image=kept, split=record.split, stamp=stamp, content=stored.content)
+        return ReadImage(
+            item=replace(item, held=None),
+            change=Change.TEXT,
+            split=split,
+            stamp=stamp,
+            placement=placement,
+            content=stored.content,
+            latents=latents,
+        )
+
+
+def _count_and_check(
+    account: RunSummary, changed: ChangedItems, on_image: Callable[[], None], check: Callable[[], None]
+) -> None:
+    """Count the images that were left out as unchanged since the last call."""
+    for _ in range(changed.take_unchanged()):
+        account.unchanged += 1
+        on_image()
+    check()
+
+
+def _refuse_bad_captions(item: SourceItem) -> None:
+    if item.caption_error is not None:
+        raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
 
 
 # ---------------------------------------------------------------------------------------------------------------- decode notes
@@ -260,7 +358,7 @@ FOLDER = "decoding"
 SLOT_BYTES = 32
 TRIAL_S = 600  # a decoder that takes longer is ended
 _NOTES, _SUSPECT, _CRASHES = "notes-", "suspect-", "crashes-"
-_TRIAL = "bucketline.ingest.pipeline.trial_decode"
+_TRIAL = "bucketline.ingest.images.decode"
 
 
 class DecodeNotes:

@@ -1,29 +1,32 @@
-"""The encoders of a run: what must be known of them, the order of two phases, and when each is loaded."""
+"""The encoders of a run: what must be known of them, their device, the order of two phases, and when each is loaded."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import human_bytes
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Padding
+from bucketline.ingest.config import refuse_other_options
 from bucketline.ingest.encoders.model_folder import WEIGHT_BYTES, open_model, part_weights
+from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.crop import latent_sizes
-from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.pipeline.device import chosen_device, refuse_no_cuda
 from bucketline.ingest.rules import Phases
 from bucketline.model_file import DIFFUSERS, TRANSFORMERS, config_hash
 from bucketline.store.format.block import LatentKind
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.schema import text_entry
-from bucketline.torch_setup import free_memory
+from bucketline.torch_setup import avoid_cudnn_attention, free_memory, keep_freed_memory
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -89,6 +92,54 @@ def facts_without_weights(config: PackConfig, model: ModelFolder, manifest: Mani
 def _number(value: Json) -> int:
     assert isinstance(value, int)
     return value
+
+
+# --------------------------------------------------------------------------------------------------------------------- device
+
+
+def refuse_no_cuda(name: str) -> None:
+    """Check the device that `--device` names, as far as that is known without importing torch: by its build, and the driver."""
+    if not name.startswith("cuda"):
+        return
+    build = importlib.metadata.version("torch").partition("+")[2]
+    try:
+        if build != "cpu" and not build.startswith("rocm"):
+            ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        build = "cpu"
+    if build == "cpu":
+        raise _no_cuda(name)
+
+
+def _no_cuda(name: str) -> UsageError:
+    return UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
+
+
+def chosen_device(name: str, local_rank: int) -> torch.device:
+    """Return the device that `--device` names; for `auto`, this rank's CUDA device if there is one, else the CPU.
+
+    More ranks than GPUs share them.
+    """
+    import torch
+
+    if name == "auto":
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name!r} is not a device; expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise _no_cuda(name)
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise UsageError(f"--device {name}: this machine has {count} CUDA devices, expected cuda:0 to cuda:{count - 1}")
+    return device
+
+
+def share_of_cores(local_world_size: int) -> int:
+    """Return the number of cores per process, if `local_world_size` processes share the available cores."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- phases
@@ -168,6 +219,33 @@ def free_bytes(device: torch.device) -> int:
 # -------------------------------------------------------------------------------------------------------------------- encoders
 
 
+def load_vae_encoder(config: PackConfig, model: ModelFolder, device: torch.device) -> VaeEncoder:
+    from bucketline.ingest.encoders.vae import VaeEncoder  # imports torch
+
+    _prepare(device)
+    return VaeEncoder(model, device, config.dtype, latents=LatentKind(config.latents), encode_dtype=config.vae_dtype)
+
+
+def load_text_encoder(config: PackConfig, model: ModelFolder, device: torch.device) -> CaptionEncoder:
+    """Load the text encoders of a model folder; raises what `load_vae_encoder` does."""
+    from bucketline.ingest.encoders.text_encoders import load_caption_encoder
+
+    _prepare(device)
+    settings = TextSettings(
+        stored_dtype=config.text_dtype or config.dtype,
+        encode_dtype=config.encode_dtype,
+        max_tokens=config.max_tokens,
+        is_plain=config.text is not None,
+    )
+    return load_caption_encoder(model, device, settings)
+
+
+def _prepare(device: torch.device) -> None:
+    avoid_cudnn_attention()
+    if device.type == "cpu":
+        keep_freed_memory()
+
+
 class Encoders:
     """The encoders of a run's model on one rank."""
 
@@ -193,23 +271,21 @@ class Encoders:
 
     def vae(self, manifest: Manifest | None = None) -> VaeEncoder:
         """Load the VAE, or return it if it is loaded; compare it with the one that a store was made with."""
-        loaded: VaeEncoder = self._loaded("vae", "load_vae_encoder", manifest)
+        loaded: VaeEncoder = self._loaded("vae", load_vae_encoder, manifest)
         return loaded
 
     def text(self, manifest: Manifest | None = None) -> CaptionEncoder:
         """Load the text encoders, or return them if they are loaded; compare them as `vae` does, and raise what it does."""
-        loaded: CaptionEncoder = self._loaded("text_encoder", "load_text_encoder", manifest)
+        loaded: CaptionEncoder = self._loaded("text_encoder", load_text_encoder, manifest)
         return loaded
 
-    def _loaded(self, name: str, function: str, manifest: Manifest | None) -> Any:  # noqa: ANN401 - either encoder
+    def _loaded(self, name: str, load: Callable[..., Any], manifest: Manifest | None) -> Any:  # noqa: ANN401 - either encoder
         if name not in self._parts:
-            from bucketline.ingest.pipeline import load_encoders
-
             device = self._device()
             if self.phases.are_two:
                 self._parts.clear()
                 free_memory(device)
-            self._parts[name] = own = getattr(load_encoders, function)(self._config, self.model, device)
+            self._parts[name] = own = load(self._config, self.model, device)
             self._known[name] = own.provenance
             if name == "text_encoder":
                 self._columns = own.columns

@@ -215,6 +215,16 @@ class StageTimer:
         finally:
             self.add(stage, time.perf_counter() - begin)
 
+    def each(self, stage: str, items: Iterator[T]) -> Iterator[T]:
+        """Yield items, and add the time spent waiting for each to a stage."""
+        while True:
+            with self.spent(stage):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] += seconds
         kept = max(0.0, 1.0 - seconds / FADE_S)

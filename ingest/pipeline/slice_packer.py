@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import itertools
 import queue
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bucketline.errors import ModelError, StoreError
 from bucketline.forks import JoinableThread
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.packed_index import PackedIndex
 from bucketline.ingest.pipeline.captions import FreshCaptions, KeptCaptions
-from bucketline.ingest.pipeline.image_reader import DecodeNotes, ImageReader, ReadImage, record_of
-from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, OrderedPool, WorkLimits, read_ahead
+from bucketline.ingest.pipeline.image_reader import Change, ChangedItems, DecodeNotes, ImageReader, record_of
+from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, WorkLimits
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.parallel.exchange import Share
     from bucketline.ingest.pipeline.captions import CaptionWriter
+    from bucketline.ingest.pipeline.image_reader import ReadImage
     from bucketline.ingest.pipeline.pool import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
@@ -56,15 +54,10 @@ BATCHES_WAITING = 4  # encoded batches in the queue
 _POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
 
 
-@dataclass(slots=True, kw_only=True)
-class EncodedBatch:
-    """Rows of one bucket, and those of their captions that the shard does not have yet."""
-
-    spec: BlockSpec
-    begins_shard: bool
-    captions: list[Caption] = field(default_factory=list)
-    # of each sample its record, its latents by column, [C, h, w], and the digests of its captions
-    rows: list[tuple[SampleRecord, Mapping[str, NDArray[Any]], list[bytes]]] = field(default_factory=list)
+# of each sample its record, its latents by column, [C, h, w], and the digests of its captions
+Rows: TypeAlias = "list[tuple[SampleRecord, Mapping[str, NDArray[Any]], list[bytes]]]"
+# the columns of a bucket, captions that the shard does not have yet, rows, and whether they begin a shard
+_Batch: TypeAlias = "tuple[BlockSpec, Sequence[Caption], Rows, bool]"
 
 
 class _EndShard:
@@ -81,17 +74,17 @@ class RowWriter:
     def __init__(self, new_shard: Callable[[], ShardWriter], on_sealed: Callable[[str], None] = lambda _: None) -> None:
         """Take what begins a shard, and what is told the name of each that is sealed; the thread calls both."""
         self._new_shard, self._on_sealed = new_shard, on_sealed
-        self._waiting: queue.Queue[EncodedBatch | _EndShard | None] = queue.Queue(BATCHES_WAITING)
+        self._waiting: queue.Queue[_Batch | _EndShard | None] = queue.Queue(BATCHES_WAITING)
         self._thread = JoinableThread(self._run, name="row-writer")
         self._failure: BaseException | None = None
         self._is_to_seal = True
         self.sealed: list[str] = []
 
-    def put(self, batch: EncodedBatch) -> None:
-        """Queue a batch; blocks while the disk is slower than the encoders."""
+    def put(self, spec: BlockSpec, captions: Sequence[Caption], rows: Rows, *, begins_shard: bool) -> None:
+        """Queue rows of one bucket, and captions that the shard lacks; blocks while the disk is slower than the encoders."""
         if self._thread.ident is None:
             self._thread.start()
-        self._hand_over(batch)
+        self._hand_over((spec, captions, rows, begins_shard))
         self._raise_failure()
 
     def end_shard(self) -> None:
@@ -110,7 +103,7 @@ class RowWriter:
         if self._failure is not error:
             self._raise_failure()
 
-    def _hand_over(self, batch: EncodedBatch | _EndShard | None) -> None:
+    def _hand_over(self, batch: _Batch | _EndShard | None) -> None:
         """Put a batch, or None to end, into the queue; return at once if the thread has ended."""
         while self._thread.is_alive():
             with suppress(queue.Full):
@@ -137,12 +130,12 @@ class RowWriter:
         shard: ShardWriter | None = None
         try:
             while (batch := self._waiting.get()) is not None:
-                if isinstance(batch, _EndShard) or batch.begins_shard:
+                if isinstance(batch, _EndShard) or batch[-1]:
                     self._seal(shard)
                     shard = None
                 if not isinstance(batch, _EndShard):
                     shard = shard or self._new_shard()
-                    _write(shard, batch)
+                    _write(shard, *batch[:-1])
             if self._is_to_seal:
                 self._seal(shard)
             elif shard is not None:
@@ -157,12 +150,12 @@ class RowWriter:
             self._on_sealed(shard.name)
 
 
-def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
-    for caption in batch.captions:
+def _write(shard: ShardWriter, spec: BlockSpec, captions: Sequence[Caption], rows: Rows) -> None:
+    for caption in captions:
         shard.add_caption({TEXT_GROUP: caption})
-    for record, latents, captions in batch.rows:
+    for record, latents, digests in rows:
         try:
-            shard.add(spec=batch.spec, latents=latents, record=record, captions=captions)
+            shard.add(spec=spec, latents=latents, record=record, captions=digests)
         except ValueError as error:
             raise ModelError(
                 f"{record.id}: the VAE's latent does not fit its bucket: {error}; "
@@ -171,43 +164,6 @@ def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- slice packer
-
-_PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in passing them on than in comparing them
-PARTS_PER_THREAD = 4  # in a window, so that threads rarely wait for the slowest
-
-
-class ChangedItems:
-    """Iterates over the items that are not unchanged, in order. `num_unchanged` may be read from another thread."""
-
-    def __init__(
-        self, items: Iterable[SourceItem], are_unchanged: Callable[[Sequence[SourceItem]], Sequence[bool]], num_threads: int
-    ) -> None:
-        """`are_unchanged` is called with at most _PART_ITEMS items, from several threads."""
-        self._items, self._are_unchanged, self._num_threads = items, are_unchanged, num_threads
-        self.num_unchanged = 0
-
-    def __iter__(self) -> Iterator[SourceItem]:
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="compare") as pool:
-            for window in self._windows():
-                parts = [window[at : at + _PART_ITEMS] for at in range(0, len(window), _PART_ITEMS)]
-                for part, flags in zip(parts, pool.map(self._are_unchanged, parts), strict=True):
-                    for item, is_unchanged in zip(part, flags, strict=True):
-                        if is_unchanged:
-                            self.num_unchanged += 1
-                        else:
-                            yield item
-
-    def _windows(self) -> Iterator[list[SourceItem]]:
-        """Collect items; one that comes with its bytes waits for no other, since the next may be a gigabyte as well."""
-        window: list[SourceItem] = []
-        for item in self._items:
-            window.append(item)
-            if item.held is not None or len(window) == _PART_ITEMS * PARTS_PER_THREAD * self._num_threads:
-                yield window
-                window = []
-        if window:
-            yield window
-
 
 _AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if these come with the items
 AHEAD_ITEMS = 256
@@ -241,7 +197,6 @@ class SlicePacker:
         """
         self._source, self._store, self._config, self.folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
-        self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = WorkLimits(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=_AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
@@ -280,7 +235,8 @@ class SlicePacker:
         self._check = check
         notes = self._reader.notes = DecodeNotes(self._config.store, self._room.num_threads)
         with closing(notes), self._writer:
-            for image in self._decoded(items, on_image, check):
+            images = self._reader.walk(items, self._room, self.account, on_image, check)
+            for image in self.stages.each(DECODE, images):
                 self._wait_for_batch(image, on_image)
             for bucket in list(self._waiting):
                 check()
@@ -346,49 +302,6 @@ class SlicePacker:
         if texts:
             yield ["", *texts]
 
-    def _decoded(
-        self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]
-    ) -> Iterator[ReadImage]:
-        """Decode ahead and yield the images in order, without those that are unchanged or rejected."""
-        changed = ChangedItems(self._source.in_turn(items), self._reader.are_unchanged, self._room.num_threads)
-        left_out = 0
-
-        def count_and_check() -> None:
-            nonlocal left_out
-            for _ in range(left_out, changed.num_unchanged):
-                left_out += 1
-                self.account.unchanged += 1
-                on_image()
-            check()
-
-        coming = read_ahead(self._source, changed, self._reader.will_read)
-        with OrderedPool(coming, self._reader.read, self._bytes_under_way, self._room) as ahead:
-            results = ahead.results(count_and_check)
-            while True:
-                with self.stages.spent(DECODE):
-                    found = next(results, None)
-                if found is None:
-                    break
-                item, future = found
-                try:
-                    image = future.result()
-                except RejectedError as error:
-                    self._reject(item, error)
-                    image = None
-                else:
-                    self.account.unchanged += image is None
-                if image is None:
-                    on_image()
-                else:
-                    yield image
-        count_and_check()
-
-    def _bytes_under_way(self, item: SourceItem) -> int:
-        return self._largest_bytes + len(item.held or b"")
-
-    def _reject(self, item: SourceItem, error: RejectedError) -> None:
-        self.account.reject(item.id, error, is_stored=self._reader.has(item.id))
-
     def _wait_for_batch(self, image: ReadImage, on_image: Callable[[], None]) -> None:
         batch = self._waiting.setdefault(image.bucket, [])
         batch.append(image)
@@ -410,9 +323,13 @@ class SlicePacker:
                 with self.stages.spent(WRITE):
                     self.sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
-            batch = self._encoded(encoder, captions, bucket, images, begins_shard=begins_shard)
+            spec = self._spec(encoder, bucket, images[0])
+            new_captions, bad_captions = self._new_captions(captions, images)
+            rows = self._rows(encoder, bucket, images, bad_captions)
+            self._shard.num_rows += len(rows)
+            self._shard.num_bytes += len(rows) * spec.row_bytes
         with self.stages.spent(WRITE):
-            self._writer.put(batch)
+            self._writer.put(spec, new_captions, rows, begins_shard=begins_shard)
         for _ in images:
             on_image()
 
@@ -426,46 +343,37 @@ class SlicePacker:
         self.account.has_encoded = True
         return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
 
-    def _encoded(
-        self,
-        encoder: LatentColumns,
-        captions: FreshCaptions | KeptCaptions,
-        bucket: str,
-        images: list[ReadImage],
-        *,
-        begins_shard: bool,
-    ) -> EncodedBatch:
-        decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
-        encoded = iter(encoder.encode(decoded) if decoded else ())
-        batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
-        batch.captions, bad_captions = self._new_captions(captions, images)
+    def _rows(
+        self, encoder: LatentColumns, bucket: str, images: list[ReadImage], bad_captions: Mapping[bytes, RejectedError]
+    ) -> Rows:
+        """Encode images and return their rows, without those that are rejected."""
+        decoded = [(image.item.id, image.pixels) for image in images if image.pixels is not None]
+        encoded, rows = iter(encoder.encode(decoded) if decoded else ()), []
         for image in images:
-            item, place = image.item, image.image.placement
-            latents = next(encoded) if isinstance(image.image, Decoded) else image.image.latents
+            item, place = image.item, image.placement
+            latents = image.latents if image.pixels is None else next(encoded)
             if isinstance(latents, str):
-                self._reject(item, RejectedError(Reason.LATENT, latents))
+                self._reader.reject(self.account, item, RejectedError(Reason.LATENT, latents))
                 continue
             digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
             if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
-                self._reject(item, error)
+                self._reader.reject(self.account, item, error)
                 continue
             cuts = tuple(cut for digest in digests for cut in self._shard.cuts.get(digest, ()))
             record = record_of(item, place, image.stamp, image.split, image.content, cuts)
-            batch.rows.append((record, latents, digests))
+            rows.append((record, latents, digests))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
-            self.account.moved += image.is_moved
-            self.account.latents_kept += not isinstance(image.image, Decoded)
-        self._shard.num_rows += len(batch.rows)
-        self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
-        return batch
+            self.account.moved += image.change is Change.SPLIT
+            self.account.latents_kept += image.pixels is None
+        return rows
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
 
     def _spec(self, encoder: LatentColumns, bucket: str, image: ReadImage) -> BlockSpec:
         """Return the bucket's columns; they depend only on its size, never on the output of an encoder."""
-        size = image.image.placement.bucket
+        size = image.placement.bucket
         latents = encoder.columns(size.height_px, size.width_px)
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.ingest.images.crop import latent_sizes, model_grid
 from bucketline.ingest.parallel.exchange import Share
-from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.model import share_of_cores
 from bucketline.ingest.pipeline.pool import StageTimer
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.sources.dataset_file import source_from_json

@@ -29,7 +29,7 @@ from bucketline import coming_from
 from bucketline.dtype_names import choice_of
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import IMAGE_SUFFIXES, Overlap, overlap, redacted, why_not_there, why_unread
-from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.rules import HeldOut
 from bucketline.ingest.sources.captions.files import CaptionRules
 from bucketline.ingest.sources.captions.table import TABLE_SUFFIXES
 from bucketline.ingest.sources.folder import FolderSource, is_regularization, repeats_and_subject

@@ -19,7 +19,6 @@ from bucketline.ingest.sources.captions.table import SPLIT, as_split
 from bucketline.ingest.sources.source import (
     Listing,
     Source,
-    SourceBytes,
     SourceItem,
     SourceOptions,
     Stamp,
@@ -352,7 +351,7 @@ class DatasetSource(Source):
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
 
-    def read(self, item: SourceItem) -> SourceBytes:
+    def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
         _, rows, column = self._splits[item.at[0]]
         stamp = self.stamp(item)
         refuse_too_large(stamp.num_bytes)
@@ -364,7 +363,7 @@ class DatasetSource(Source):
                 Reason.UNREADABLE,
                 f"the dataset holds the path {value['path']!r} and no bytes; save it with the images embedded",
             )
-        return SourceBytes(data=value["bytes"], stamp=stamp)
+        return value["bytes"], stamp
 
 
 def _newest_ns(rows: Any) -> int:  # noqa: ANN401

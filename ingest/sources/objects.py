@@ -26,7 +26,7 @@ from bucketline.ingest.sources.captions.table import TableRows, read_rows
 from bucketline.ingest.sources.folder import FoundFiles, naming_notes
 from bucketline.ingest.sources.hf_dataset import Splits
 from bucketline.ingest.sources.parquet import inside_id, listing_of_rows
-from bucketline.ingest.sources.source import Listing, Source, SourceBytes, SourceItem, SourceOptions, Stamp, refuse_too_large
+from bucketline.ingest.sources.source import Listing, Source, SourceItem, SourceOptions, Stamp, refuse_too_large
 from bucketline.store.folder import DeniedError, ListedFile, MissingObjectError
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import NEAR, parse_url
@@ -258,8 +258,8 @@ class ObjectSource(Source):
 
     def fetched(self, item: SourceItem) -> SourceItem:
         """Return an item with its bytes; raises what `read` does."""
-        found = self.read(item)
-        return replace(item, held=found.data, at=(found.stamp.num_bytes, found.stamp.mtime_ns))
+        data, stamp = self.read(item)
+        return replace(item, held=data, at=(stamp.num_bytes, stamp.mtime_ns))
 
     def stamp(self, item: SourceItem) -> Stamp:
         if item.at:
@@ -270,13 +270,13 @@ class ObjectSource(Source):
             raise RejectedError(Reason.UNREADABLE, f"{self._objects.place(item.id)} is missing")
         return stamp_of(entry)
 
-    def read(self, item: SourceItem) -> SourceBytes:
+    def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
         if item.held is not None:
-            return SourceBytes(data=item.held, stamp=self.stamp(item))
+            return item.held, self.stamp(item)
         with of_one_image():
             data, entry = self._objects.fetch(item.id, lambda entry: refuse_too_large(entry.num_bytes))
         # the stamp of the listing: if the object was replaced since, the next run notices it
-        return SourceBytes(data=data, stamp=self.stamp(item) if item.at else stamp_of(entry))
+        return data, self.stamp(item) if item.at else stamp_of(entry)
 
     def opened(self, item: SourceItem) -> BinaryIO:
         if item.held is not None:

@@ -31,7 +31,6 @@ from bucketline.ingest.sources.source import (
     Listing,
     LocalFileSource,
     Source,
-    SourceBytes,
     SourceItem,
     SourceOptions,
     Stamp,
@@ -172,7 +171,7 @@ class ParquetSource(Source):
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[3], mtime_ns=item.at[4])
 
-    def read(self, item: SourceItem) -> SourceBytes:
+    def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
         if item.held is None:
             (item,) = self._read(item.at[0], item.at[1], {item.at[2]: item})
         data = item.held or b""
@@ -181,7 +180,7 @@ class ParquetSource(Source):
             raise RejectedError(
                 Reason.UNREADABLE, "the file has no bytes of it, only a path; write it with the images embedded"
             )
-        return SourceBytes(data=data, stamp=self.stamp(item))
+        return data, self.stamp(item)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- table

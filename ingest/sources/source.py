@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.ingest.rules import held_out
 from bucketline.store.format.schema import storable_mtime_ns
 from bucketline.store.remote.urls import ObjectArguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from bucketline.ingest.rules import HeldOut
 
 
 MAX_FILE_BYTES = 1 << 30  # of one image
@@ -65,14 +68,6 @@ class Stamp:
         object.__setattr__(self, "mtime_ns", storable_mtime_ns(self.mtime_ns))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceBytes:
-    """The content of an image file, and its stamp when it was read."""
-
-    data: bytes
-    stamp: Stamp
-
-
 class Source(Protocol):
     """A source of images and captions. `source_as_json` serialises it for other ranks."""
 
@@ -91,12 +86,12 @@ class Source(Protocol):
     def stamp(self, item: SourceItem) -> Stamp:
         """Return an item's size and mtime without reading it; safe to call from several threads."""
 
-    def read(self, item: SourceItem) -> SourceBytes:
-        """Read an item; safe to call from several threads."""
+    def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
+        """Read an item: return its content, and its stamp when it was read; safe to call from several threads."""
 
     def opened(self, item: SourceItem) -> BinaryIO:
         """Open an item to read a part of it, such as its header; safe to call from several threads."""
-        return io.BytesIO(self.read(item).data)
+        return io.BytesIO(self.read(item)[0])
 
 
 def caption_rest(listing: Listing, caption: str | None) -> None:
@@ -107,6 +102,11 @@ def caption_rest(listing: Listing, caption: str | None) -> None:
         if not item.captions and item.caption_error is None:
             listing.items[at] = replace(item, captions=(caption.strip(),))
             listing.captions_from["the default caption"] += 1
+
+
+def split_of(item: SourceItem, rule: HeldOut) -> str:
+    """Return `val` for an image that its source or the hash holds out, else `train`."""
+    return "val" if item.held_out or held_out(item.id, rule.fraction, rule.by) else "train"
 
 
 def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
@@ -196,7 +196,7 @@ class LocalFileSource(Source):
     def stamp(self, item: SourceItem) -> Stamp:
         return file_stamp(f"{self.folder}/{item.id}", self._within)  # a Path takes as long as the rest of the comparison
 
-    def read(self, item: SourceItem) -> SourceBytes:
+    def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
         return read_file(self.folder / item.id, self._within)
 
     def opened(self, item: SourceItem) -> BinaryIO:
@@ -214,7 +214,7 @@ def file_stamp(path: str | Path, within: Path | None = None) -> Stamp:
         raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
 
 
-def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> SourceBytes:
+def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> tuple[bytes, Stamp]:
     """Read a file with its current size and mtime; treats links as `file_stamp` does.
 
     With few system calls, since an image may have a caption file.
@@ -232,7 +232,7 @@ def read_file(path: str | Path, within: Path | None = None, at_most: int = MAX_F
         raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
     if len(data) < stamp.num_bytes:
         raise RejectedError(Reason.UNREADABLE, f"it has {len(data)} of {stamp.num_bytes} bytes: it changed while it was read")
-    return SourceBytes(data=data, stamp=stamp)
+    return data, stamp
 
 
 def open_file(path: str | Path, within: Path | None = None, at_most: int = MAX_FILE_BYTES) -> BinaryIO:

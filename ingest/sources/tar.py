@@ -47,7 +47,6 @@ from bucketline.ingest.sources.source import (
     MAX_FILE_BYTES,
     Listing,
     Source,
-    SourceBytes,
     SourceItem,
     SourceOptions,
     Stamp,
@@ -412,13 +411,13 @@ class TarSource(Source):
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
 
-    def read(self, item: SourceItem) -> SourceBytes:
+    def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
         stamp, shard = self.stamp(item), self.shards[item.at[0]]
         refuse_too_large(stamp.num_bytes)
         if item.held is not None:
-            return SourceBytes(data=item.held, stamp=stamp)
+            return item.held, stamp
         if shard.path is None:
-            return SourceBytes(data=_range_of(shard, item, self.options), stamp=stamp)
+            return _range_of(shard, item, self.options), stamp
         try:
             with self._window(item) as window:
                 data = window.read(stamp.num_bytes)
@@ -426,11 +425,11 @@ class TarSource(Source):
             raise RejectedError(Reason.UNREADABLE, f"{shard.shown}: {error.strerror or error}") from error
         if len(data) < stamp.num_bytes:
             raise _changed(shard)
-        return SourceBytes(data=data, stamp=stamp)
+        return data, stamp
 
     def opened(self, item: SourceItem) -> BinaryIO:
         if item.held is not None or self.shards[item.at[0]].path is None:
-            return io.BytesIO(self.read(item).data)
+            return io.BytesIO(self.read(item)[0])
         return io.BufferedReader(self._window(item))
 
     def known_bytes(self, item: SourceItem) -> int | None:
@@ -439,7 +438,7 @@ class TarSource(Source):
 
     def fetched(self, item: SourceItem) -> SourceItem:
         """Return an item with its bytes; raises what `read` does."""
-        return replace(item, held=self.read(item).data)
+        return replace(item, held=self.read(item)[0])
 
     def _window(self, item: SourceItem) -> FileWindow:
         """Open the tar at the item's bytes, after checking that the tar has not changed since it was listed."""

@@ -203,10 +203,19 @@ class BatchBuilder:
         for own in self._entries(batch):
             batch.lines.append(lines.hold(own.located.shard, own.located.data, own.located.ends(), priority))
 
+    def _window(self, batches: Sequence[PendingBatch]) -> Window:
+        """Return the window of micro-batches; the window of a single one is kept until that is released."""
+        if len(batches) > 1:
+            return Window(self._planner, batches)
+        (batch,) = batches
+        if batch.window is None:
+            batch.window = Window(self._planner, batches)
+        return batch.window
+
     def is_resident(self, batch: PendingBatch) -> bool:
         """Return whether a micro-batch's columns are in the page cache; True also if readahead is impossible."""
         try:
-            return all(map(self._gather.is_resident, Window(self._planner, [batch]).columns()))
+            return all(map(self._gather.is_resident, self._window([batch]).columns()))
         except StoreError:  # raised again when the copies are planned
             return False
 
@@ -222,7 +231,7 @@ class BatchBuilder:
             own |= {one.name for one in self._requested}
         self._gather.ahead(batch.located, [column for column in batch.bucket.spec.columns if column.name in own])
         if self.config.flip:
-            for values in Window(self._planner, [batch]).columns():
+            for values in self._window([batch]).columns():
                 self._gather.ahead_at(values.shard, values.offsets, values.num_bytes)
 
     def ask_starts(self, batch: PendingBatch) -> None:
@@ -239,7 +248,7 @@ class BatchBuilder:
     def _entries(self, batch: PendingBatch) -> list[RaggedRows]:
         """Return a micro-batch's entries by group, for which its captions are drawn the first time."""
         if batch.entries is None:
-            batch.entries = Window(self._planner, [batch]).entries()
+            batch.entries = self._window([batch]).entries()
         return batch.entries
 
     def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
@@ -248,7 +257,7 @@ class BatchBuilder:
         `plainly`: read the large columns with plain reads, not from the map.
         """
         try:
-            return Window(self._planner, batches).copy_plans(plainly=plainly)
+            return self._window(batches).copy_plans(plainly=plainly)
         except StoreError as error:
             if len(batches) == 1:
                 raise self._named(batches[0], error) from error
@@ -294,9 +303,8 @@ class BatchBuilder:
         """Read one row of a micro-batch, its caption and its entries with plain reads, only to check that they are readable."""
         one = slice(n, n + 1)
         located = batch.located.part(n, n + 1)
-        own = replace(
-            batch, rows=batch.rows[one], weight=batch.weight[one], keys=batch.keys[one], located=located, entries=None
-        )
+        weight, keys = batch.weight[one], batch.keys[one]
+        own = replace(batch, rows=batch.rows[one], weight=weight, keys=keys, located=located, entries=None, window=None)
         files = FileGather(self._store)
         for place in (located, *located.added.values()):
             for column in (place.spec or batch.bucket.spec).columns:

@@ -54,9 +54,10 @@ class PendingBatch:
     located: Located  # [B]
     entries: list[RaggedRows] | None = None  # by group, [B] each, once readahead has drawn captions and located them
     lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
+    window: Window | None = None  # of this micro-batch only, until it is released
 
     def release(self) -> None:
-        lines, self.lines = self.lines, []
+        lines, self.lines, self.window = self.lines, [], None
         for held in lines:
             held.release()
 

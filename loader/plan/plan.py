@@ -389,7 +389,7 @@ class CacheNeeds:
     def __init__(self, store: OpenShards, plan: Plan, machines: int) -> None:
         self._store, self._plan, self._machines = store, plan, machines
         self.num_bytes = sum(file.entry.lmdb.num_bytes for file in store.files)  # of shards and added columns
-        self.kept_bytes = sum(file.entry.extents.num_bytes for file in store.files)  # next to the shards; held whole
+        self.kept_bytes = sum(file.entry.meta.num_bytes for file in store.files)  # next to the shards; held whole
         self.whole_bytes = self.num_bytes + self.kept_bytes
         self._lanes = -(-plan.lanes // machines)  # of a machine
         own = self.num_bytes * self._lanes // plan.lanes + _AT_CUTS * LINE_BYTES if plan.window else self.num_bytes
@@ -485,8 +485,9 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, worl
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
     each, holds_all = needs.ring_bytes // len(lanes), needs.is_held(limit)
+    needed, sidecars = {(plan.digest, lane): each for lane in lanes}, {plan.digest: needs.kept_bytes}
     for source in sources:
-        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
+        source.reserve_ring(builder, needed, sidecars, holds_all=holds_all)
 
 
 def refuse_small_caches(store: OpenShards, plan: Plan, world_size: int) -> tuple[CacheNeeds, list[RemoteSource], int] | None:

@@ -140,11 +140,8 @@ class LinesAhead:
         self._with_rows, self._with_captions = max(0, self._with_rows - 1), max(0, self._with_captions - 1)
         self.num_ready = max(0, self.num_ready - 1)
 
-    def close(self, pending: deque[PendingBatch | StoreError]) -> None:
-        """Release everything."""
-        for batch in pending:
-            if not isinstance(batch, StoreError):
-                batch.release()
+    def close(self) -> None:
+        """Close the table of lines; the pending micro-batches were released before."""
         self._lines.close()
 
 
@@ -221,8 +218,11 @@ class Readahead:
         try:
             yield from self._copy_plans()
         finally:
+            for pending in self._pending:
+                if not isinstance(pending, StoreError):
+                    pending.release()
             if self._lines is not None:
-                self._lines.close(self._pending)
+                self._lines.close()
 
     def _copy_plans(self) -> Iterator[CopyPlan]:
         begun = time.monotonic()

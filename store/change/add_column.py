@@ -24,14 +24,8 @@ from bucketline.store.read.files import files_of_column
 from bucketline.store.read.samples import live_positions
 from bucketline.store.remote.generations import listed_generations, read_generation
 from bucketline.store.remote.urls import is_url
-from bucketline.store.write.describe import (
-    ADDING_LOCK,
-    FoundColumn,
-    column_files,
-    describe_column_shard,
-    digest_of_dropped,
-    write_column_shard,
-)
+from bucketline.store.shard.meta import ColumnMeta, column_files, read_column_meta
+from bucketline.store.write.column import ADDING_LOCK, digest_of_dropped, write_column_shard
 from bucketline.store.write.publish import prepare_store, remove_unfinished
 from bucketline.store.write.row_form import checked_arrays, dtype_of
 
@@ -157,7 +151,7 @@ class _Made:
     """A column's files that no generation lists yet."""
 
     forms: ColumnForms
-    files: dict[str, FoundColumn]  # by shard
+    files: dict[str, ColumnMeta]  # by shard
     shards: dict[str, SealedShard]  # by name, with the rows that were dropped when the files were made
     rows: int
 
@@ -229,7 +223,7 @@ def _make(store: Store, path: Path, role: str, values: Callable[[str], Any]) -> 
     return _Made(forms=forms, files=files, shards=shards, rows=rows)
 
 
-def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnForms) -> dict[str, FoundColumn]:
+def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnForms) -> dict[str, ColumnMeta]:
     """Return the intact files of a column that no generation has listed, by shard, and note the forms of their values.
 
     What an earlier generation lists was taken back, or damaged, and is not taken again; nor is what was made while other rows
@@ -238,19 +232,19 @@ def _left_by_a_killed_call(store: Store, path: Path, name: str, forms: ColumnFor
     if not (there := column_files(path)):
         return {}
     listed = {entry.column_shard(column).name for entry in _every_entry(store) for column in entry.added}
-    entries = {entry.name: entry for entry in store.manifest.shards if name not in entry.added and entry.live_samples}
-    left = dict[str, FoundColumn]()
+    shards = {shard.name: shard for shard in store.shards if name not in shard.entry.added and shard.entry.live_samples}
+    left = dict[str, ColumnMeta]()
     for file in there:
-        entry = entries.get(file.partition(".")[0])
-        if file in listed or entry is None:
+        shard = shards.get(file.partition(".")[0])
+        if file in listed or shard is None:
             continue
         try:
-            found = describe_column_shard(path, file)
+            found = read_column_meta(path, file)
         except StoreError:
             continue  # it is damaged, and made again
         made_for = (found.column, found.rows_of, found.dropped)
-        if made_for == (name, entry.shard_id, digest_of_dropped(entry)):
-            left[entry.name] = found
+        if made_for == (name, shard.entry.shard_id, digest_of_dropped(shard)):
+            left[shard.name] = found
             forms.note(found.forms)
     return left
 
@@ -290,9 +284,9 @@ def _with_column(base: ChangeBase, made: _Made) -> Manifest:
     return dataclasses.replace(manifest, added={**manifest.added, name: column}, shards=shards)
 
 
-def _fits(base: ChangeBase, entry: ShardEntry, made: _Made, found: FoundColumn) -> bool:
+def _fits(base: ChangeBase, entry: ShardEntry, made: _Made, found: ColumnMeta) -> bool:
     """Return whether a column's file is of a shard as it is now: every live row was live when the file was made."""
-    if found.rows_of != entry.shard_id or found.dropped == digest_of_dropped(entry):
-        return found.rows_of == entry.shard_id
     then, now = made.shards[entry.name], base.shard(entry)
+    if found.rows_of != entry.shard_id or found.dropped == digest_of_dropped(now):
+        return found.rows_of == entry.shard_id
     return all(bool((then.is_live(bucket) | ~now.is_live(bucket)).all()) for bucket in entry.live)

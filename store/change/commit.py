@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import tempfile
 import time
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.store.folder import DeniedError, LocalFolder, MissingObjectError
 from bucketline.store.format.block import sample_digest
 from bucketline.store.format.manifest import finished
-from bucketline.store.read.files import NAMED_SHARDS, files_of, lost_shards
+from bucketline.store.read.files import NAMED_SHARDS, files_of, list_of, lost_shards
 from bucketline.store.read.samples import Selection, live_samples
 from bucketline.store.remote.generations import (
     commit,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
-FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
 
 @contextmanager
@@ -87,14 +85,12 @@ def work_folder(work: WorkFolder | None = None) -> Iterator[WorkFolder]:
 
 
 def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder) -> ChangeBase:
-    """Return a base with a drawn number: another writer may be preparing a generation of the same number."""
-    number = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
-    return ChangeBase(place, newest, number, work.made, work.cache)
+    return ChangeBase(place, newest, newest.generation + 1, work.made, work.cache)
 
 
 @contextmanager
 def on_this_disk(base: ChangeBase, shards: Iterable[ShardEntry], *, damaged: bool = False) -> Iterator[Path]:
-    """Yield a folder on this disk with all files of some shards: the store's own, or a temporary one.
+    """Yield a folder on this disk with all files of some shards and the list of dropped rows: the store's, or a temporary one.
 
     If they are `damaged`, it has what there is of them.
     """
@@ -103,8 +99,9 @@ def on_this_disk(base: ChangeBase, shards: Iterable[ShardEntry], *, damaged: boo
         return
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
         path, downloader = Path(folder), Downloader(base.folder, takes_any_digest=damaged)
-        (path / "shards").mkdir()
-        files = [file for entry in shards for file in files_of(path, entry)]
+        for name in ("shards", "generations"):
+            (path / name).mkdir()
+        files = [*list_of(path, base.manifest), *(file for entry in shards for file in files_of(path, entry))]
         if not damaged:
             downloader.get(files)
         for own in files if damaged else ():
@@ -139,18 +136,19 @@ def commit_change(
             finish()
             return manifest, changed
     place.refuse_read_only()
-    found = None if first is not None else newest_generation(place, lists=True)  # which raises if there is none
-    refuse_without_put_if_absent(place)
+    found = None if first is not None else newest_generation(place, lists=True, may_be_late=True)  # raises if there is none
+    refuse_without_put_if_absent(place, found)
     with work_folder(work) as held:
         prepare_store(held.made)
         sent = set[str]()  # shards, by all attempts
+        begun = time.monotonic()
         for tries in range(ATTEMPTS):
             if tries:
-                time.sleep(pause_after(tries))
-                found = None
+                time.sleep(pause_after(tries, time.monotonic() - begun))
+                begun, found = time.monotonic(), None
             newest = found or find_newest(place, lists=True) or first or newest_generation(place, lists=True)
             base = _base_there(place, newest, held)
-            if newest is not first:
+            if newest is not first and newest is not found:
                 complete_first(place, newest)
             changed = change(base)
             after = changed if changed is newest else _committed(place, base, changed, sent, is_first=newest is first)
@@ -164,7 +162,7 @@ def commit_change(
 def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set[str], *, is_first: bool) -> Manifest | None:
     """Send the files that a changed manifest lists and commit it; None if another writer has committed first.
 
-    The names of the shards that it sends are added to `sent`. Lists of dropped rows have been written.
+    The names of the shards that it sends are added to `sent`. The list of dropped rows has been written.
     """
     before = {entry.name: entry for entry in base.manifest.shards}
     new = [entry for entry in after.shards if entry.name not in before or entry.added != before[entry.name].added]
@@ -174,7 +172,6 @@ def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set
             sent |= {entry.name for entry in new} - before.keys() - earlier.keys()
             uploader = Uploader(place)
             uploader.look(None if is_first else base.manifest, {*sent, *earlier})
-            new = [dataclasses.replace(entry, dropped=None) for entry in new]
             if lost := [entry.name for entry in new if entry.name in earlier and uploader.lacking(base.made, [entry])]:
                 forget_sent(base.made, lost)
                 raise StoreError(
@@ -226,7 +223,8 @@ def restore(place: Path | ObjectFolder, generation: int, *, dry_run: bool = Fals
     def restored(base: ChangeBase) -> Manifest:
         newest, earlier = base.manifest, _whole(base, generation)
         is_same = all(getattr(newest, name) == getattr(earlier, name) for name in ("shards", "buckets", "withdrawn"))
-        return newest if is_same else earlier
+        lists = (newest.dropped, earlier.dropped)
+        return newest if is_same and len({own and own.digest for own in lists}) == 1 else earlier
 
     with newest_base(place) as base:  # before anything is adopted
         before, earlier = base.manifest, restored(base)
@@ -253,7 +251,7 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
             f"changed; there are {', '.join(map(str, there))}"
         )
     earlier = read_generation(folder, generation, newest)
-    if lost := lost_shards(folder, earlier.shards):
+    if lost := lost_shards(folder, earlier.shards, earlier.dropped):
         more = f", and {counted(len(lost) - NAMED_SHARDS, 'shard')} more" if len(lost) > NAMED_SHARDS else ""
         raise StoreError(
             f"generation {generation} of {place} cannot be restored: files of {counted(len(lost), 'shard')} are gone, "
@@ -264,7 +262,7 @@ def _whole(base: ChangeBase, generation: int) -> Manifest:
 
 
 # ------------------------------------------------------------------------------------------------------------------------ drop
-# Drop samples: their rows are added to the shards' sorted lists; nothing is rewritten.
+# Drop samples: their rows are in the next generation's list of dropped rows; no shard is rewritten.
 
 NAMED_SAMPLES = 5  # ids that an error lists by name
 
@@ -296,8 +294,9 @@ def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = 
 
     def without(base: ChangeBase) -> Manifest:
         check(base)
-        shards, withdrawn = replaced(base, (), map(sample_digest, wanted)), {*base.manifest.withdrawn, *wanted}
-        return replace(base.manifest, shards=tuple(shards), withdrawn=tuple(sorted(withdrawn)))
+        shards, dropped = replaced(base, (), map(sample_digest, wanted))
+        withdrawn = tuple(sorted({*base.manifest.withdrawn, *wanted}))
+        return replace(base.manifest, shards=shards, dropped=dropped, withdrawn=withdrawn)
 
     if dry_run:
         with newest_base(place) as base:
@@ -338,9 +337,13 @@ def _refuse_unknown(base: ChangeBase, ids: tuple[str, ...]) -> None:
                 del left[sample_id]
         if not left:
             return
+    if gone := left.keys() & {*base.manifest.withdrawn}:
+        what, advice = "has already withdrawn", "leave out what was dropped before"
+        left = dict.fromkeys(sample_id for sample_id in left if sample_id in gone)
+    else:
+        what, advice = "has no sample", "ids are paths in the source, with their extension"
     named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED_SAMPLES])
     raise StoreError(
-        f"{base.folder.place('')} has no sample {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
-        f"({len(left)} of {len(ids)} ids given); "
-        "nothing was dropped; ids are paths in the source, with their extension"
+        f"{base.folder.place('')} {what} {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
+        f"({len(left)} of {len(ids)} ids given); nothing was dropped; {advice}"
     )

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bucketline.errors import LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import FileLock, refuse_too_little_disk
 from bucketline.store.change.commit import commit_change, newest_base, on_this_disk
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.folder import as_folder, folder_time
-from bucketline.store.format.manifest import COPY_PREFIX, MANIFEST, SHARD_ID, SHARD_NAME, dump_manifest
-from bucketline.store.read.files import files_of
+from bucketline.store.format.manifest import COPY_PREFIX, DROPPED_SUFFIX, MANIFEST, SHARD_ID, SHARD_NAME, dump_manifest
+from bucketline.store.read.files import all_files, files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import (
     complete_first,
@@ -30,8 +32,10 @@ from bucketline.store.remote.generations import (
     newest_generation,
     read_generation,
 )
+from bucketline.store.shard.dropped import dropped_counts
+from bucketline.store.shard.meta import read_meta
 from bucketline.store.transfer import FRESH_S, pending_shards
-from bucketline.store.write.describe import ADDING_LOCK, describe_shard
+from bucketline.store.write.column import ADDING_LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +56,8 @@ if TYPE_CHECKING:
 # manifests. What is left in between is known to be retired and is never adopted.
 
 UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
-_FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|extents|index|dropped-[0-9]+)")
+_FILE = re.compile(rf"shards/({SHARD_NAME.pattern})\.(({SHARD_ID.pattern})\.)?(lmdb|meta)")
+_LIST = re.compile(rf"generations/[0-9]+-{SHARD_ID.pattern}\{DROPPED_SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +65,17 @@ class Collected:
     """Result of a garbage collection or of its dry run."""
 
     generations: tuple[int, ...]
-    files: tuple[str, ...]  # names under shards/
+    files: tuple[str, ...]  # names under shards/, and of lists of dropped rows
     disk_bytes: int  # of all removed files
     waiting: tuple[int, ...]  # generations superseded too recently; kept, with all files that only they list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unlisted:
-    """A file of a shard, or of an added column, that no kept generation lists."""
+    """A file of a shard, or of an added column, or a list of dropped rows, that no kept generation lists."""
 
     file: ListedFile
-    shard: str
+    shard: str  # "" of a list of dropped rows
     is_of_column: bool
     is_live: bool  # a kept generation lists the shard
     is_retired: bool  # a generation that is removed lists the file, or one has retired the shard
@@ -90,7 +95,8 @@ def collect(place: Path | ObjectFolder, older_than_s: float, *, dry_run: bool = 
     since = {number: min(now, documents[after].modified_s) for number, after in itertools.pairwise(documents)}
     superseded = [number for number in since if number < newest.generation]
     old = [number for number in superseded if now - since[number] >= older_than_s]
-    found = list(folder.names("shards"))  # before the generations are read: what is committed later is not among them
+    # before the generations are read: what is committed later is not among them
+    found = [*folder.names("shards"), *folder.names("generations")]
     newest = newest_after(folder, newest, lists=True)
     kept = [_read(folder, number, newest) for number in listed_generations(folder) if number not in old]
     kept.append(newest)
@@ -125,7 +131,9 @@ def _unlisted(found: Sequence[ListedFile], kept: Sequence[Manifest], gone: Seque
     unlisted = []
     for file in sorted(found, key=lambda file: (_turn(file), file.name)):
         match = _FILE.fullmatch(file.name)
-        if match is not None and file.name not in listed:
+        if _LIST.fullmatch(file.name) and file.name not in listed:
+            unlisted.append(Unlisted(file=file, shard="", is_of_column=False, is_live=False, is_retired=file.name in known))
+        elif match is not None and file.name not in listed:
             shard, is_of_column = match[1], match[2] is not None
             is_retired = file.name in known or shard in retired
             unlisted.append(
@@ -135,16 +143,15 @@ def _unlisted(found: Sequence[ListedFile], kept: Sequence[Manifest], gone: Seque
 
 
 def _names(manifests: Sequence[Manifest]) -> set[str]:
-    root = Path()
-    entries = [entry for manifest in manifests for entry in manifest.shards]
-    return {path.as_posix() for entry in entries for path, _ in files_of(root, entry)}
+    return {path.as_posix() for manifest in manifests for path, _ in all_files(Path(), manifest)}
 
 
 @contextmanager
 def _unlisted_here(store: Path, *, dry_run: bool) -> Iterator[Callable[[Unlisted], bool]]:
     """Yield which unlisted files on a disk may go; none of a column that is being added, and let none begin meanwhile.
 
-    Shards that no generation lists yet are kept: the next run may adopt them.
+    Shards that no generation lists yet are kept: the next run may adopt them. A list of dropped rows may always go: only
+    who has the store's lock writes one.
     """
     path, none_is_added = store / "pending" / ADDING_LOCK, True
     with ExitStack() as held:
@@ -156,7 +163,7 @@ def _unlisted_here(store: Path, *, dry_run: bool) -> Iterator[Callable[[Unlisted
 
         def may_go(found: Unlisted) -> bool:
             if not found.is_live:
-                return found.is_retired or found.shard.startswith(COPY_PREFIX)
+                return not found.shard or found.is_retired or found.shard.startswith(COPY_PREFIX)
             return none_is_added or not found.is_of_column
 
         yield may_go
@@ -221,17 +228,20 @@ class Compacted:
 class _CopiedRuns:
     """The copies of a generation's rows, and the runs of shards that they replace."""
 
-    base: Manifest
+    base: ChangeBase
     runs: list[range]
     new: _New
 
-    def in_place(self, newest: Manifest) -> tuple[ShardEntry, ...] | None:
-        """Return the shards of `newest` with the copies; None if a shard has changed that they were made of."""
-        shards = list(newest.shards)
+    def in_place(self, newest: ChangeBase) -> tuple[ShardEntry, ...] | None:
+        """Return the shards of `newest` with the copies; None if a shard of which they were made has other rows now."""
+        shards = list(newest.manifest.shards)
         for run, new in zip(self.runs, self.new, strict=True):
-            old = self.base.shards[run.start : run.stop]
+            old = self.base.manifest.shards[run.start : run.stop]
             at = next((n for n, entry in enumerate(shards) if entry == old[0]), 0)
             if tuple(shards[at : at + len(old)]) != old:
+                return None
+            groups = ((entry.name, group) for entry in old for group, _ in dropped_counts(entry))
+            if not all(np.array_equal(self.base.dropped.of(*own), newest.dropped.of(*own)) for own in groups):
                 return None
             shards[at : at + len(old)] = new
         return tuple(shards)
@@ -262,12 +272,14 @@ def compact(
     collected = list[Collected]()
 
     def compacted(base: ChangeBase) -> Manifest:
-        shards = copies[-1].in_place(base.manifest) if copies else None
+        shards = copies[-1].in_place(base) if copies else None
         if shards is None:
             copies.append(_copied(base, plan_runs(base.manifest, shard_bytes), shard_bytes, on_bytes))
-            shards = copies[-1].in_place(base.manifest)
+            shards = copies[-1].in_place(base)
         assert shards is not None
-        return base.manifest if shards == base.manifest.shards else replace(base.manifest, shards=shards)
+        if shards == base.manifest.shards:
+            return base.manifest
+        return replace(base.manifest, shards=shards, dropped=base.list_dropped(shards))
 
     def collect_garbage() -> None:
         if gc_older_than_s is not None:
@@ -275,7 +287,7 @@ def compact(
 
     _, after = commit_change(place, compacted, finish=collect_garbage)
     done = copies[-1]
-    return _report(done.base, done.runs, done.new, after.generation, next(iter(collected), None))
+    return _report(done.base.manifest, done.runs, done.new, after.generation, next(iter(collected), None))
 
 
 def plan_runs(manifest: Manifest, shard_bytes: int) -> list[range]:
@@ -287,7 +299,8 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[range]:
     def joins(n: int, other: int) -> bool:
         return 0 <= other < len(small) and small[n] and small[other] and added[n] == added[other]
 
-    chosen = [shard.dropped is not None or joins(n, n - 1) or joins(n, n + 1) for n, shard in enumerate(manifest.shards)]
+    has_dropped = [bool(dropped_counts(shard)) for shard in manifest.shards]
+    chosen = [has_dropped[n] or joins(n, n - 1) or joins(n, n + 1) for n in range(len(small))]
     runs, at = [], 0
     while at < len(chosen):
         end = at
@@ -322,7 +335,7 @@ def _copied(base: ChangeBase, runs: list[range], shard_bytes: int, on_bytes: Cal
     """Copy the runs' rows to new shards. On a disk, call it under the store's lock."""
     manifest = base.manifest
     if not runs:
-        return _CopiedRuns(base=manifest, runs=[], new=[])
+        return _CopiedRuns(base=base, runs=[], new=[])
     sizes = [_run_bytes(manifest, run) for run in runs]
     largest = min(max(sizes), shard_bytes)  # stored twice while it is sealed
     old = [manifest.shards[n] for run in runs for n in run]
@@ -340,11 +353,11 @@ def _copied(base: ChangeBase, runs: list[range], shard_bytes: int, on_bytes: Cal
         RowCopier(Store(path, manifest), manifest.generation + 1, copied, base.made) as copier,
     ):
         names = [copier.copy(run, shard_bytes) for run in runs]
-        new = [tuple(describe_shard(base.made, name, manifest).entry for name in own) for own in names]
+        new = [tuple(read_meta(base.made, name, with_columns=True).entry for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):
             _check_rows([manifest.shards[n] for n in run], own)
     # a generation may list the new shards from here on, so an interruption is left to the next writer
-    return _CopiedRuns(base=manifest, runs=runs, new=new)
+    return _CopiedRuns(base=base, runs=runs, new=new)
 
 
 def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:

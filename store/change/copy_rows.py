@@ -2,7 +2,7 @@
 
 A new shard has rows of the same added columns, whose values go to new files next to it.
 
-Rows are read a block at a time, located by the extents. Every row, record and caption is verified: the first that does not
+Rows are read a block at a time, located by the sidecar. Every row, record and caption is verified: the first that does not
 check is an error, or its row is left out, as in a repair.
 """
 
@@ -23,8 +23,9 @@ from bucketline.store.format.manifest import COPY_PREFIX, pending_path, shard_pa
 from bucketline.store.format.schema import MAX_RECORD_BYTES
 from bucketline.store.format.text import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.samples import caption_entries, compare_with_record, live_positions, row_entries
+from bucketline.store.shard.meta import read_meta
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.write.describe import describe_shard, ids_by_row, write_column_shard
+from bucketline.store.write.column import ids_by_row, write_column_shard
 from bucketline.store.write.seal import SEALING
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -129,13 +130,13 @@ class RowCopier:
             name = f"{self._prefix}-{number:04d}"
             pending, paths = pending_path(self._path, name), shard_paths(self._path, name)
             added = paths.folder.glob(f"{name}.*.*")
-            for path in (pending, pending.with_suffix(SEALING), paths.lmdb, paths.extents, paths.index, *added):
+            for path in (pending, pending.with_suffix(SEALING), paths.lmdb, paths.meta, *added):
                 path.unlink(missing_ok=True)
 
     def _group(self, ordinal: int, group: str, positions: NDArray[np.int64]) -> None:
         """Copy a bucket's live rows, given by their positions in the index, in row order."""
         shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
-        rows = shard.index.take("row", positions).astype(np.int64)
+        rows = shard.index["row"][positions].astype(np.int64)
         first = 0
         while first < len(rows):
             ranges = self._tried(shard.block_ranges, group, rows[first : first + 1])
@@ -234,7 +235,7 @@ class RowCopier:
             self._writer.seal()
             self._sealed.append(self._writer.name)
             if self._columns:
-                found = describe_shard(self._path, self._writer.name, self._store.manifest)
+                found = read_meta(self._path, self._writer.name)
                 shard = SealedShard(self._path, found.entry)
                 for column in sorted(self._columns):
                     values = CopiedValues(self._store, column, self._taken)
@@ -245,10 +246,10 @@ class RowCopier:
 def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
     """Return the digests of a shard's captions in row order, `[N, 16]`."""
     num_captions = shard.entry.groups[TEXT_GROUP].rows
-    rows = shard.index.slice("caption_row", 0, num_captions)
+    rows = shard.caption_rows()
     digests = np.zeros((num_captions, 16), dtype=np.uint8)
     if len(rows) != num_captions or int(rows.max(initial=0)) >= num_captions:
-        raise CorruptError(f"{shard.paths.index}: its captions are not those of the manifest; run `store verify`")
+        raise CorruptError(f"{shard.paths.meta}: its captions are not those of the manifest; run `store verify`")
     digests[rows] = shard.caption_digests()
     return digests
 

@@ -9,17 +9,18 @@ import os
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError, UsageError
-from bucketline.files.atomic_write import copy_some, refuse_existing, refuse_too_little_disk, staged_folder
-from bucketline.store.format.block import file_digest, sample_digest
-from bucketline.store.format.manifest import sealed, write_manifest
+from bucketline.files.atomic_write import copy_some, refuse_existing, refuse_too_little_disk, staged_folder, write_durably
+from bucketline.store.format.block import bytes_digest, file_digest, sample_digest
+from bucketline.store.format.manifest import DroppedEntry, dropped_path, sealed, write_manifest
 from bucketline.store.format.text import TextError
 from bucketline.store.read.files import files_of
 from bucketline.store.read.store import Store
+from bucketline.store.shard.dropped import dropped_counts, encode_dropped
 from bucketline.store.shard.sidecar import open_listed
 from bucketline.store.write.publish import prepare_store
 from bucketline.typed_json import encode, first_difference
@@ -27,7 +28,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry
     from bucketline.store.format.schema import AddedColumn, BucketEntry
     from bucketline.typed_json import Json
 
@@ -78,9 +79,10 @@ def merge(
             names = _names([entry for _, entry in parts])
             shards = tuple(_copy(folder, path, entry, name, copied) for (path, entry), name in zip(parts, names, strict=True))
             error = TextError.joined(store.manifest.text_error for store in stores)
-            more = {"buckets": buckets, "shards": shards, "retired": (), "added": added, "text_error": error}
-            own = {"store_id": uuid.uuid4().hex, "generation": _GENERATION, "withdrawn": _withdrawn(stores)}
-            merged = replace(stores[0].manifest, **own, **more)  # type: ignore[arg-type]
+            more: dict[str, Any] = {"buckets": buckets, "shards": shards, "retired": (), "added": added, "text_error": error}
+            own: dict[str, Any] = {"store_id": uuid.uuid4().hex, "generation": _GENERATION, "withdrawn": _withdrawn(stores)}
+            own["dropped"] = _list_dropped(folder, stores)
+            merged = replace(stores[0].manifest, **own, **more)
             written = write_manifest(folder, sealed(merged))
             if written.samples != samples:
                 raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")
@@ -185,16 +187,28 @@ def _names(entries: Sequence[ShardEntry]) -> list[str]:
     return names
 
 
+def _list_dropped(out: Path, stores: Sequence[Store]) -> DroppedEntry | None:
+    """Write the list of the dropped rows of the copied shards, and return its entry."""
+    live = [(store, entry) for store in stores for entry in store.manifest.shards if entry.live_samples]
+    rows = [store.dropped.of(entry.name, group) for store, entry in live for group, _ in dropped_counts(entry)]
+    if not rows:
+        return None
+    data = encode_dropped(rows)
+    listed = DroppedEntry(generation=_GENERATION, num_bytes=len(data), digest=bytes_digest(data))
+    write_durably(dropped_path(out, listed), data)
+    return listed
+
+
 def _copy(out: Path, store: Path, entry: ShardEntry, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
-    """Copy a shard's files, and return its entry: the list of its dropped rows becomes one of the first generation."""
-    new = replace(entry, name=name, dropped=entry.dropped and replace(entry.dropped, generation=_GENERATION))
+    """Copy a shard's files, and return its entry."""
+    new = replace(entry, name=name)
     targets = (path for path, _ in files_of(out, new))
     for (source, expected), target in zip(files_of(store, entry), targets, strict=True):
         _copy_file(source, target, expected, on_bytes)
     return new
 
 
-def _copy_file(source: Path, target: Path, expected: FileEntry | DroppedEntry, on_bytes: Callable[[int], None]) -> None:
+def _copy_file(source: Path, target: Path, expected: FileEntry, on_bytes: Callable[[int], None]) -> None:
     """Copy a file durably; `target` must not exist. Blocks are shared if the file system supports it."""
     with open_listed(source, expected.num_bytes) as reading, target.open("xb", buffering=0) as writing:
         left = expected.num_bytes

@@ -6,7 +6,6 @@ What cannot be read any more is dropped: a row, the rows that use a damaged capt
 from __future__ import annotations
 
 import errno
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,16 +22,16 @@ from bucketline.store.read.files import files_of, files_of_column
 from bucketline.store.read.samples import live_positions
 from bucketline.store.read.store import Store
 from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.shard.meta import read_meta
 from bucketline.store.verify.shard import ColumnCheck, ShardCheck
 from bucketline.store.verify.verify import verify_folder
-from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.publish import remove_interrupted_copies
-from bucketline.store.write.seal import rebuilt_sidecars
+from bucketline.store.write.seal import rebuilt_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.store.format.manifest import DroppedEntry, Manifest
+    from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text import Entry, RaggedSpec
     from bucketline.store.write.publish import ChangeBase
 
@@ -118,7 +117,9 @@ def repair(
                     own, report = _repaired(base, path, ordinal)
                     found.append(report)
                 shards += own
-        return base.manifest if tuple(shards) == base.manifest.shards else replace(base.manifest, shards=tuple(shards))
+        if tuple(shards) == base.manifest.shards:
+            return base.manifest
+        return replace(base.manifest, shards=tuple(shards), dropped=base.list_dropped(shards))
 
     _, after = commit_change(place, repaired, adopting=False)
     dropped = sum(shard.dropped for shard in found)
@@ -129,7 +130,7 @@ def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEn
     """Return the shards that take the place of a damaged one, and the report."""
     entry = base.manifest.shards[ordinal]
     bad = {file for file, expected in files_of(path, replace(entry, added={})) if not _is_as_written(file, expected)}
-    entry, restored = _with_sidecars(base, path, entry, bad)
+    entry, restored = _with_sidecar(base, path, entry, bad)
     manifest, lmdb = _with_shard(base.manifest, ordinal, entry), shard_paths(path, entry.name).lmdb
     lost = tuple(column for column in sorted(entry.added) if _is_damaged(Store(path, manifest), entry, column))
     entry = replace(entry, added={name: own for name, own in entry.added.items() if name not in lost})
@@ -138,12 +139,13 @@ def _repaired(base: ChangeBase, path: Path, ordinal: int) -> tuple[tuple[ShardEn
     left_out, is_replaced = LeftOut(), bool(bad) or _has_faults(Store(path, manifest), entry)
     if is_replaced:
         restored, store = (), DamagedStore(path, manifest, ordinal)
-        if bad <= {lmdb} and lmdb.exists():  # rows are located by the sidecars
+        is_listed = all(not isinstance(tried(store.dropped.of, entry.name, group), StoreError) for group in entry.live)
+        if bad <= {lmdb} and lmdb.exists() and is_listed:  # rows are located by the sidecar
             size = max(MIN_SHARD_BYTES, int(live_bytes(manifest, entry) * OVERHEAD))
             refuse_too_little_disk(base.made, 2 * size, f"repairing {base.folder.place('')}")  # twice while it is sealed
             with RowCopier(store, manifest.generation + 1, path=base.made) as copier:
                 names = copier.copy(range(ordinal, ordinal + 1), 2 * size, left_out)
-            new = tuple(describe_shard(base.made, name, manifest).entry for name in names)
+            new = tuple(read_meta(base.made, name, with_columns=True).entry for name in names)
         else:
             left_out, new = LeftOut(entry.live_samples, store.readable_ids(ordinal)), ()
     return new, RepairedShard(
@@ -162,25 +164,26 @@ def _with_shard(manifest: Manifest, ordinal: int, entry: ShardEntry) -> Manifest
     return replace(manifest, shards=(*manifest.shards[:ordinal], entry, *manifest.shards[ordinal + 1 :]))
 
 
-def _with_sidecars(base: ChangeBase, path: Path, entry: ShardEntry, bad: set[Path]) -> tuple[ShardEntry, tuple[str, ...]]:
-    """Make a shard's sidecars again where they are damaged or say otherwise, if its own file is intact.
+def _with_sidecar(base: ChangeBase, path: Path, entry: ShardEntry, bad: set[Path]) -> tuple[ShardEntry, tuple[str, ...]]:
+    """Make a shard's sidecar again if it is damaged or says otherwise, and the shard's own file is intact.
 
-    Return its entry with them, and their names; what was written is no longer in `bad`.
+    Return its entry with it, and its name; what was written is no longer in `bad`.
     """
-    paths, restored = shard_paths(path, entry.name), list[str]()
-    if paths.lmdb not in bad:
-        with suppress(CorruptError):
-            extents, index = rebuilt_sidecars(paths.lmdb)
-            for field, file, data in (("extents", paths.extents, extents), ("index", paths.index, index)):
-                own = FileEntry(num_bytes=len(data), digest=bytes_digest(data))
-                if file in bad or own != getattr(entry, field):
-                    write_or_explain(file, data)
-                    if isinstance(base.folder, ObjectFolder):
-                        base.folder.write(f"shards/{file.name}", data)
-                    entry = replace(entry, **{field: own})  # type: ignore[arg-type]
-                    restored.append(file.name)
-                    bad.discard(file)
-    return entry, tuple(restored)
+    paths = shard_paths(path, entry.name)
+    if paths.lmdb in bad:
+        return entry, ()
+    try:
+        data = rebuilt_meta(paths.lmdb)
+    except CorruptError:
+        return entry, ()
+    own = FileEntry(num_bytes=len(data), digest=bytes_digest(data))
+    if paths.meta not in bad and own == entry.meta:
+        return entry, ()
+    write_or_explain(paths.meta, data)
+    if isinstance(base.folder, ObjectFolder):
+        base.folder.write(f"shards/{paths.meta.name}", data)
+    bad.discard(paths.meta)
+    return replace(entry, meta=own), (paths.meta.name,)
 
 
 def _has_faults(store: Store, entry: ShardEntry) -> bool:
@@ -197,7 +200,7 @@ def _is_damaged(store: Store, entry: ShardEntry, column: str) -> bool:
     return bool(check.faults)
 
 
-def _is_as_written(path: Path, expected: FileEntry | DroppedEntry) -> bool:
+def _is_as_written(path: Path, expected: FileEntry) -> bool:
     """Return whether a file is intact; missing files and read errors of the medium count as damaged."""
     try:
         return file_digest(path) == (expected.num_bytes, expected.digest)

@@ -219,7 +219,7 @@ class Info(ReadingArguments):
         from bucketline.store.write.publish import Unpublished, unpublished
 
         store = self.open_store(self.store)
-        lost = lost_shards(store.folder, store.manifest.shards)
+        lost = lost_shards(store.folder, store.manifest.shards, store.manifest.dropped)
         if lost:
             _print_lost(shown(self.store), lost)
         is_here = store.source is None

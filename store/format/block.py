@@ -293,13 +293,21 @@ class LineSums:
         self._state, self._room = xxhash.xxh3_64(), LINE_BYTES
 
 
-def line_sums(path: Path) -> LineSums:
-    """Read a file once, unmapped, and return the checksums of its lines."""
-    sums = LineSums()
-    with open(open_regular(path), "rb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
-        while chunk := file.read(READ_BYTES):
-            sums.update(chunk)
-    return sums
+class FileSums(LineSums):
+    """The checksums of a file's lines, and its length and digest, while its bytes are passed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole, self.num_bytes = xxhash.xxh3_128(), 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        super().update(data)
+        self._whole.update(data)
+        self.num_bytes += len(data)
+
+    @property
+    def digest(self) -> str:
+        return self._whole.hexdigest()
 
 
 def bytes_digest(data: bytes | memoryview) -> str:

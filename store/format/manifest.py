@@ -9,7 +9,6 @@ import dataclasses
 import json
 import operator
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +37,7 @@ META_KEY = b"meta"
 TEXT_ERROR = "text_error"  # in the value of META_KEY: what quantising the shard's captions cost
 SHARD_ID_BYTES = 16
 COPY_PREFIX = "copy-"  # prefix of shards written by `store compact`, which hold the rows of existing shards
-IN_FILE = "file"  # what the offsets in a shard's sidecars refer to: bytes of its file, which sealing has read back
+DROPPED_SUFFIX = ".dropped"
 ENGINE = "lmdb-0.9"  # py-lmdb's default engine, which cannot read files of its other one (1.0)
 
 
@@ -54,19 +53,22 @@ class ShardPaths:
         return self.folder / f"{self.name}.lmdb"
 
     @property
-    def extents(self) -> Path:
-        return self.folder / f"{self.name}.extents"
-
-    @property
-    def index(self) -> Path:
-        return self.folder / f"{self.name}.index"
-
-    def dropped(self, generation: int) -> Path:
-        return self.folder / f"{self.name}.dropped-{generation}"
+    def meta(self) -> Path:
+        return self.folder / f"{self.name}.meta"
 
 
 def shard_paths(store: Path, name: str) -> ShardPaths:
     return ShardPaths(folder=store / "shards", name=name)
+
+
+def dropped_path(store: Path, listed: DroppedEntry) -> Path:
+    """Return the path of a list of dropped rows, whose name has its digest: two writers of a generation never share one."""
+    return store / "generations" / f"{listed.generation}-{listed.digest}{DROPPED_SUFFIX}"
+
+
+def object_name(path: Path) -> str:
+    """Return the name in the store's folder of a shard's file, or of a list of dropped rows, by its path on this machine."""
+    return f"{'generations' if path.suffix == DROPPED_SUFFIX else 'shards'}/{path.name}"
 
 
 def pending_path(store: Path, name: str) -> Path:
@@ -108,16 +110,18 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedEntry:
-    """A shard's list of dropped rows; its file name contains `generation`."""
+class DroppedEntry(FileEntry):
+    """The list of the dropped rows of all shards."""
 
-    generation: int
-    num_bytes: int
-    digest: str
+    generation: int  # the first one that lists it
+
+    def __post_init__(self) -> None:
+        if not SHARD_ID.fullmatch(self.digest) or self.generation < 0:
+            raise ValueError(f"{self.generation}, {self.digest!r:.80} are not a list's generation and digest")
 
 
 class GroupEntry(NamedTuple):
-    """A shard's share of one bucket (or of the captions): rows, and the position of its blocks in the extents.
+    """A shard's share of one bucket (or of the captions): rows, and the position of its blocks in the sidecar.
 
     A manifest has it as four numbers, about 30 bytes: 2,900 shards of 1,026 buckets take 87 MiB, by name 311 MiB.
     """
@@ -133,12 +137,6 @@ class GroupEntry(NamedTuple):
         return self.rows - self.dropped
 
 
-def group_entry(place: object) -> GroupEntry:
-    """Return the entry of a group without dropped rows, as the metadata of a shard's extents has it."""
-    found = place if isinstance(place, Mapping) else {}  # and each number is named as missing
-    return decode(GroupEntry, [found.get(name) for name in GroupEntry._fields[:3]] + [0])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedTotals:
     """The tokens of a shard's entries of a ragged group: of all of them, and of the longest."""
@@ -149,11 +147,11 @@ class RaggedTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnShardEntry:
-    """The file with an added column's values of a shard's rows, and its extents."""
+    """The file with an added column's values of a shard's rows, and its sidecar."""
 
     shard_id: str  # 32 random hexadecimal digits, also stored in its files, and part of their names
     lmdb: FileEntry
-    extents: FileEntry
+    meta: FileEntry
     groups: dict[str, GroupEntry]  # by bucket name; as many rows as the shard has
 
     def __post_init__(self) -> None:
@@ -168,9 +166,7 @@ class ShardEntry:
     name: str
     shard_id: str  # 32 random hexadecimal digits per shard, also stored in its files
     lmdb: FileEntry
-    extents: FileEntry
-    index: FileEntry
-    dropped: DroppedEntry | None
+    meta: FileEntry
     groups: dict[str, GroupEntry]  # by bucket name, `text`, and `ragged/NAME` where the shard has such entries
     samples: int  # rows of all buckets, including dropped ones
     record_bytes: int  # of the live rows' sample records
@@ -178,7 +174,7 @@ class ShardEntry:
     max_tokens: int  # of the longest caption
     ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
     added: dict[str, ColumnShardEntry] = field(default_factory=dict)  # by column, of the added columns that its rows have
-    cut: dict[str, int] = field(default_factory=dict)  # by text encoder: captions of live rows that it did not see to their end
+    cut: dict[str, int] = field(default_factory=dict)  # by text encoder: captions of live rows that it cut; 0 stays
 
     def __post_init__(self) -> None:
         if not (COLUMN_SHARD_NAME if self.is_of_column else SHARD_NAME).fullmatch(self.name):
@@ -198,9 +194,7 @@ class ShardEntry:
             name=f"{self.name}.{own.shard_id}",
             shard_id=own.shard_id,
             lmdb=own.lmdb,
-            extents=own.extents,
-            index=own.extents,
-            dropped=None,
+            meta=own.meta,
             groups=own.groups,
             samples=self.samples,
             record_bytes=0,
@@ -241,6 +235,7 @@ class Manifest(Schema):
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
+    dropped: DroppedEntry | None = None  # None if every row of the shards is live
     text_error: TextError | None = None  # of its captions, measured when they were quantised; None if none was
     withdrawn: tuple[str, ...] = ()  # sorted ids that `store drop` withdrew: a pack leaves their images out
 
@@ -256,6 +251,11 @@ class Manifest(Schema):
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")
+        num_dropped = sum(group.dropped for shard in self.shards for group in shard.groups.values())
+        if (num_dropped > 0) != (self.dropped is not None):
+            raise ValueError(f"it has {num_dropped} dropped rows and {'no' if self.dropped is None else 'a'} list of them")
+        if self.dropped is not None and not 0 < self.dropped.num_bytes - 4 * num_dropped <= MAX_HEADER_BYTES:
+            raise ValueError(f"its list of {num_dropped} dropped rows has {self.dropped.num_bytes} bytes")
         for shard in self.shards:
             self._check_shard(shard)
             self._check_entries(shard)
@@ -265,7 +265,7 @@ class Manifest(Schema):
     def _check_column_shard(self, shard: ShardEntry, name: str, own: ColumnShardEntry) -> None:
         item = f"shard {shard.name}, added column {name!r:.80}"
         specs = self.added_specs.get(name, {})
-        if own.lmdb.num_bytes >= _MAX_SHARD_BYTES or not 0 < own.extents.num_bytes <= own.lmdb.num_bytes + 2 * MAX_HEADER_BYTES:
+        if own.lmdb.num_bytes >= _MAX_SHARD_BYTES or not 0 < own.meta.num_bytes <= own.lmdb.num_bytes + 2 * MAX_HEADER_BYTES:
             raise ValueError(f"{item}: its files have impossible lengths")
         if lacking := [bucket for bucket, rows in shard.live.items() if rows and bucket not in own.groups]:
             raise ValueError(f"{item}: it lacks the rows of {lacking[0]}")
@@ -274,7 +274,7 @@ class Manifest(Schema):
             if bucket not in specs or group.rows != rows or not 0 < group.blocks <= rows or group.dropped:
                 raise ValueError(f"{item}: {group.rows} rows of {bucket!r:.80} in {group.blocks} blocks, the shard has {rows}")
             has_room = group.rows * specs[bucket].row_bytes <= own.lmdb.num_bytes
-            if not has_room or (group.first_block + group.blocks) * EXTENT_BYTES > own.extents.num_bytes:
+            if not has_room or (group.first_block + group.blocks) * EXTENT_BYTES > own.meta.num_bytes:
                 raise ValueError(f"{item}: it cannot hold {group.rows} rows of {bucket} in {group.blocks} blocks")
 
     def _check_shard(self, shard: ShardEntry) -> None:
@@ -286,12 +286,10 @@ class Manifest(Schema):
         if TEXT_GROUP not in shard.groups:
             raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
         # a sidecar entry is shorter than the block, row or caption that it describes
-        sidecars = [shard.extents.num_bytes, shard.index.num_bytes, *([shard.dropped.num_bytes] if shard.dropped else [])]
+        sidecars = (shard.meta.num_bytes,)
         largest = shard.lmdb.num_bytes + 2 * MAX_HEADER_BYTES
         if shard.lmdb.num_bytes >= _MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
             raise ValueError(f"shard {shard.name} has files of impossible lengths")
-        if any(group.dropped for group in shard.groups.values()) != (shard.dropped is not None):
-            raise ValueError(f"shard {shard.name} has dropped rows but no list of them, or a list but no dropped rows")
         for name, group in shard.groups.items():
             if not is_bucket(name) and name not in self.groups:
                 raise ValueError(f"shard {shard.name} holds entries of {name!r:.80}, which is not listed as a ragged group")
@@ -300,8 +298,8 @@ class Manifest(Schema):
             row_bytes = self.specs[name].row_bytes if is_bucket(name) else self.groups[name].entry_bytes
             if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
                 raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
-            if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
-                raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
+            if (group.first_block + group.blocks) * EXTENT_BYTES > shard.meta.num_bytes:
+                raise ValueError(f"shard {shard.name} has a sidecar too short for the blocks of {name}")
         if sum(group.rows for name, group in shard.groups.items() if is_bucket(name)) != shard.samples:
             raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets hold a different number")
         longest_bytes = shard.max_tokens * self.groups[TEXT_GROUP].token_bytes
@@ -357,7 +355,8 @@ class Manifest(Schema):
     def captions_cut(self) -> dict[str, int]:
         """By text encoder, the captions of live rows that it did not see to their end."""
         names = sorted({name for shard in self.shards for name in shard.cut})
-        return {name: sum(shard.cut.get(name, 0) for shard in self.shards) for name in names}
+        found = {name: sum(shard.cut.get(name, 0) for shard in self.shards) for name in names}
+        return {name: count for name, count in found.items() if count}
 
 
 def sealed(manifest: Manifest) -> Manifest:

@@ -16,11 +16,11 @@ import numpy as np
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CHECKSUM, ID, row_checksum
-from bucketline.store.format.manifest import shard_paths
+from bucketline.store.format.manifest import dropped_path, shard_paths
 from bucketline.store.remote.generations import listed_generations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -163,31 +163,50 @@ class LostShard:
         return f"shard {self.shard} ({counted(self.samples, 'sample')}): {lost}"
 
 
-def files_of(store: Path, entry: ShardEntry) -> Iterator[tuple[Path, FileEntry | DroppedEntry]]:
-    """Yield a shard's files with their manifest entries: its own file, extents, index, then what it may have."""
+def files_of(store: Path, entry: ShardEntry) -> Iterator[tuple[Path, FileEntry]]:
+    """Yield a shard's files with their manifest entries: its own file, its sidecar, then those of added columns."""
     paths = shard_paths(store, entry.name)
-    yield from ((paths.lmdb, entry.lmdb), (paths.extents, entry.extents), (paths.index, entry.index))
-    if entry.dropped is not None:
-        yield paths.dropped(entry.dropped.generation), entry.dropped
+    yield from ((paths.lmdb, entry.lmdb), (paths.meta, entry.meta))
     for column in sorted(entry.added):
         yield from files_of_column(store, entry, column)
 
 
 def files_of_column(store: Path, entry: ShardEntry, column: str) -> Iterator[tuple[Path, FileEntry]]:
-    """Yield the files of an added column of a shard's rows: extents, then values."""
+    """Yield the files of an added column of a shard's rows: sidecar, then values."""
     own = entry.column_shard(column)
     paths = shard_paths(store, own.name)
-    yield from ((paths.extents, own.extents), (paths.lmdb, own.lmdb))
+    yield from ((paths.meta, own.meta), (paths.lmdb, own.lmdb))
 
 
-def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool = True) -> tuple[LostShard, ...]:
-    """Return those of some shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files."""
+def list_of(store: Path, manifest: Manifest) -> list[tuple[Path, FileEntry]]:
+    """Return the list of dropped rows with its manifest entry, if there is one."""
+    return [] if manifest.dropped is None else [(dropped_path(store, manifest.dropped), manifest.dropped)]
+
+
+def all_files(store: Path, manifest: Manifest) -> Iterator[tuple[Path, FileEntry]]:
+    """Yield the files that a manifest lists, with their entries."""
+    yield from list_of(store, manifest)
+    for entry in manifest.shards:
+        yield from files_of(store, entry)
+
+
+def lost_shards(
+    folder: Folder, shards: Collection[ShardEntry], dropped: DroppedEntry | None = None, *, sidecars: bool = True
+) -> tuple[LostShard, ...]:
+    """Return those of some shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files.
+
+    A list of `dropped` rows is a file of each of them that has some.
+    """
     files = [(entry, path, expected) for entry in shards for path, expected in files_of(Path(), entry)]
     files = [file for file in files if sidecars or file[1].suffix == ".lmdb"]
-    sizes = folder.sizes([path.as_posix() for _, path, _ in files])
+    if dropped is not None and sidecars:
+        path = dropped_path(Path(), dropped)
+        files += [(entry, path, dropped) for entry in shards if entry.live_samples < entry.samples]
+    names = list(dict.fromkeys(path.as_posix() for _, path, _ in files))
+    sizes = dict(zip(names, folder.sizes(names), strict=True))
     lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
-    for (entry, path, expected), found in zip(files, sizes, strict=True):
-        if found != expected.num_bytes:
+    for entry, path, expected in files:
+        if (found := sizes[path.as_posix()]) != expected.num_bytes:
             how = "is missing" if found is None else f"has {found} bytes instead of {expected.num_bytes}"
             lost.setdefault(entry.name, (entry, []))[1].append(LostFile(name=path.name, reason=how))
     return tuple(LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(own)) for entry, own in lost.values())
@@ -195,7 +214,7 @@ def lost_shards(folder: Folder, shards: Iterable[ShardEntry], *, sidecars: bool 
 
 def refuse_lost_shards(folder: Folder, manifest: Manifest, *, sidecars: bool = True) -> None:
     """Check that no shard of a generation of a store has lost a file."""
-    lost = lost_shards(folder, manifest.shards, sidecars=sidecars)
+    lost = lost_shards(folder, manifest.shards, manifest.dropped, sidecars=sidecars)
     if not lost:
         return
     place = folder.place("")

@@ -103,19 +103,18 @@ def live_samples(store: Store, selection: Selection) -> Iterator[Listed]:
 def live_positions(shard: SealedShard, bucket: str) -> NDArray[np.uint32]:
     """Return the index positions of a bucket's live rows, in row order."""
     group = shard.entry.groups[bucket]
-    names = shard.index.metadata.get("groups", [])
-    number = names.index(bucket) if bucket in names else NOWHERE
+    number = shard.groups.index(bucket)
     at = np.full(group.rows, NOWHERE, dtype="<u4")
     for begin in range(0, shard.entry.samples, CHUNK_ROWS):
         end = min(begin + CHUNK_ROWS, shard.entry.samples)
-        here = np.flatnonzero(shard.index.slice("bucket", begin, end) == number)
-        rows = shard.index.slice("row", begin, end)[here]
+        here = np.flatnonzero(shard.index["bucket"][begin:end] == number)
+        rows = shard.index["row"][begin:end][here]
         if len(rows) and int(rows.max()) >= group.rows:
-            raise CorruptError(f"{shard.paths.index}: has row {int(rows.max())} of {bucket}, the shard has {group.rows} rows")
+            raise CorruptError(f"{shard.paths.meta}: has row {int(rows.max())} of {bucket}, the shard has {group.rows} rows")
         at[rows] = begin + here
     live = shard.is_live(bucket)
     if (at == NOWHERE).any() or int(live.sum()) != group.live:
-        raise CorruptError(f"{shard.paths.index}: does not list every row of {bucket} once; run `store verify`")
+        raise CorruptError(f"{shard.paths.meta}: does not list every row of {bucket} once; run `store verify`")
     return at[live]
 
 

@@ -32,9 +32,10 @@ from bucketline.store.format.block import (
 )
 from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.text import DIGEST, Caption, Entry, RaggedSpec, TextSpec, as_arrays, caption_checksum, delivered
-from bucketline.store.read.files import FileGather, check_added, check_rows
+from bucketline.store.read.files import FileGather, check_added, check_rows, list_of
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
-from bucketline.store.shard.reader import SealedShard
+from bucketline.store.shard.dropped import DroppedRows
+from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import BlockTable, Located, LocatedEntries
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry
     from bucketline.store.format.schema import BucketEntry, RaggedEntry, SampleRecord
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.remote.objects import ObjectFolder
@@ -181,7 +181,7 @@ class Bucket:
         ranges = self._store.table.find(self.name, shard, row)
         wrong = ranges.length != spec.header_bytes + ranges.rows * spec.row_bytes
         if wrong.any():
-            path = self._store.files[int(shard[np.argmax(wrong)])].paths.extents
+            path = self._store.files[int(shard[np.argmax(wrong)])].paths.meta
             raise CorruptError(f"{path}: a block of {self.name} has an impossible length; run `store verify`")
         return Located(
             bucket=self.name,
@@ -295,6 +295,7 @@ class OpenShards:
             [file.paths for file in self.files],
             plain_reads=plain_reads,
             sources=[file.source for file in self.files],
+            dropped=[file.dropped for file in self.files],
         )
         for ordinal, shard in enumerate(self.files):
             shard.share(self.table, ordinal)
@@ -346,7 +347,7 @@ class OpenShards:
         reader = self.shards[shard]
         if (entry := reader.find(digest)) is None:
             raise CorruptError(
-                f"{reader.paths.index}: has no sample with the digest {digest.hex()}, which a row of the shard has"
+                f"{reader.paths.meta}: has no sample with the digest {digest.hex()}, which a row of the shard has"
             )
         return reader.record(entry)
 
@@ -392,7 +393,7 @@ class OpenShards:
         tokens = (ranges.length - fixed) // spec.token_bytes
         wrong = (ranges.length != fixed + tokens * spec.token_bytes) | (tokens < 0)
         if wrong.any():
-            path = self.shards[int(shard[np.argmax(wrong)])].paths.extents
+            path = self.shards[int(shard[np.argmax(wrong)])].paths.meta
             raise CorruptError(f"{path}: a {spec.group} block has an impossible length; run `store verify`")
         return LocatedEntries(
             spec=spec,
@@ -501,10 +502,13 @@ class Store(OpenShards):
         self, path: Path, manifest: Manifest, *, plain_reads: bool = False, source: RemoteSource | None = None
     ) -> None:
         """`source`: of a store in object storage, whose files in the cache are at `path`."""
+        self.dropped = dropped = DroppedRows(path, manifest, None if source is None else source.fetch)
         super().__init__(
             where=str(path) if source is None else source.url,
             generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",
-            shards=[SealedShard(path, entry, plain_reads=plain_reads, source=source) for entry in manifest.shards],
+            shards=[
+                SealedShard(path, entry, plain_reads=plain_reads, source=source, dropped=dropped) for entry in manifest.shards
+            ],
             buckets=manifest.buckets,
             specs=manifest.specs,
             text=manifest.text.spec(),
@@ -568,6 +572,11 @@ class Store(OpenShards):
         source = source_at(cast("ObjectFolder", folder), cache or default_cache(), manifest)
         return cls(source.path, manifest, source=source)
 
+    @cached_property
+    def withdrawn_keys(self) -> NDArray[np.bytes_]:
+        """Return the digests of the withdrawn ids, as `as_keys` does."""
+        return as_keys([sample_digest(sample_id) for sample_id in self.manifest.withdrawn])
+
     @property
     def place(self) -> Path | str:
         """The store's folder, or its URL."""
@@ -594,15 +603,10 @@ class Store(OpenShards):
         return Store.open(self.place, generation, plain_reads=self.plain_reads, remote=options)
 
     def fetch_indexes(self) -> None:
-        """Get the indexes of all shards and their lists of dropped rows, if they are in object storage, many at a time."""
-        if self.source is None:
-            return
-        files: list[tuple[Path, FileEntry | DroppedEntry]] = []
-        for shard in self.shards:
-            files.append((shard.paths.index, shard.entry.index))
-            if (dropped := shard.entry.dropped) is not None:
-                files.append((shard.paths.dropped(dropped.generation), dropped))
-        self.source.fetch(files)
+        """Get the sidecars of all shards and the list of dropped rows, if they are in object storage, many at a time."""
+        if self.source is not None:
+            sidecars = ((shard.paths.meta, shard.entry.meta) for shard in self.shards)
+            self.source.fetch([*list_of(self.path, self.manifest), *sidecars])
 
     def with_plain_reads(self) -> Store:
         """Return the store, opened so that nothing is mapped."""

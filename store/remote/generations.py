@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError
-from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
+from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, dump_manifest, parse_manifest
 from bucketline.store.remote.objects import asked_again
 
 FEW_AHEAD = 10  # generations after that of `manifest.json`: it lacks those whose writers died before they wrote it
+_PROBE_BYTES = 1 << 20  # of a manifest that is put to see whether the storage honours put-if-absent
 MAX_AHEAD = 1000  # of them, and no more than are found within the deadline once there are not few
 
 if TYPE_CHECKING:
@@ -36,13 +37,15 @@ def generation_name(generation: int) -> str:
     return f"generations/{generation}.json"
 
 
-def newest_generation(folder: Folder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False) -> Manifest:
+def newest_generation(
+    folder: Folder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False, may_be_late: bool = False
+) -> Manifest:
     """Return the newest generation: what `manifest.json` says, or the last of those that follow without a gap.
 
-    `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one. `lists`: as
-    in `newest_after`.
+    `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one. `lists` and
+    `may_be_late`: as in `newest_after`.
     """
-    found = find_newest(folder, on_hint, lists=lists)
+    found = find_newest(folder, on_hint, lists=lists, may_be_late=may_be_late)
     if found is None:
         if advice := _advice(folder):
             raise MissingObjectError(f"{folder.place(MANIFEST)} is missing; {advice}")
@@ -52,7 +55,9 @@ def newest_generation(folder: Folder, on_hint: Callable[[Manifest], None] | None
     return found
 
 
-def find_newest(folder: Folder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False) -> Manifest | None:
+def find_newest(
+    folder: Folder, on_hint: Callable[[Manifest], None] | None = None, *, lists: bool = False, may_be_late: bool = False
+) -> Manifest | None:
     """Return the newest generation as `newest_generation` does; None if there is no store.
 
     If only generations are left and no `manifest.json`, it is the newest intact one, for writers (`lists`).
@@ -65,7 +70,7 @@ def find_newest(folder: Folder, on_hint: Callable[[Manifest], None] | None = Non
         raise CorruptError(f"{error}; {_advice(folder) or 'restore it'}") from error
     if on_hint is not None:
         on_hint(hint)
-    return newest_after(folder, hint, lists=lists)
+    return newest_after(folder, hint, lists=lists, may_be_late=may_be_late)
 
 
 def _newest_left(folder: Folder) -> Manifest | None:
@@ -84,15 +89,18 @@ def _advice(folder: Folder) -> str:
     return ""
 
 
-def newest_after(folder: Folder, hint: Manifest, *, lists: bool) -> Manifest:
+def newest_after(folder: Folder, hint: Manifest, *, lists: bool, may_be_late: bool = False) -> Manifest:
     """Return the newest generation, given what `manifest.json` says: readers look for the next one until there is none.
 
     Writers look at the listing too (`lists`). An older `manifest.json`, which was put back or came late, may be followed by a
     gap, since garbage collection has removed the generations between; continuing from it would restore dropped samples.
+    `may_be_late`: the listing is enough, to one whose commit fails if there is a newer generation that it does not show yet.
     """
     newest = hint
     if lists and (last := max(listed_generations(folder), default=0)) > hint.generation:
         newest = _newer(folder, hint, last)
+    if lists and may_be_late:
+        return newest
     end, count = time.monotonic() + folder.deadline_s, 0
     for count in range(MAX_AHEAD):
         if count > FEW_AHEAD and time.monotonic() > end:
@@ -174,8 +182,16 @@ def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool
     return True
 
 
-def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
-    """Check that the storage honours put-if-absent, which commits rely on: a name is created twice, the second must fail."""
+def refuse_without_put_if_absent(folder: ObjectFolder, newest: Manifest | None = None) -> None:
+    """Check that the storage honours put-if-absent, which commits rely on: a name is created twice, the second must fail.
+
+    It is enough that the `newest` generation's own file cannot be created again: a request instead of three. It is put with the
+    bytes that it has, so that storage which ignores the condition changes nothing, and is there afterwards in any case.
+    """
+    data = b"" if newest is None else dump_manifest(newest)
+    is_small = newest is not None and len(data) <= _PROBE_BYTES
+    if newest is not None and is_small and not folder.is_put_if_absent(generation_name(newest.generation), data):
+        return
     name = f"probe-{secrets.token_hex(8)}"
     try:
         if not _is_created(folder, name, b"1"):

@@ -362,6 +362,15 @@ class ObjectFolder:
         Of several writers that create one name at the same time, one succeeds. An object that holds exactly `data` counts as
         created: the client may have repeated a request that had succeeded without an answer.
         """
+        if self.is_put_if_absent(name, data):
+            return
+        with suppress(CorruptError):  # it is longer
+            if self.read(name, len(data)) == data:
+                return
+        raise ExistsError(f"{self.place(name)} exists and has other content; rerun the command")
+
+    def is_put_if_absent(self, name: str, data: bytes) -> bool:
+        """Write an object if there is none of this name; return False if there is one, whatever it holds."""
         import obstore
 
         self.refuse_read_only(name)
@@ -369,13 +378,8 @@ class ObjectFolder:
             try:
                 obstore.put(self._client(is_writing=True), name, data, mode="create", use_multipart=False)
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
-                pass
-            else:
-                return
-        with suppress(CorruptError):  # it is longer
-            if self.read(name, len(data)) == data:
-                return
-        raise ExistsError(f"{self.place(name)} exists and has other content; rerun the command")
+                return False
+        return True
 
     def remove(self, names: Iterable[str]) -> None:
         import obstore
@@ -506,11 +510,16 @@ def asked_again(
 
 
 FIRST_S, LONGEST_S = 0.1, 5.0
+LONGEST_TRIES = 32  # a pause is no longer than so many tries, if these are long
 
 
-def pause_after(tries: int) -> float:
-    """Return the seconds to wait after so many tries: exponential backoff with full jitter."""
-    return random.uniform(0.0, min(LONGEST_S, FIRST_S * 2.0 ** min(tries, 16)))  # noqa: S311 - nothing secret
+def pause_after(tries: int, took_s: float = 0.0) -> float:
+    """Return the seconds to wait after so many tries: exponential backoff with full jitter.
+
+    `took_s`: of the last try, if others that try at the same time made it fail: they take as long.
+    """
+    first_s, longest_s = max(FIRST_S, took_s), max(LONGEST_S, LONGEST_TRIES * took_s)
+    return random.uniform(0.0, min(longest_s, first_s * 2.0 ** min(tries, 16)))  # noqa: S311 - nothing secret
 
 
 Found = TypeVar("Found")

@@ -73,7 +73,6 @@ def map_file(fd: int, num_bytes: int, *, writable: bool = False) -> memoryview:
     """Return a map of a file. Unlike Python's `mmap`, it keeps no descriptor open: stores may have thousands."""
     base = _mmap(None, num_bytes, _PROT_READ_WRITE if writable else mmap.PROT_READ, mmap.MAP_SHARED, fd)
     buffer = _owning_buffer(base, num_bytes)
-    note_one(buffer, base)
     whole = memoryview(buffer).cast("B")
     return whole if writable else whole.toreadonly()
 
@@ -180,10 +179,8 @@ class FilesToMap(Protocol):
 SPARE_MAPS = 4096  # for other maps of the process: libraries, threads, large allocations, GPU drivers
 _USUAL_MAX_MAPS = 65530
 _FEW = 1024  # maps allowed without counting those in use, which takes a millisecond
-_SINGLE_SHARE = 4  # share of maps for files mapped individually (indexes); further ones are read
 _ranges: weakref.WeakSet[FilesToMap] = weakref.WeakSet()
 _changing = ForkSafeLock()  # threads may open shards at the same time
-_single: set[int] = set()  # addresses of individually mapped files
 
 
 def max_maps() -> int:
@@ -204,17 +201,6 @@ def fits(num_files: int) -> bool:
     """Return whether this many more files fit next to those mapped or reserved."""
     promised = num_files + _num_promised()
     return promised + SPARE_MAPS <= max_maps() and (promised <= _FEW or promised + _in_use() + SPARE_MAPS <= max_maps())
-
-
-def may_map_one() -> bool:
-    """Return whether one more file may be mapped individually: a store has one index per shard and may keep all open."""
-    return len(_single) < max_maps() // _SINGLE_SHARE
-
-
-def note_one(owner: object, address: int) -> None:
-    """Count an individually mapped file while `owner` is alive."""
-    _single.add(address)
-    weakref.finalize(owner, _single.discard, address).atexit = False
 
 
 def advice(num_files: int) -> str:

@@ -1,4 +1,4 @@
-"""A sealed shard's reader: maps ids, rows and captions to byte ranges through the sidecars.
+"""A sealed shard's reader: maps ids, rows and captions to byte ranges through its sidecar.
 
 LMDB is not opened here. Files are opened on first use, so that a store of thousands of shards opens quickly.
 """
@@ -18,8 +18,9 @@ from bucketline.store.format.block import DIGEST_BYTES, DTYPES, sample_digest
 from bucketline.store.format.manifest import SHARD_ID_BYTES, shard_paths
 from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
 from bucketline.store.format.text import TEXT_GROUP
-from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
-from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly
+from bucketline.store.shard.meta import INDEX, index_dtype
+from bucketline.store.shard.row_locator import BlockRanges, BlockTable
+from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,18 +30,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.shard.dropped import DroppedRows
     from bucketline.store.shard.row_locator import ShardSource
+    from bucketline.store.shard.sidecar import Sidecar
 
 
-INDEX_FORMAT = "bucketline.index/1"
-_INDEX_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
-    **dict.fromkeys(("record_offset", "source_bytes", "captions"), ("U64", ())),
-    "source_mtime_ns": ("I64", ()),
-    **dict.fromkeys(("record_bytes", "row", "caption_row"), ("U32", ())),
-    "bucket": ("U16", ()),
-    **dict.fromkeys(("digest", "content", "caption_digest"), ("U8", (DIGEST_BYTES,))),
-}
-CUT_PREFIX = "cut/"  # then a text encoder: of each sample, the captions that it cut; only if there are any
 KEY = "S16"  # sixteen bytes, compared bytewise
 
 
@@ -78,9 +72,20 @@ def keys_of(digests: NDArray[Any]) -> NDArray[np.bytes_]:
 class SealedShard:
     """A shard of one generation of a store."""
 
-    def __init__(self, store: Path, entry: ShardEntry, *, plain_reads: bool = False, source: ShardSource | None = None) -> None:
-        """Open nothing yet. With `plain_reads`, map neither the shard nor its sidecars. `source`: see there."""
-        self.entry, self.source = entry, source
+    def __init__(
+        self,
+        store: Path,
+        entry: ShardEntry,
+        *,
+        plain_reads: bool = False,
+        source: ShardSource | None = None,
+        dropped: DroppedRows | None = None,
+    ) -> None:
+        """Open nothing yet. With `plain_reads`, map neither the shard nor its sidecar. `source`: see there.
+
+        `dropped`: the dropped rows of the generation's shards; None of a shard that has none.
+        """
+        self.entry, self.source, self.dropped = entry, source, dropped
         self._store, self._plain_reads = store, plain_reads
         self.name = entry.name
         self.paths = shard_paths(store, entry.name) if source is None else source.paths(entry)
@@ -98,64 +103,63 @@ class SealedShard:
 
     @cached_property
     def _own(self) -> tuple[BlockTable, int]:
-        return BlockTable([self.entry], [self.paths], plain_reads=self._plain_reads, sources=[self.source]), 0
+        return BlockTable(
+            [self.entry], [self.paths], plain_reads=self._plain_reads, sources=[self.source], dropped=[self.dropped]
+        ), 0
 
     @property
     def _table(self) -> tuple[BlockTable, int]:
         return self._shared or self._own
 
     @property
-    def extents(self) -> PagedFile:
+    def meta(self) -> Sidecar:
         table, ordinal = self._table
-        return table.extents.file(ordinal)
+        return table.meta.file(ordinal)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups of which the shard has blocks, by their numbers in the index."""
+        return sorted(self.entry.groups)
 
     @cached_property
-    def index(self) -> PagedFile:
-        if self.source is not None:
-            self.source.fetch([(self.paths.index, self.entry.index)])
-        file = PagedFile(self.paths.index, self.entry.index.num_bytes, INDEX_FORMAT, plain_reads=self._plain_reads)
-        check_shard_id(self.entry, file)
-        groups = file.metadata.get("groups")
-        if not isinstance(groups, list) or any(not isinstance(name, str) or name not in self.entry.groups for name in groups):
-            raise CorruptError(f"{self.paths.index}: its buckets are not those of the manifest; run `store verify`")
-        captions, samples = self.entry.groups[TEXT_GROUP].rows, self.entry.samples
-        cuts = {name: ("U16", ()) for name in file.names if name.startswith(CUT_PREFIX)}
-        for name, (dtype, shape) in (_INDEX_COLUMNS | cuts).items():
-            values = file.column(name)
-            expected = (captions if name.startswith("caption_") else samples, *shape)
-            if values.dtype != DTYPES[dtype] or values.shape != expected:
-                raise CorruptError(
-                    f"{self.paths.index}: the tensor {name!r} is {values.dtype} {list(values.shape)}, expected {dtype} "
-                    f"{list(expected)}; run `store verify`"
-                )
-        return file
+    def index(self) -> NDArray[Any]:
+        """Return the entries of the shard's samples, sorted by the digests of their ids, `[samples]`; see `index_dtype`."""
+        form, samples = index_dtype(len(self.entry.cut)), self.entry.samples
+        rows = self._column(INDEX, DTYPES["U8"], (samples, form.itemsize)).reshape(-1).view(form)
+        numbers = rows["bucket"]
+        if len(numbers) and int(numbers.max()) >= len(self.entry.groups):
+            raise CorruptError(f"{self.paths.meta}: an entry names a bucket that the shard does not have; run `store verify`")
+        return rows
+
+    def _column(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        values = self.meta.column(name)
+        if values.dtype != dtype or values.shape != shape:
+            raise CorruptError(
+                f"{self.paths.meta}: the tensor {name!r} is {values.dtype} {list(values.shape)}, expected {dtype} "
+                f"{list(shape)}; run `store verify`"
+            )
+        return values
 
     def dropped_rows(self, group: str) -> NDArray[np.uint32]:
         """Return the sorted row numbers of a bucket's dropped rows."""
-        places = dropped_places(self.entry)
-        if group not in places:
+        if group not in self.entry.groups or not self.entry.groups[group].dropped:
             return np.empty(0, dtype="<u4")
-        first, count = places[group]
-        table, ordinal = self._table
-        return table.dropped.file(ordinal).slice("rows", first, first + count)
+        assert self.dropped is not None, f"shard {self.name} was opened without its dropped rows"
+        return self.dropped.of(self.name, group)
 
     def is_live(self, group: str) -> NDArray[np.bool_]:
         """Return for each row of a bucket whether it is live, `[rows]`."""
         live = np.ones(self.entry.groups[group].rows, dtype=bool)
-        dropped = self.dropped_rows(group)
-        if len(dropped) and int(dropped.max()) >= len(live):
-            raise CorruptError(f"shard {self.name}: row {int(dropped.max())} of {group} is dropped, it has {len(live)} rows")
-        live[dropped] = False
+        live[self.dropped_rows(group)] = False
         return live
 
     def live_entries(self) -> NDArray[np.bool_]:
         """Return for each entry of the index whether its row is live, `[samples]`."""
-        groups = self.index.metadata["groups"]
-        bucket, row = (self.index.slice(name, 0, self.entry.samples).astype(np.int64) for name in ("bucket", "row"))
-        sizes = np.array([self.entry.groups[name].rows for name in groups], dtype=np.int64)
-        if len(bucket) and (int(bucket.max()) >= len(groups) or (row >= sizes[bucket]).any()):
-            raise CorruptError(f"{self.paths.index}: an entry names a row that the shard does not have; run `store verify`")
-        live = np.concatenate([np.empty(0, dtype=bool), *map(self.is_live, groups)])  # by row, bucket after bucket
+        bucket, row = (self.index[name].astype(np.int64) for name in ("bucket", "row"))
+        sizes = np.array([self.entry.groups[name].rows for name in self.groups], dtype=np.int64)
+        if (row >= sizes[bucket]).any():
+            raise CorruptError(f"{self.paths.meta}: an entry names a row that the shard does not have; run `store verify`")
+        live = np.concatenate([np.empty(0, dtype=bool), *map(self.is_live, self.groups)])  # by row, bucket after bucket
         found: NDArray[np.bool_] = live[(np.cumsum(sizes) - sizes)[bucket] + row]
         return found
 
@@ -165,25 +169,20 @@ class SealedShard:
 
     def keys(self) -> NDArray[np.bytes_]:
         """Return the sorted digests of the shard's samples, as `as_keys` does, `[samples]`."""
-        return keys_of(self.index.slice("digest", 0, self.entry.samples))
+        return keys_of(self.index["digest"])
 
     def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
         """Return samples' index positions, by `as_keys` of their digests; -1 if the shard has no such sample."""
-        stored = self.index.column("digest").reshape(-1).view(KEY)
-        if len(stored) == 0:
-            return np.full(len(keys), -1)
-        at = np.searchsorted(stored, keys).astype(np.int64)
-        # The search touched unchecked pages. Its result is right if the two neighbouring entries, checked, enclose the key: a
-        # damaged page on the way can only lead to a place where they do not.
-        above = self._checked_keys(np.minimum(at, len(stored) - 1))
-        below = self._checked_keys(np.maximum(at - 1, 0))
-        astray = ((at < len(stored)) & (above < keys)) | ((at > 0) & (below >= keys))
-        if astray.any():
-            raise CorruptError(f"{self.paths.index}: its digests are not in order; run `store verify`")
-        return np.where((at < len(stored)) & (above == keys), at, -1)
-
-    def _checked_keys(self, at: NDArray[np.int64]) -> NDArray[np.bytes_]:
-        return keys_of(self.index.take("digest", at))
+        index, below = self.index, np.zeros(len(keys), dtype=np.int64)
+        if not len(index):
+            return below - 1
+        step = 1 << len(index).bit_length() >> 1
+        while step:  # all entries before `below` are smaller; the index is searched where it is, not copied
+            probe = np.minimum(below + (step - 1), len(index) - 1)
+            below += step * ((below + step <= len(index)) & (keys_of(index["digest"][probe]) < keys))
+            step >>= 1
+        at = np.minimum(below, len(index) - 1)
+        return np.where((below < len(index)) & (keys_of(index["digest"][at]) == keys), below, -1)
 
     def find(self, digest: bytes) -> IndexEntry | None:
         """Return a sample's index entry by the digest of its id; None if the shard has no live row of it."""
@@ -210,8 +209,8 @@ class SealedShard:
         if not rows:
             return names
         try:
-            here = self.index.slice("bucket", 0, self.entry.samples) == self.index.metadata["groups"].index(group)
-            positions = np.flatnonzero(here & np.isin(self.index.slice("row", 0, self.entry.samples), rows))
+            here = self.index["bucket"] == self.groups.index(group)
+            positions = np.flatnonzero(here & np.isin(self.index["row"], rows))
         except (StoreError, LookupError, ValueError):
             return names
         for position in positions.tolist():
@@ -222,46 +221,36 @@ class SealedShard:
 
     def captions_cut(self, positions: NDArray[np.int64]) -> dict[str, int]:
         """Return by text encoder how many captions it cut, of the samples at some positions in the index."""
-        names = [name for name in self.index.names if name.startswith(CUT_PREFIX)]
-        found = {name.removeprefix(CUT_PREFIX): int(self.index.take(name, positions).sum(dtype=np.int64)) for name in names}
-        return {encoder: count for encoder, count in found.items() if count}
+        counts = self.index["cut"][positions].sum(axis=0, dtype=np.int64).tolist()
+        return dict(zip(sorted(self.entry.cut), counts, strict=True))
 
     def index_entry(self, position: int) -> IndexEntry:
         return self.index_entries(np.array([position]))[0]
 
     def index_entries(self, positions: NDArray[np.int64]) -> list[IndexEntry]:
-        """Return the checked index entries at some positions."""
-        groups = self.index.metadata.get("groups", [])
-        names = ("bucket", "row", "source_bytes", "source_mtime_ns", "captions", "record_offset", "record_bytes")
-        numbers = zip(*(self.index.take(name, positions).tolist() for name in names), strict=True)
-        contents, digests = (self.index.take(name, positions) for name in ("content", "digest"))
-        entries = []
-        for own, content, digest in zip(numbers, contents, digests, strict=True):
-            bucket, row, source_bytes, mtime_ns, captions, offset, num_bytes = own
-            if bucket >= len(groups) or groups[bucket] not in self.entry.groups:
-                raise CorruptError(f"{self.paths.index}: an entry names a bucket that the shard does not have")
-            entries.append(
-                IndexEntry(
-                    digest=digest.tobytes(),
-                    bucket=groups[bucket],
-                    row=row,
-                    source_bytes=source_bytes,
-                    source_mtime_ns=mtime_ns,
-                    content=content.tobytes(),
-                    captions=captions,
-                    record_offset=offset,
-                    record_bytes=num_bytes,
-                )
+        """Return the index entries at some positions."""
+        return [
+            IndexEntry(
+                digest=own["digest"].tobytes(),
+                bucket=self.groups[own["bucket"]],
+                row=int(own["row"]),
+                source_bytes=int(own["source_bytes"]),
+                source_mtime_ns=int(own["source_mtime_ns"]),
+                content=own["content"].tobytes(),
+                captions=int(own["captions"]),
+                record_offset=int(own["record_offset"]),
+                record_bytes=int(own["record_bytes"]),
             )
-        return entries
+            for own in self.index[positions]
+        ]
 
     def record(self, entry: IndexEntry, data: bytes | None = None) -> SampleRecord:
         """Return a sample's record, read from the shard's file unless its `data` are given."""
         if entry.record_bytes > MAX_RECORD_BYTES:
-            raise CorruptError(f"{self.paths.index}: a record of {entry.record_bytes} bytes is too long")
+            raise CorruptError(f"{self.paths.meta}: a record of {entry.record_bytes} bytes is too long")
         if entry.record_offset > self.entry.lmdb.num_bytes:
             raise CorruptError(
-                f"{self.paths.index}: a record at byte {entry.record_offset} is beyond the end of the shard's file"
+                f"{self.paths.meta}: a record at byte {entry.record_offset} is beyond the end of the shard's file"
             )
         data = self.read(entry.record_offset, entry.record_bytes) if data is None else data
         record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
@@ -280,7 +269,7 @@ class SealedShard:
 
     def read_into(self, offsets: list[int], outs: list[memoryview]) -> None:
         """Read byte ranges into `outs`, one each, with plain reads: a failing medium raises an error."""
-        _ = self.extents  # first: a damaged one is an error at once, and lines of a remote shard are checked by it
+        _ = self.meta  # first: a damaged one is an error at once, and lines of a remote shard are checked by it
         with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
             path = self.paths.lmdb
@@ -302,7 +291,7 @@ class SealedShard:
 
     def _check_id(self, fd: int) -> None:
         """Compare the shard id in the file with the manifest's: files of equal length may have been swapped."""
-        at = self.extents.metadata.get("shard_id_at")
+        at = self.meta.metadata.get("shard_id_at")
         found = bytearray()
         if type(at) is int and 0 <= at < 1 << 62:
             found = bytearray(SHARD_ID_BYTES)
@@ -316,4 +305,8 @@ class SealedShard:
 
     def caption_digests(self) -> NDArray[np.uint8]:
         """Return the sorted digests of the shard's captions, `[N, 16]`."""
-        return self.index.slice("caption_digest", 0, self.entry.groups[TEXT_GROUP].rows)
+        return self._column("caption_digest", DTYPES["U8"], (self.entry.groups[TEXT_GROUP].rows, DIGEST_BYTES))
+
+    def caption_rows(self) -> NDArray[np.uint32]:
+        """Return the row numbers of the captions in the order of `caption_digests`, `[N]`."""
+        return self._column("caption_row", DTYPES["U32"], (self.entry.groups[TEXT_GROUP].rows,))

@@ -1,6 +1,6 @@
 """Locate rows of many shards at once: the n-th live row's number, and its block's range in the shard's file.
 
-Both are vectorised binary searches over memory maps, so that a batch's cost does not depend on how many shards it spans.
+Both are vectorised binary searches, so that a batch's cost does not depend on how many shards it spans.
 Letters: B requested rows.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.manifest import IN_FILE
 from bucketline.store.shard import mapped
+from bucketline.store.shard.meta import META_FORMAT
 from bucketline.store.shard.sidecar import Sidecars
 
 if TYPE_CHECKING:
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry, ShardPaths
+    from bucketline.store.format.manifest import FileEntry, ShardEntry, ShardPaths
     from bucketline.store.format.text import RaggedSpec
-    from bucketline.store.shard.sidecar import PagedFile
+    from bucketline.store.shard.dropped import DroppedRows
+    from bucketline.store.shard.sidecar import Sidecar
 
-EXTENTS_FORMAT = "bucketline.extents/1"
-DROPPED_FORMAT = "bucketline.dropped/1"
-LINE_CHECKSUM = "line_checksum"  # the tensor of the extents with a checksum for each 8 MiB of the shard's file
 _FIELDS = ("offset", "length", "first_row", "rows")
-_I8, _U4 = np.dtype("<i8"), np.dtype("<u4")
+_I8 = np.dtype("<i8")
 
 
 class ShardSource(Protocol):
@@ -41,8 +39,8 @@ class ShardSource(Protocol):
     def paths(self, entry: ShardEntry) -> ShardPaths:
         """Return the places of a shard's files on this machine."""
 
-    def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        """Make sidecars available at their paths, with the contents that the manifest lists."""
+    def fetch(self, files: Sequence[tuple[Path, FileEntry]]) -> None:
+        """Make sidecars, or a list of dropped rows, available at their paths, with the contents that the manifest lists."""
 
     def open_shard(self, entry: ShardEntry) -> None:
         """Make a shard's file available at its path, of its full length; its bytes only while they are `reading`."""
@@ -68,12 +66,19 @@ class _Group:
     rows: NDArray[np.int64]
     first_block: NDArray[np.int64]
     blocks: NDArray[np.int64]
-    first_dropped: NDArray[np.int64]  # position in the shard's list
-    dropped: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dropped:
+    """The dropped rows of one bucket, shard after shard."""
+
+    rows: NDArray[np.uint32]
+    first: NDArray[np.int64]  # by shard: position of its first one in `rows`
+    count: NDArray[np.int64]  # by shard
 
 
 class BlockTable:
-    """The extents and dropped-row lists of several shards."""
+    """The sidecars and dropped rows of several shards."""
 
     def __init__(
         self,
@@ -82,119 +87,98 @@ class BlockTable:
         *,
         plain_reads: bool = False,
         sources: Sequence[ShardSource | None] = (),
+        dropped: Sequence[DroppedRows | None] = (),
     ) -> None:
         """Reserve addresses for the sidecars; nothing is opened yet.
 
         They are mapped, except with `plain_reads` or if maps are scarce: the shards' own files need as many. `sources` has
-        each shard's, if any has one.
+        each shard's, if any has one;
+        `dropped` those of their stores: None for a shard without dropped rows.
         """
         self._sources = sources if any(source is not None for source in sources) else ()
-        plain_reads = plain_reads or not mapped.fits(2 * len(entries) + sum(entry.dropped is not None for entry in entries))
-        self._entries, self._paths = entries, paths
-        extents = [(path.extents, entry.extents.num_bytes) for entry, path in zip(entries, paths, strict=True)]
+        plain_reads = plain_reads or not mapped.fits(2 * len(entries))
+        self._entries, self._paths, self._dropped_of = entries, paths, dropped
+        metas = [(path.meta, entry.meta) for entry, path in zip(entries, paths, strict=True)]
         fetch = self._fetch if self._sources else None
-        self.extents = Sidecars(EXTENTS_FORMAT, _FIELDS, extents, self._check_extents, plain_reads=plain_reads, fetch=fetch)
-        lists = [
-            (path.dropped(entry.dropped.generation), entry.dropped.num_bytes) if entry.dropped else (path.extents, 0)
-            for entry, path in zip(entries, paths, strict=True)
-        ]
-        self.dropped = Sidecars(DROPPED_FORMAT, ("rows",), lists, self._check_dropped, plain_reads=plain_reads, fetch=fetch)
+        self.meta = Sidecars(META_FORMAT, _FIELDS, metas, self._check_meta, plain_reads=plain_reads, fetch=fetch)
         self._groups: dict[str, _Group] = {}
+        self._dropped: dict[str, _Dropped] = {}
         self._num_bytes = np.array([entry.lmdb.num_bytes for entry in entries], dtype=np.int64)
 
     def _fetch(self, ordinals: Sequence[int]) -> None:
-        """Let sources make the extents and lists of some shards available, each source's together."""
-        wanted: dict[int, list[tuple[Path, FileEntry | DroppedEntry]]] = {}
+        """Let sources make the sidecars of some shards available, each source's together."""
+        wanted: dict[int, list[tuple[Path, FileEntry]]] = {}
         for ordinal in ordinals:
             if self._sources[ordinal] is not None:
                 entry, path = self._entries[ordinal], self._paths[ordinal]
                 own = wanted.setdefault(id(self._sources[ordinal]), [])
-                own.append((path.extents, entry.extents))
-                if entry.dropped is not None:
-                    own.append((path.dropped(entry.dropped.generation), entry.dropped))
+                own.append((path.meta, entry.meta))
         for source in {id(source): source for source in self._sources if source is not None}.values():
             if id(source) in wanted:
                 source.fetch(wanted[id(source)])
 
-    def _check_extents(self, ordinal: int, file: PagedFile) -> None:
+    def _check_meta(self, ordinal: int, file: Sidecar) -> None:
         entry = self._entries[ordinal]
         check_shard_id(entry, file)
         blocks = max((group.first_block + group.blocks for group in entry.groups.values()), default=0)
         if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
             raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest has; run `store verify`")
-        if file.metadata.get("places") != IN_FILE:
-            raise CorruptError(
-                f"{file.path}: its offsets are not bytes of the shard's file (places is {file.metadata.get('places')!r:.40}, "
-                f"expected {IN_FILE!r}); `store repair` rebuilds it from the shard's file"
-            )
-
-    def _check_dropped(self, ordinal: int, file: PagedFile) -> None:
-        """Compare the complete list with the manifest: a list of another copy may have the same length and valid pages."""
-        entry = self._entries[ordinal]
-        if entry.dropped is None or file.digest() != entry.dropped.digest:
-            raise CorruptError(
-                f"{file.path} is not the file that the manifest lists: its digest is {file.digest()}; "
-                "restore the file that belongs there, or run `store verify`"
-            )
-        check_shard_id(entry, file)
-        places = dropped_places(entry)
-        listed = {name: {"first": first, "count": count} for name, (first, count) in places.items()}
-        rows = file.column("rows")
-        if file.metadata.get("groups") != listed or rows.dtype != _U4 or rows.shape != (sum(n for _, n in places.values()),):
-            raise CorruptError(f"{file.path}: its groups are not those of the manifest; run `store verify`")
 
     def _group(self, name: str) -> _Group:
         if name not in self._groups:
             groups = [entry.groups.get(name) for entry in self._entries]
-            places = [dropped_places(entry).get(name, (0, 0)) for entry in self._entries]
             self._groups[name] = _Group(
                 rows=np.array([group.rows if group else 0 for group in groups], dtype=np.int64),
                 first_block=np.array([group.first_block if group else 0 for group in groups], dtype=np.int64),
                 blocks=np.array([group.blocks if group else 0 for group in groups], dtype=np.int64),
-                first_dropped=np.array([first for first, _ in places], dtype=np.int64),
-                dropped=np.array([count for _, count in places], dtype=np.int64),
             )
         return self._groups[name]
+
+    def _dropped_in(self, group: str) -> _Dropped:
+        if group not in self._dropped:
+            rows = [np.empty(0, dtype="<u4")] * len(self._entries)
+            for ordinal, entry in enumerate(self._entries):
+                if group in entry.groups and entry.groups[group].dropped:
+                    gone = self._dropped_of[ordinal]
+                    assert gone is not None, f"shard {entry.name} was opened without its dropped rows"
+                    rows[ordinal] = gone.of(entry.name, group)
+            count = np.array([len(own) for own in rows], dtype=np.int64)
+            joined = np.concatenate([np.empty(0, dtype="<u4"), *rows])
+            self._dropped[group] = _Dropped(rows=joined, first=np.cumsum(count) - count, count=count)
+        return self._dropped[group]
 
     def live_rows(self, group: str, shard: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row number of each shard's n-th live row of a bucket (rank-select over the dropped rows).
 
         The n-th live row is n + j if j dropped rows come before it: those with `dropped[j] - j <= n`.
         """
-        entry = self._group(group)
-        with_dropped = np.flatnonzero(entry.dropped[shard])
+        gone = self._dropped_in(group)
+        with_dropped = np.flatnonzero(gone.count[shard])
         if len(with_dropped) == 0:
             return ranks
         own, wanted = shard[with_dropped], ranks[with_dropped]
-        self.dropped.open(own)
-        first, count = entry.first_dropped[own], entry.dropped[own]
+        first = gone.first[own]
 
         def before(j: NDArray[np.int64]) -> NDArray[np.bool_]:
-            return self.dropped.unchecked("rows", own, first + j, _U4).astype(np.int64) - j <= wanted
+            is_before: NDArray[np.bool_] = gone.rows[first + j].astype(np.int64) - j <= wanted
+            return is_before
 
-        j = _first_false(before, count)
-        # The search read unchecked pages; its result is proved by its two neighbours, checked.
-        below, above = np.maximum(j - 1, 0), np.minimum(j, count - 1)
-        wrong = (j > 0) & (self.dropped.checked("rows", own, first + below, _U4).astype(np.int64) - below > wanted)
-        wrong |= (j < count) & (self.dropped.checked("rows", own, first + above, _U4).astype(np.int64) - above <= wanted)
-        if wrong.any():
-            path = self.dropped.file(int(own[np.argmax(wrong)])).path
-            raise CorruptError(f"{path}: its rows are not in order; run `store verify`")
+        j = _first_false(before, gone.count[own])
         rows = ranks.copy()
         rows[with_dropped] += j
         return rows
 
     def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
         """Return the blocks that contain rows of a group (a bucket, or `text`)."""
-        self.extents.open(shard)
+        self.meta.open(shard)
         entry = self._group(group)
         first = entry.first_block[shard]
 
         def not_after(block: NDArray[np.int64]) -> NDArray[np.bool_]:
-            return self.extents.unchecked("first_row", shard, first + block, _I8) <= rows
+            return self.meta.values("first_row", shard, first + block, _I8) <= rows
 
         at = first + np.maximum(_first_false(not_after, entry.blocks[shard]) - 1, 0)
-        offset, length, first_row, num_rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
+        offset, length, first_row, num_rows = (self.meta.values(name, shard, at, _I8) for name in _FIELDS)
         row_in_block = rows - first_row
         bad = (entry.blocks[shard] == 0) | (row_in_block < 0) | (row_in_block >= num_rows)
         # at most the manifest's row count, which fits the file, so that no product of rows and bytes below can overflow
@@ -202,22 +186,12 @@ class BlockTable:
         bad |= (offset < 0) | (length < 0) | (length > self._num_bytes[shard] - offset)
         if bad.any():
             worst = int(np.argmax(bad))
-            path = self._paths[int(shard[worst])].extents
+            path = self._paths[int(shard[worst])].meta
             raise CorruptError(f"{path}: no block of {group} holds row {int(rows[worst])}; run `store verify`")
         return BlockRanges(offset=offset, length=length, rows=num_rows, row_in_block=row_in_block)
 
 
-def dropped_places(entry: ShardEntry) -> dict[str, tuple[int, int]]:
-    """Return the first position and the count of each bucket's dropped rows in the shard's list."""
-    places, at = {}, 0
-    for name, group in sorted(entry.groups.items()):
-        if group.dropped:
-            places[name] = (at, group.dropped)
-            at += group.dropped
-    return places
-
-
-def check_shard_id(entry: ShardEntry, file: PagedFile) -> None:
+def check_shard_id(entry: ShardEntry, file: Sidecar) -> None:
     found = file.metadata.get("shard_id")
     if found != entry.shard_id:
         raise CorruptError(

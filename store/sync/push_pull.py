@@ -15,6 +15,7 @@ from bucketline.files.atomic_write import refuse_existing, refuse_too_little_dis
 from bucketline.store.folder import LocalFolder, MissingObjectError
 from bucketline.store.format.block import file_digest
 from bucketline.store.format.manifest import (
+    DROPPED_SUFFIX,
     MANIFEST,
     dump_manifest,
     finished,
@@ -23,7 +24,7 @@ from bucketline.store.format.manifest import (
     read_manifest,
     shard_paths,
 )
-from bucketline.store.read.files import files_of, refuse_lost_shards
+from bucketline.store.read.files import all_files, files_of, list_of, refuse_lost_shards
 from bucketline.store.remote.generations import (
     commit,
     complete_first,
@@ -32,7 +33,7 @@ from bucketline.store.remote.generations import (
     read_generation,
     refuse_without_put_if_absent,
 )
-from bucketline.store.transfer import LISTS, MAX_LIST_BYTES, Downloader, Uploader, is_there, noted, send_lists
+from bucketline.store.transfer import LISTS, MAX_LIST_BYTES, Downloader, Uploader, is_there, noted, send_dropped, send_lists
 from bucketline.store.write.publish import changing, existing_manifest, prepare_store
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def push(
     remote = find_newest(folder, lists=True)
     if remote is not None:
         _refuse_other(store, manifest, folder, remote)
-    refuse_without_put_if_absent(folder)
+    refuse_without_put_if_absent(folder, remote)
     if remote is not None:
         complete_first(folder, remote)
     names = {entry.name for entry in manifest.shards}
@@ -83,6 +84,9 @@ def push(
         uploader.look(remote)
         on_total(uploader.missing_bytes(store, manifest.shards))
         files, num_bytes = uploader.send(store, manifest.shards)
+        if manifest.dropped != (remote.dropped if remote else None):
+            sent = send_dropped(folder, store, manifest)
+            files, num_bytes = files + (sent > 0), num_bytes + sent
         send_lists(folder, store)
         _make_sure(store, folder, manifest, uploader, remote)
         first = manifest.generation if remote is None else remote.generation + 1
@@ -213,8 +217,8 @@ def _begin(partial: Path, manifest: Manifest) -> None:
         write_or_explain(note, manifest.store_id.encode("ascii"))
     prepare_store(partial)
     for entry in manifest.shards:
-        index = shard_paths(partial, entry.name).index
-        if index.exists() and file_digest(index)[1] != entry.index.digest:
+        meta = shard_paths(partial, entry.name).meta
+        if meta.exists() and file_digest(meta)[1] != entry.meta.digest:
             for path, _ in files_of(partial, entry):
                 path.unlink(missing_ok=True)
 
@@ -226,7 +230,7 @@ def _get(
     num_bytes = sum(expected.num_bytes for own in files for path, expected in own if not is_there(path, expected))
     refuse_too_little_disk(store, num_bytes, f"pulling {folder.url}")
     on_total(num_bytes)
-    downloader.get(file for own in files for file in own[1:])
+    downloader.get([*list_of(store, manifest), *(file for own in files for file in own[1:])])
     downloader.get(own[0] for own in files)  # a writer never adopts a shard without its sidecars
     get_lists(folder, store)
     data = dump_manifest(manifest)
@@ -246,8 +250,8 @@ def get_lists(folder: ObjectFolder, store: Path) -> None:
 
 def _remove_others(store: Path, manifest: Manifest) -> None:
     """Remove what an earlier, interrupted pull got and the generation does not list (it was of an older one)."""
-    listed = {path for entry in manifest.shards for path, _ in files_of(store, entry)}
-    for path in (store / "shards").iterdir():
+    listed = {path for path, _ in all_files(store, manifest)}
+    for path in (*(store / "shards").iterdir(), *(store / "generations").glob(f"*{DROPPED_SUFFIX}")):
         if path not in listed:
             path.unlink()
 

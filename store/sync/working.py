@@ -30,6 +30,7 @@ from bucketline.store.remote.cache.folder import forget_cache
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import is_url, refuse_misspelt, working_cache, working_folder
+from bucketline.store.shard.meta import decode_meta
 from bucketline.store.sync.push_pull import get_lists
 from bucketline.store.transfer import (
     ShardSender,
@@ -38,10 +39,10 @@ from bucketline.store.transfer import (
     remove_pending,
     send_lists,
     send_shard,
+    sent_mark,
     sent_shards,
     shard_of,
 )
-from bucketline.store.write.describe import noted_description, sent_note
 from bucketline.store.write.publish import (
     LocalTarget,
     adopt,
@@ -92,10 +93,10 @@ class WorkingStore:
     def held(self) -> Iterator[None]:
         """Let this process be the only one that uses the folder, and remove what is there of shards that are committed."""
         self.folder.refuse_read_only()
-        refuse_without_put_if_absent(self.folder)
         prepare_store(self.path)
         with lock_store(self.path):
             self._newest = find_newest(self.folder, lists=True)
+            refuse_without_put_if_absent(self.folder, self._newest)
             self._tidy()
             get_lists(self.folder, self.path)
             yield
@@ -119,7 +120,7 @@ class WorkingStore:
         with explaining(self.path):
             forget_sent(self.path, {path.stem for path in (self.path / "shards").glob("*.lmdb")} & known)
             for number in generations(self.path):
-                generation_path(self.path, number).unlink()
+                generation_path(self.path, number).unlink(missing_ok=True)  # another rank has committed, too
             (self.path / MANIFEST).unlink(missing_ok=True)
         remove_pending(self.folder, known)
 
@@ -233,9 +234,7 @@ class SentShard:
     """A shard that is in the bucket, and that no generation lists yet. Contents are in base 64, so that it can be JSON."""
 
     name: str
-    note: str  # its description
-    extents: str
-    index: str
+    meta: str
 
 
 class AttemptStore:
@@ -265,7 +264,7 @@ class PartStore:
 
     def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest) -> None:
         """Make the folder, and remove those of ended processes. `manifest` is the generation that the run continues."""
-        self._objects, self._manifest = objects, manifest
+        self.objects, self._manifest = objects, manifest
         with explaining(parent):
             parent.mkdir(parents=True, exist_ok=True)
             _remove_left(parent)
@@ -275,7 +274,7 @@ class PartStore:
 
     def open(self) -> Store:
         """Return the generation; what is read of it comes through a cache in the folder."""
-        return Store.at(self._objects, self._manifest, self.path / "cache")
+        return Store.at(self.objects, self._manifest, self.path / "cache")
 
     def close(self) -> None:
         forget_cache(self.path / "cache")
@@ -286,7 +285,7 @@ class PartStore:
     def begin(self, run: str) -> tuple[Path, ShardSender]:
         folder = self.path / run
         prepare_store(folder)
-        return folder, ShardSender(self._objects, folder, self._manifest, run)
+        return folder, ShardSender(self.objects, folder, self._manifest, run)
 
     def sent(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
         """Return shards of an attempt, which have been sent."""
@@ -294,8 +293,7 @@ class PartStore:
             found = []
             for name in names:
                 paths = shard_paths(folder, name)
-                note, extents, index = (_encoded(path) for path in (sent_note(folder, name), paths.extents, paths.index))
-                found.append(SentShard(name=name, note=note, extents=extents, index=index))
+                found.append(SentShard(name=name, meta=_encoded(paths.meta)))
             return found
 
     def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
@@ -325,13 +323,10 @@ def take_sent(store: Path, sent: Iterable[SentShard]) -> None:
     for shard in sent:
         paths = shard_paths(store, shard.name)
         with explaining(store):
-            write_durably(paths.extents, b64decode(shard.extents))
-            write_durably(paths.index, b64decode(shard.index))
-            write_durably(sent_note(store, shard.name), b64decode(shard.note))
-            described = noted_description(store, shard.name)
-            if described is None:
-                raise StoreError(f"{sent_note(store, shard.name)} has gone while it was written; rerun the command")
-            make_sparse(paths.lmdb, described.entry.lmdb.num_bytes)
+            data = b64decode(shard.meta)
+            write_durably(paths.meta, data)
+            write_durably(sent_mark(store, shard.name), b"")
+            make_sparse(paths.lmdb, decode_meta(data, paths.meta, shard.name).entry.lmdb.num_bytes)
 
 
 def _encoded(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Check one shard: its file in one pass, digest and values from the same buffer; then make its sidecars again and compare.
+"""Check one shard: its file in one pass, digest and values from the same buffer; then make its sidecar again and compare.
 
 The file is read in order, in segments (a block, or a piece of what is between blocks). Only an intact one is also opened
 through LMDB, which follows pointers in the file.
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 import numpy as np
-import xxhash
 
 from bucketline.command_line import counted
 from bucketline.errors import CorruptError, StoreError
@@ -27,17 +26,16 @@ from bucketline.store.format.block import (
     TOKENS,
     TOKENS_SCALE,
     EntriesOf,
-    LineSums,
+    FileSums,
     bad_rows,
-    bytes_digest,
     decode_block,
     file_digest,
 )
 from bucketline.store.format.text import TEXT_GROUP, is_bucket, is_storable, read_text_block
-from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
-from bucketline.store.shard.sidecar import PagedFile, read_exactly
-from bucketline.store.write.describe import COLUMN_FIELDS, entry_of_extents, ids_by_row
+from bucketline.store.shard.meta import LINE_CHECKSUM, decode_meta
+from bucketline.store.shard.reader import SealedShard
+from bucketline.store.shard.sidecar import read_exactly
+from bucketline.store.write.column import COLUMN_FIELDS, ids_by_row
 from bucketline.store.write.seal import ShardContents, read_contents
 from bucketline.typed_json import encode, first_difference
 
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest import FileEntry, ShardEntry
     from bucketline.store.format.text import TextBlock
     from bucketline.store.read.store import Store
 
@@ -65,7 +63,7 @@ class Fault:
     samples: tuple[str, ...] = ()  # for captions and text blocks: ids of the samples that use them, if known
 
 
-def mismatch(name: object, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry, says: str) -> str | None:
+def mismatch(name: object, num_bytes: int, digest: str | None, expected: FileEntry, says: str) -> str | None:
     """Return how a file differs from its entry, None if it does not; `digest` is None if its length already differs."""
     if digest is None:
         return f"{name} has {num_bytes} bytes, {says} says {expected.num_bytes}"
@@ -117,7 +115,7 @@ def _place(fault: Fault) -> tuple[str, int, int]:
 
 
 class BlockPlace(NamedTuple):
-    """One block's entry in the extents."""
+    """One block's entry in the sidecar."""
 
     group: str
     block: int
@@ -173,11 +171,14 @@ class ShardCheck:
         """Open nothing yet. `on_bytes` reports progress and is called with 0 in between; if it raises, the check ends."""
         self._store, self._on_bytes = store, on_bytes
         self._specs = store.manifest.specs
-        self._shard = SealedShard(store.path, entry)  # a separate reader, so that its maps are freed with it
+        self._shard = SealedShard(
+            store.path, entry, dropped=store.dropped
+        )  # a separate reader, so that its maps are freed with it
         self._faults = Faults(entry.name)
         self.blocks = self.rows = 0
         self._read_bytes = self._told_bytes = 0
         self._damage: list[_Damage] = []  # of captions and entries
+        self._has_meta = False  # whether the sidecar is intact
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -185,17 +186,12 @@ class ShardCheck:
 
     def run(self) -> None:
         entry, paths = self._shard.entry, self._shard.paths
-        sidecars: dict[Path, FileEntry | DroppedEntry] = {paths.extents: entry.extents}
-        if not entry.is_of_column:
-            sidecars[paths.index] = entry.index
-        if entry.dropped is not None:
-            sidecars[paths.dropped(entry.dropped.generation)] = entry.dropped
-        damaged = {path for path, expected in sidecars.items() if not self._sidecar(path, expected)}
+        self._has_meta = self._sidecar(paths.meta, entry.meta)
         with self._faults.guard():
-            lines = self._file()
+            sums = self._file()
             self._tell(entry.lmdb.num_bytes)  # also if the file ends early
-            if lines is not None:
-                self._describe(damaged, lines)
+            if sums is not None:
+                self._describe(sums)
         for damage in self._damage:
             damage.fault(self._faults)
 
@@ -203,7 +199,7 @@ class ShardCheck:
         self._on_bytes(read_bytes - self._told_bytes)
         self._told_bytes = read_bytes
 
-    def _sidecar(self, path: Path, expected: FileEntry | DroppedEntry) -> bool:
+    def _sidecar(self, path: Path, expected: FileEntry) -> bool:
         try:
             size = path.stat().st_size
             digest = file_digest(path)[1] if size == expected.num_bytes else None
@@ -212,14 +208,14 @@ class ShardCheck:
             return False
         return self._is_intact(path, size, digest, expected)
 
-    def _is_intact(self, path: Path, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry) -> bool:
+    def _is_intact(self, path: Path, num_bytes: int, digest: str | None, expected: FileEntry) -> bool:
         """Add a fault if a file differs from its entry. Return whether it does not."""
         if fault := mismatch(path.name, num_bytes, digest, expected, "the manifest"):
             self._faults.of_file(fault)
         return fault is None
 
-    def _file(self) -> list[int] | None:
-        """Read the shard's file. Return the checksums of its lines if it is intact."""
+    def _file(self) -> FileSums | None:
+        """Read the shard's file. Return its checksums if it is intact."""
         path, expected = self._shard.paths.lmdb, self._shard.entry.lmdb
         try:
             fd = open_regular(path)
@@ -228,43 +224,42 @@ class ShardCheck:
             return None
         try:
             file_bytes = os.fstat(fd).st_size
-            digest, lines = self._read(fd, min(file_bytes, expected.num_bytes))
+            sums = self._read(fd, min(file_bytes, expected.num_bytes))
         except (StoreError, OSError) as error:
             self._faults.of_file(str(error))
             return None
         finally:
             os.close(fd)
-        whole = digest if file_bytes == expected.num_bytes else None
+        whole = sums.digest if file_bytes == expected.num_bytes else None
         is_named = self._faults.has_any_inside or self._damage  # more exactly than by lines
-        if file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
+        if self._has_meta and file_bytes >= expected.num_bytes and (whole == expected.digest or not is_named):
             with self._faults.guard():
-                self._compare_lines(lines)
-        return lines if self._is_intact(path, file_bytes, whole, expected) else None
+                self._compare_lines(sums.finish())
+        return sums if self._is_intact(path, file_bytes, whole, expected) else None
 
-    def _read(self, fd: int, num_bytes: int) -> tuple[str, list[int]]:
-        """Read the file and check its blocks. Return its digest and the checksums of its lines."""
-        state, lines = xxhash.xxh3_128(), LineSums()
-        places = block_places(self._shard, num_bytes, self._faults)
+    def _read(self, fd: int, num_bytes: int) -> FileSums:
+        """Read the file and check its blocks, where the sidecar locates them. Return its checksums."""
+        sums = FileSums()
+        places = block_places(self._shard, num_bytes, self._faults) if self._has_meta else iter(())
         for place, segment in segments(self._shard.paths.lmdb, fd, num_bytes, places):
-            state.update(segment)
-            lines.update(segment)
+            sums.update(segment)
             if place is not None:
                 self._block(place, segment)
             self._read_bytes += len(segment)
             self._tell(self._read_bytes if self._read_bytes - self._told_bytes >= _TELL_BYTES else self._told_bytes)
-        return state.hexdigest(), lines.finish()
+        return sums
 
     def _compare_lines(self, found: list[int]) -> None:
-        """Compare the lines that were read with their checksums in the extents."""
-        extents, name = self._shard.extents, self._shard.paths.lmdb.name
+        """Compare the lines that were read with their checksums in the sidecar."""
+        meta, name = self._shard.meta, self._shard.paths.lmdb.name
         num_lines = len(found)
-        stored = extents.column(LINE_CHECKSUM)
-        if stored.dtype != "<u8" or stored.shape != (num_lines,) or extents.metadata.get("line_bytes") != LINE_BYTES:
+        stored = meta.column(LINE_CHECKSUM)
+        if stored.dtype != "<u8" or stored.shape != (num_lines,) or meta.metadata.get("line_bytes") != LINE_BYTES:
             self._faults.of_file(
-                f"{self._shard.paths.extents.name} does not have the checksums of the {num_lines} lines of {name}"
+                f"{self._shard.paths.meta.name} does not have the checksums of the {num_lines} lines of {name}"
             )
             return
-        for number, (own, expected) in enumerate(zip(found, extents.slice(LINE_CHECKSUM, 0, num_lines).tolist(), strict=True)):
+        for number, (own, expected) in enumerate(zip(found, stored.tolist(), strict=True)):
             if own != expected:
                 begin = number * LINE_BYTES
                 self._faults.of_file(f"{name}: bytes {begin} to {begin + LINE_BYTES} do not match the checksum of their line")
@@ -338,52 +333,55 @@ class ShardCheck:
     def _is_expected(self, place: BlockPlace, first_row: int, rows: int) -> None:
         if (first_row, rows) != (place.first_row, place.rows):
             raise CorruptError(
-                f"the block says first row and rows are {(first_row, rows)}, the extents say {(place.first_row, place.rows)}"
+                f"the block says first row and rows are {(first_row, rows)}, the sidecar says {(place.first_row, place.rows)}"
             )
 
     def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
         """Return the sample ids, as far as they are readable, by row in the shard; `rows` are numbered within the block."""
         return self._shard.names_of(place.group, [place.first_row + k for k in rows])
 
-    def _describe(self, damaged: set[Path], lines: list[int]) -> None:
-        """Make the sidecars and the manifest's entry again from the intact file, and compare them."""
-        paths, entry = self._shard.paths, self._shard.entry
-        contents = ShardContents(name=entry.name, report=self._faults.add)
-        read_contents(paths.lmdb, contents, lines, lambda: self._on_bytes(0))
-        extents, index = contents.extents(lines), contents.index()
-        for path, listed, data in ((paths.extents, entry.extents, extents), (paths.index, entry.index, index)):
-            if path not in damaged:
-                self._compare_sidecar(path, listed, data)
+    def _describe(self, sums: FileSums) -> None:
+        """Make the sidecar again from the intact file, and compare it, and the manifest's entry with what it says."""
+        contents = ShardContents(name=self._shard.entry.name, report=self._faults.add)
+        read_contents(self._shard.paths.lmdb, contents, sums, lambda: self._on_bytes(0))
+        again = contents.meta(sums)
         texts = contents.digests(TEXT_GROUP)
         for group in (spec.group for spec in self._store.groups.values() if spec.of is EntriesOf.CAPTIONS):
             own = contents.digests(group)
             for n in np.flatnonzero((own[: len(texts)] != texts[: len(own)]).any(axis=1)).tolist():
                 self._faults.add(_OTHER_CAPTION, group, row=n)
-        files = [entry.lmdb, entry.extents, entry.index]
-        again = entry_of_extents(
-            entry.name, files, PagedFile.over(paths.extents, memoryview(extents), EXTENTS_FORMAT), self._store.manifest
-        )
-        self._shard.index = PagedFile.over(paths.index, memoryview(index), INDEX_FORMAT)  # whose rows are the file's
-        self._compare_entry(again, is_list_intact=not any(".dropped-" in path.name for path in damaged))
+        if self._has_meta and self._compare_meta(again):
+            self._compare_entry(decode_meta(again, self._shard.paths.meta, self._shard.name).entry)
 
-    def _compare_sidecar(self, path: Path, listed: FileEntry, again: bytes) -> None:
-        if bytes_digest(again) != listed.digest:
+    def withdrawn(self) -> None:
+        """Add a fault for each live row whose id is withdrawn; call it after `run`."""
+        with self._faults.guard():
+            at = self._shard.positions(self._store.withdrawn_keys)
+            live = self._shard.live_entries()
+            for position in at[at >= 0].tolist():
+                if live[position]:
+                    found = self._shard.index_entry(position)
+                    self._faults.add("its id is withdrawn, and the row is live; `store drop` it", found.bucket, row=found.row)
+
+    def _compare_meta(self, again: bytes) -> bool:
+        """Add a fault if the sidecar is not what the shard's file gives. Return whether it is."""
+        path = self._shard.paths.meta
+        is_same = path.read_bytes() == again
+        if not is_same:
             self._faults.of_file(f"{path.name} is not what the shard's file gives; `store repair` makes it again")
+        return is_same
 
-    def _compare_entry(self, again: ShardEntry, *, is_list_intact: bool) -> None:
+    def _compare_entry(self, again: ShardEntry) -> None:
         """Compare the manifest's entry with what the shard's file gives, and the list of dropped rows."""
         entry, record_bytes, cut = self._shard.entry, self._shard.entry.record_bytes, self._shard.entry.cut
-        if is_list_intact:
-            live = self._shard.index.column("record_bytes")[self._shard.live_entries()]
-            record_bytes = int(live.sum(dtype=np.int64))
-            cut = self._shard.captions_cut(np.flatnonzero(self._shard.live_entries()))
-            for group, listed in entry.groups.items():
-                rows = self._shard.dropped_rows(group)
-                if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= listed.rows):
-                    self._faults.add("the list of its dropped rows is not in order, or names rows that do not exist", group)
+        if again.samples == entry.samples:
+            with self._faults.guard():  # one for each shard with dropped rows if the list is damaged
+                live = np.flatnonzero(self._shard.live_entries())
+                record_bytes = int(self._shard.index["record_bytes"][live].sum(dtype=np.int64))
+                cut = self._shard.captions_cut(live)
         dropped = {name: group.dropped for name, group in entry.groups.items()}
         groups = {name: group._replace(dropped=dropped.get(name, 0)) for name, group in again.groups.items()}
-        again = replace(again, groups=groups, record_bytes=record_bytes, dropped=entry.dropped, added=entry.added, cut=cut)
+        again = replace(again, groups=groups, record_bytes=record_bytes, added=entry.added, cut=cut)
         if difference := first_difference(encode(again), encode(entry), ""):
             self._faults.add("{} is {}, the manifest says {}".format(*difference))
 
@@ -395,22 +393,21 @@ class ColumnCheck(ShardCheck):
         """Open nothing yet; `on_bytes` as in `ShardCheck`."""
         super().__init__(store, entry.column_shard(column), on_bytes)
         self._specs = store.manifest.added_specs[column]
-        self._column, self._owner = column, SealedShard(store.path, entry)
+        self._column, self._owner = column, SealedShard(store.path, entry, dropped=store.dropped)
         self._faults = Faults(entry.name)
         self.bad_row = f"the bytes of the row's {column} do not match their checksum"
 
     def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
         return self._owner.names_of(place.group, [place.first_row + k for k in rows])
 
-    def _describe(self, damaged: set[Path], lines: list[int]) -> None:
-        """Make the extents again from the intact file, and compare the rows' ids with the shard's."""
+    def _describe(self, sums: FileSums) -> None:
+        """Make the sidecar again from the intact file, and compare the rows' ids with the shard's."""
         paths, entry = self._shard.paths, self._shard.entry
         contents = ShardContents(name=entry.name, report=self._faults.add)
-        read_contents(paths.lmdb, contents, lines, lambda: self._on_bytes(0))
-        if paths.extents not in damaged:
-            metadata = self._shard.extents.metadata
-            about = {name: metadata[name] for name in COLUMN_FIELDS if name in metadata}
-            self._compare_sidecar(paths.extents, entry.extents, contents.extents(lines, about))
+        read_contents(paths.lmdb, contents, sums, lambda: self._on_bytes(0))
+        if self._has_meta:
+            about = {name: self._shard.meta.metadata.get(name) for name in COLUMN_FIELDS}
+            self._compare_meta(contents.meta(sums, about))
         for bucket in entry.groups:
             with self._faults.guard(bucket):
                 wrong = (contents.digests(bucket, ID) != ids_by_row(self._owner, bucket)).any(axis=1)
@@ -425,7 +422,7 @@ def block_places(shard: SealedShard, file_bytes: int, faults: Faults) -> Iterato
         with faults.guard(group):
             own = shard.entry.groups[group]
             places = [
-                shard.extents.slice(name, own.first_block, own.first_block + own.blocks)
+                shard.meta.column(name)[own.first_block : own.first_block + own.blocks]
                 for name in ("offset", "length", "first_row", "rows")
             ]
             tables.append(np.stack([np.full_like(places[0], number), np.arange(own.blocks, dtype="<u8"), *places], axis=1))
@@ -438,8 +435,8 @@ def block_places(shard: SealedShard, file_bytes: int, faults: Faults) -> Iterato
             end = offset + length
         else:
             error = (
-                f"the extents place the block at bytes {offset} to {offset + length}, which is beyond the file, inside another "
-                f"block, or an impossible length for {rows} rows"
+                f"the sidecar places the block at bytes {offset} to {offset + length}, which is beyond the file, inside "
+                f"another block, or an impossible length for {rows} rows"
             )
             faults.add(error, groups[at], block)
 

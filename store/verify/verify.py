@@ -7,7 +7,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -18,27 +18,27 @@ from bucketline.errors import CorruptError, StoppedError, StoreError
 from bucketline.store.folder import MissingObjectError
 from bucketline.store.format.manifest import (
     COLUMN_SHARD_NAME,
+    DROPPED_SUFFIX,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Manifest,
     dump_manifest,
     parse_manifest,
-    sealed,
 )
-from bucketline.store.read.files import files_of
+from bucketline.store.read.files import all_files, files_of, list_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generation_name, listed_generations, newest_generation
 from bucketline.store.remote.objects import ObjectFolder, asked_again
 from bucketline.store.transfer import Downloader
 from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
-from bucketline.store.write.describe import MAKING
+from bucketline.store.write.column import MAKING
 from bucketline.store.write.publish import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest import FileEntry, ShardEntry
 
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "packed_model.json")  # see FORMAT.md
 _PART_BYTES = 8 << 20  # of a file that is read in parts
@@ -115,7 +115,7 @@ class FolderCheck:
 
         return asked_again(read, self._folder.deadline_s, most_wrong=2)
 
-    def _compare(self, name: str, num_bytes: int | None, expected: FileEntry | DroppedEntry, generation: int) -> None:
+    def _compare(self, name: str, num_bytes: int | None, expected: FileEntry, generation: int) -> None:
         """Compare a file, of this many bytes, with what an older generation says of it."""
         self._on_bytes(0)
         if num_bytes is None:
@@ -151,8 +151,8 @@ class FolderCheck:
             self._faults.of_file(f"{error}{advice}")
 
 
-def _files_of(manifest: Manifest) -> dict[str, FileEntry | DroppedEntry]:
-    return {path.as_posix(): expected for entry in manifest.shards for path, expected in files_of(Path(), entry)}
+def _files_of(manifest: Manifest) -> dict[str, FileEntry]:
+    return {path.as_posix(): expected for path, expected in all_files(Path(), manifest)}
 
 
 def _what_is(name: str) -> str | None:
@@ -166,7 +166,9 @@ def _what_is(name: str) -> str | None:
         return "is being written or sent, or an interrupted run left it; the next writer takes it over, or removes it"
     if folder.startswith(_OF_RUNS):
         return "belongs to a run that is under way, or that was interrupted; the next pack uses or removes it"
-    if folder == "shards" and (COLUMN_SHARD_NAME.fullmatch(path.stem) or path.suffix in (".lmdb", ".extents", ".index")):
+    if folder == "generations" and path.suffix == DROPPED_SUFFIX:
+        return "is a list of dropped rows that no generation has; `store compact --gc` removes it, in a bucket after a day"
+    if folder == "shards" and (COLUMN_SHARD_NAME.fullmatch(path.stem) or path.suffix in (".lmdb", ".meta")):
         return f"belongs to a shard, or a column of one, that no generation lists; {_NEXT}"
     return "not one of the store's files"
 
@@ -204,9 +206,9 @@ def verify_folder(
     """
     manifest = manifest or newest_generation(folder)
     if isinstance(folder, ObjectFolder):
-        threads, check_shard = 1, partial(_check_there, folder, manifest)
+        threads, check_shard = 1, partial(_check_there, folder, manifest, shards_only=shards_only)
     else:
-        check_shard = partial(_check_shard, Store.at(folder, manifest))
+        check_shard = partial(_check_shard, Store.at(folder, manifest), shards_only=shards_only)
     stopped = threading.Event()
 
     def went_on(num_bytes: int) -> None:
@@ -235,9 +237,11 @@ def verify_folder(
     return Verified(blocks=blocks, rows=rows, corrupt=(*rest_of_it.faults, *faults), strays=rest_of_it.strays)
 
 
-def _check_shard(store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> Verified:
+def _check_shard(store: Store, entry: ShardEntry, on_bytes: Callable[[int], None], *, shards_only: bool) -> Verified:
     check = ShardCheck(store, entry, on_bytes)
     check.run()
+    if not shards_only:
+        check.withdrawn()
     faults, blocks = check.faults, check.blocks
     for column in sorted(entry.added):
         of_column = ColumnCheck(store, entry, column, on_bytes)
@@ -246,13 +250,17 @@ def _check_shard(store: Store, entry: ShardEntry, on_bytes: Callable[[int], None
     return Verified(blocks=blocks, rows=check.rows, corrupt=faults)
 
 
-def _check_there(folder: ObjectFolder, manifest: Manifest, entry: ShardEntry, on_bytes: Callable[[int], None]) -> Verified:
+def _check_there(
+    folder: ObjectFolder, manifest: Manifest, entry: ShardEntry, on_bytes: Callable[[int], None], *, shards_only: bool
+) -> Verified:
     """Check a shard of a store in object storage, which is got for that."""
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as work:
         path = Path(work)
-        (path / "shards").mkdir()
+        for name in ("shards", "generations"):
+            (path / name).mkdir()
+        lists = list_of(path, manifest) if entry.samples != entry.live_samples else []
         try:
-            Downloader(folder, takes_any_digest=True).get(files_of(path, entry))
+            Downloader(folder, takes_any_digest=True).get([*files_of(path, entry), *lists])
         except (CorruptError, MissingObjectError) as error:
             return Verified(blocks=0, rows=0, corrupt=(Fault(shard=entry.name, error=str(error)),))
-        return _check_shard(Store(path, sealed(replace(manifest, shards=(entry,), retired=()))), entry, on_bytes)
+        return _check_shard(Store(path, manifest), entry, on_bytes, shards_only=shards_only)

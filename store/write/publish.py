@@ -13,12 +13,13 @@ import uuid
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import lmdb
 import numpy as np
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import CorruptError, LockedError, StoreError
 from bucketline.files.atomic_write import FileLock, explaining, is_aside, is_held, move_durably, remove_unless_held, sync_folder
 from bucketline.files.paths import read_regular
 from bucketline.forks import cached_property
@@ -33,13 +34,14 @@ from bucketline.store.format.manifest import (
     SAMPLE_PREFIX,
     SHARD_NAME,
     DroppedEntry,
-    GroupEntry,
     Manifest,
     ShardEntry,
     check_fingerprint,
+    dropped_path,
     generation_path,
     generations,
     newest_intact,
+    object_name,
     pending_path,
     read_manifest,
     sealed,
@@ -47,14 +49,14 @@ from bucketline.store.format.manifest import (
     write_manifest,
 )
 from bucketline.store.format.schema import Schema
-from bucketline.store.format.text import TextError, is_bucket
+from bucketline.store.format.text import TextError
 from bucketline.store.read.samples import disk_bytes
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest
+from bucketline.store.shard.dropped import DroppedRows, dropped_counts, encode_dropped
+from bucketline.store.shard.meta import read_meta
 from bucketline.store.shard.reader import SealedShard, as_keys
-from bucketline.store.shard.row_locator import DROPPED_FORMAT
-from bucketline.store.shard.sidecar import encode_paged
-from bucketline.store.write.describe import MAKING, describe_shard
+from bucketline.store.write.column import MAKING
 from bucketline.store.write.seal import SEALING, may_have_commits, read_lmdb, seal, seal_apart
 
 if TYPE_CHECKING:
@@ -118,8 +120,7 @@ def take_shards(store: Path, attempt: Path, names: Iterable[str]) -> None:
     for name in names:
         own, target = shard_paths(attempt, name), shard_paths(store, name)
         with explaining(store):
-            move_durably(own.extents, target.extents)
-            move_durably(own.index, target.index)
+            move_durably(own.meta, target.meta)
             move_durably(own.lmdb, target.lmdb)
     shutil.rmtree(attempt, ignore_errors=True)
 
@@ -133,7 +134,7 @@ def remove_attempts(store: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- change base
-# The generation that a change starts from: how it is found, its shards, and where new shards and lists of dropped rows go.
+# The generation that a change starts from: how it is found, its shards, and where new shards and its list of dropped rows go.
 #
 # `generations/G.json` is written before `manifest.json` is replaced, so a crash between the two leaves an older
 # `manifest.json`; so does restoring one by hand. Continuing from it would treat the newer generations' shards as unlisted and
@@ -182,8 +183,8 @@ class ChangeBase:
     def __init__(self, folder: Folder, manifest: Manifest, number: int, made: Path, cache: Path | None = None) -> None:
         """Read nothing yet.
 
-        `number` is in the names of the lists of dropped rows that are written; no other generation's lists have it. `made` is
-        the folder in which new shards are made, laid out as a store: on a disk the store's. `cache`: of object storage.
+        `number` is the generation that is prepared. `made` is the folder in which new shards are made, laid out as a store: on
+        a disk the store's. `cache`: of object storage.
         """
         self.folder, self.manifest, self.number, self.made = folder, manifest, number, made
         self._cache = cache
@@ -192,14 +193,36 @@ class ChangeBase:
     def store(self) -> Store:
         return Store.at(self.folder, self.manifest, self._cache)
 
+    @cached_property
+    def dropped(self) -> DroppedRows:
+        """Return the generation's dropped rows; nothing is read yet."""
+        return DroppedRows(self.made, self.manifest) if isinstance(self.folder, LocalFolder) else self.store.dropped
+
     def shard(self, entry: ShardEntry) -> SealedShard:
         """Return the reader of a shard of the generation, or of one that was made; nothing is opened yet."""
-        if isinstance(self.folder, LocalFolder) or shard_paths(self.made, entry.name).index.exists():
-            return SealedShard(self.made, entry)
-        return SealedShard(self.store.path, entry, source=self.store.source)
+        if isinstance(self.folder, LocalFolder) or shard_paths(self.made, entry.name).meta.exists():
+            return SealedShard(self.made, entry, dropped=self.dropped)
+        return SealedShard(self.store.path, entry, source=self.store.source, dropped=self.dropped)
+
+    def list_dropped(
+        self, shards: Iterable[ShardEntry], changed: Mapping[tuple[str, str], NDArray[np.uint32]] = MappingProxyType({})
+    ) -> DroppedEntry | None:
+        """Write the list of the dropped rows of some shards; return its entry, that of the generation if it has just these.
+
+        Those of buckets that are not `changed`, by shard and bucket, are the generation's.
+        """
+        groups = [(entry.name, group) for entry in shards for group, _ in dropped_counts(entry)]
+        if not groups:
+            return None
+        data = encode_dropped([changed[own] if own in changed else self.dropped.of(*own) for own in groups])
+        entry = DroppedEntry(generation=self.number, num_bytes=len(data), digest=bytes_digest(data))
+        if self.manifest.dropped is not None and self.manifest.dropped.digest == entry.digest:
+            return self.manifest.dropped
+        self.folder.write(object_name(dropped_path(self.made, entry)), data)
+        return entry
 
     def fetch_indexes(self) -> None:
-        """Get the indexes of all shards, and their lists of dropped rows, before shards are read one after the other."""
+        """Get the indexes of all shards, and the list of dropped rows, before shards are read one after the other."""
         if not isinstance(self.folder, LocalFolder):
             self.store.fetch_indexes()
 
@@ -207,6 +230,7 @@ class ChangeBase:
 # --------------------------------------------------------------------------------------------------------------------- publish
 
 WRITER_LOCK = "writer.lock"
+WAIT_S = 600.0  # of a commit, for the lock: 128 writers may be ahead, each with a manifest of many shards
 FOLDERS = ("shards", "pending", "generations")
 
 
@@ -233,8 +257,8 @@ def refuse_linked_folders(store: Path) -> None:
             )
 
 
-def lock_store(store: Path) -> FileLock:
-    return FileLock(store / "pending" / WRITER_LOCK)
+def lock_store(store: Path, *, wait_s: float = 0.0) -> FileLock:
+    return FileLock(store / "pending" / WRITER_LOCK, wait_s=wait_s)
 
 
 def new_manifest(schema: Schema) -> Manifest:
@@ -258,11 +282,12 @@ def new_manifest(schema: Schema) -> Manifest:
 def changing(store: Path, *, adopting: bool = True) -> Iterator[Manifest]:
     """Lock an existing store and yield its newest generation, after adopting what an interrupted run left.
 
+    If another writer holds the lock, wait: a commit holds it for milliseconds.
     Without `adopting`, that stays for the next run: adoption reads the indexes of all shards.
     """
     existing_manifest(store)
     prepare_store(store)
-    with lock_store(store):
+    with lock_store(store, wait_s=WAIT_S):
         try:
             manifest = existing_manifest(store)  # read again, now under the lock
             if not is_published(store, manifest):  # a crash between the two writes, or an older manifest was restored
@@ -276,7 +301,8 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
     """Finish what an interrupted run left: seal pending shards, and return the names of shards that no generation lists yet.
 
     Shards that any generation lists, retired shards and copies of an interrupted compact are never returned: their rows are, or
-    were, in other shards, and samples dropped from those since would come back. Attempts that nobody took are removed.
+    were, in other shards, and samples dropped from those since would come back. Attempts that nobody took are removed. What a
+    running process writes is left to it.
     """
     with explaining(store):
         remove_interrupted_copies(store, manifest)
@@ -287,12 +313,15 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
                 raise StoreError(
                     f"{path} is a link or not a regular file, which no run leaves: move it elsewhere and rerun the command"
                 )
-            with FileLock(lock):  # never acquired again: a shard name has one writer
-                if not (is_gone := not path.exists()) and not may_have_commits(path):
-                    path.unlink()
-                    is_gone = True
-            if not is_gone:
-                seal_apart(store, path.stem)  # removes the pending file itself, once its samples are in `shards/`
+            try:
+                with FileLock(lock):  # never acquired again: a shard name has one writer
+                    if not (is_gone := not path.exists()) and not may_have_commits(path):
+                        path.unlink()
+                        is_gone = True
+                if not is_gone:
+                    seal_apart(store, path.stem)  # removes the pending file itself, once its samples are in `shards/`
+            except LockedError:
+                continue  # another process writes it, and commits it itself
             lock.unlink(missing_ok=True)
         return unlisted(store, manifest)
 
@@ -403,31 +432,34 @@ def with_shards(
     added: list[ShardEntry] = []
     errors = [manifest.text_error]
     for name in sorted(new):
-        found = describe_shard(base.made, name, manifest)
+        found = read_meta(base.made, name, with_columns=bool(manifest.added))
         errors.append(found.text_error)
         for bucket in found.buckets:
             if buckets.setdefault(bucket.name, bucket) != bucket:
                 raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
         added.append(found.entry)
     withdrawn = tuple(sorted({*manifest.withdrawn}.difference(taken_back)))
-    shards = tuple(replaced(base, added, (*dropped, *map(sample_digest, withdrawn if added else ()))))
+    shards, of_dropped = replaced(base, added, (*dropped, *map(sample_digest, withdrawn if added else ())))
     rules = manifest.rules if rules is None else rules
     if (shards, rules, withdrawn) == (manifest.shards, manifest.rules, manifest.withdrawn):
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
     retired = tuple(name for name in manifest.retired if name not in {entry.name for entry in added})
-    changes: dict[str, Any] = {"buckets": ordered, "rules": rules, "shards": shards, "retired": retired}
+    changes: dict[str, Any] = {"buckets": ordered, "rules": rules, "shards": shards, "dropped": of_dropped, "retired": retired}
     return dataclasses.replace(manifest, **changes, withdrawn=withdrawn, text_error=TextError.joined(errors))
 
 
-def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]) -> list[ShardEntry]:
+def replaced(
+    base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]
+) -> tuple[tuple[ShardEntry, ...], DroppedEntry | None]:
     """Return entries of the base's and the added shards, without samples that are dropped or that a later added shard holds.
 
+    And the entry of the list of their dropped rows, which is written if there are more than before.
     Each shard is scanned once, or searched for the candidates, whichever is cheaper: the time grows with the number of samples,
     not with samples times shards (`python -m bucketline.bench scale --listing`).
     """
     shards = base.manifest.shards
-    entries = [*shards, *added]
+    entries = (*shards, *added)
     keys = [as_keys(list(dropped))]
     holders = [np.full(len(keys[0]), len(entries))]  # a dropped sample's row is removed from every shard
     for ordinal, entry in enumerate(added, len(shards)):
@@ -435,12 +467,14 @@ def replaced(base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[by
         holders.append(np.full(entry.samples, ordinal))
     newer = np.concatenate(keys)
     if not len(newer):
-        return entries
+        return entries, base.manifest.dropped
     order = np.argsort(newer)
     newer, holder = newer[order], np.concatenate(holders)[order]
     first = np.flatnonzero(np.append(True, newer[1:] != newer[:-1]))
     newest = _Newest(keys=newer[first], shard=np.maximum.reduceat(holder, first))
-    return [_without(base, entry, newest, ordinal) for ordinal, entry in enumerate(entries)]
+    changed: dict[tuple[str, str], NDArray[np.uint32]] = {}
+    left = tuple(_without(base, entry, newest, ordinal, changed) for ordinal, entry in enumerate(entries))
+    return left, base.list_dropped(left, changed) if changed else base.manifest.dropped
 
 
 def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry], generation: int) -> Manifest:
@@ -455,9 +489,9 @@ def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry]
 
 
 def _has_files(store: Path, name: str) -> bool:
-    """Return whether any file of a shard exists: sidecars may outlive the shard's own file and keep it retired."""
+    """Return whether any file of a shard exists: its sidecar may outlive the shard's own file and keep it retired."""
     paths = shard_paths(store, name)
-    return any(path.exists() for path in (paths.lmdb, paths.extents, paths.index))
+    return any(path.exists() for path in (paths.lmdb, paths.meta))
 
 
 def next_generation(store: Path, manifest: Manifest) -> int:
@@ -482,16 +516,19 @@ class _Newest:
         return np.flatnonzero((self.keys[at] == own) & (self.shard[at] > ordinal))
 
 
-def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int) -> ShardEntry:
-    """Return a shard's entry without samples that are dropped or held by a later shard; writes its list of dropped rows."""
+def _without(
+    base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int, changed: dict[tuple[str, str], NDArray[np.uint32]]
+) -> ShardEntry:
+    """Return a shard's entry without samples that are dropped or held by a later shard.
+
+    Adds to `changed` all dropped rows of each of its buckets with such samples.
+    """
     shard = base.shard(entry)
     positions = newest.positions_in(shard, ordinal)
     if not len(positions):
         return entry
-    names = shard.index.metadata["groups"]
-    bucket, row, num_bytes = (shard.index.take(name, positions) for name in ("bucket", "row", "record_bytes"))
-    if int(bucket.max()) >= len(names):
-        raise CorruptError(f"{shard.paths.index}: an entry names a bucket that the shard does not have; run `store verify`")
+    names = shard.groups
+    bucket, row, num_bytes = (shard.index[name][positions] for name in ("bucket", "row", "record_bytes"))
     rows: dict[str, NDArray[np.uint32]] = {}
     record_bytes, gone = entry.record_bytes, np.zeros(len(positions), dtype=bool)
     for number in np.unique(bucket).tolist():
@@ -503,34 +540,17 @@ def _without(base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int)
             gone |= is_new
     if not rows:
         return entry
-    merged = {
-        group: np.union1d(shard.dropped_rows(group), rows.get(group, np.empty(0, dtype="<u4")))
-        for group in entry.groups
-        if is_bucket(group)
-    }
-    data = encode_dropped({group: values for group, values in merged.items() if len(values)}, entry.shard_id)
-    base.folder.write(f"shards/{shard_paths(base.made, shard.name).dropped(base.number).name}", data)
-    groups: Mapping[str, GroupEntry] = {
-        name: group._replace(dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
-    }
+    groups = dict(entry.groups)
+    for group, own in rows.items():
+        merged = changed[entry.name, group] = np.union1d(shard.dropped_rows(group), own)
+        groups[group] = groups[group]._replace(dropped=len(merged))
     lost = shard.captions_cut(positions[gone])
     return dataclasses.replace(
         entry,
-        groups=dict(groups),
-        cut={name: count - lost.get(name, 0) for name, count in entry.cut.items() if count > lost.get(name, 0)},
+        groups=groups,
+        cut={name: count - lost[name] for name, count in entry.cut.items()},
         record_bytes=record_bytes,
-        dropped=DroppedEntry(generation=base.number, num_bytes=len(data), digest=bytes_digest(data)),
     )
-
-
-def encode_dropped(rows: dict[str, NDArray[np.uint32]], shard_id: str) -> bytes:
-    """Return the file content that lists a shard's dropped rows by bucket, sorted; a listed bucket has at least one."""
-    groups, at = {}, 0
-    for group, values in sorted(rows.items()):
-        groups[group] = {"first": at, "count": len(values)}
-        at += len(values)
-    joined = np.concatenate([values for _, values in sorted(rows.items())])
-    return encode_paged([("rows", "U32", joined)], {"format": DROPPED_FORMAT, "groups": groups, "shard_id": shard_id})
 
 
 class StoreTarget(Protocol):
@@ -565,7 +585,7 @@ class StoreTarget(Protocol):
         rules: dict[str, Json] | None = None,
         taken_back: Collection[str] = (),
     ) -> Manifest:
-        """Publish sealed shards that `manifest`, the newest generation known here, does not list; see `with_shards`."""
+        """Publish sealed shards that are not listed yet; see `with_shards`. `manifest` is the newest generation known here."""
         ...
 
     def send_lists(self) -> None:
@@ -578,10 +598,12 @@ class StoreTarget(Protocol):
 
 
 class LocalTarget:
-    """A store on a disk; see `StoreTarget`."""
+    """A store on a disk; see `StoreTarget`. Outside of `writing`, `publish` locks the store for as long as it takes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, waits: bool = False) -> None:
+        """Touch nothing yet. `waits`: `writing` waits for other writers, as a commit does; otherwise it refuses at once."""
+        self.path, self._waits = path, waits
+        self._is_locked = False
 
     @property
     def folder(self) -> Folder:
@@ -599,11 +621,16 @@ class LocalTarget:
         store = self.path
         stored_manifest(store, schema)  # before the folder is touched
         prepare_store(store)
-        with lock_store(store):
+        with lock_store(store, wait_s=WAIT_S if self._waits else 0.0):
             manifest = stored_manifest(store, schema)  # read again under the lock
             if manifest is None or not is_published(store, manifest):  # new, or a crash between two writes
                 manifest = write_manifest(store, manifest or new_manifest(schema))
-            yield publish(store, manifest, adopt(store, manifest), ())
+            manifest = publish(store, manifest, adopt(store, manifest), ())
+            self._is_locked = True
+            try:
+                yield manifest
+            finally:
+                self._is_locked = False
 
     def open(self, manifest: Manifest) -> Store:
         return Store(self.path, manifest)
@@ -616,8 +643,10 @@ class LocalTarget:
         rules: dict[str, Json] | None = None,
         taken_back: Collection[str] = (),
     ) -> Manifest:
-        new = set(sealed) - {entry.name for entry in manifest.shards}
-        return publish(self.path, manifest, new, dropped, rules, taken_back)
+        with nullcontext(manifest) if self._is_locked else changing(self.path, adopting=False) as newest:
+            compacted = {*newest.retired}.difference(manifest.retired)  # since then, after another writer had adopted them
+            new = set(sealed) - {entry.name for entry in newest.shards} - compacted
+            return publish(self.path, newest, new, dropped, rules, taken_back)
 
     def send_lists(self) -> None:
         """Do nothing: they are in the store's folder."""

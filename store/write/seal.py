@@ -1,4 +1,4 @@
-"""Seal a shard: rewrite it in key order, locate and verify every block's byte range, write extents and index.
+"""Seal a shard: rewrite it in key order, locate and verify every block's byte range, write its sidecar.
 
 `python -m bucketline.store.write.seal STORE NAME` seals a shard that an interrupted run left. It is a separate process because
 LMDB follows pointers in a file that has not been checked yet: if that crashes, only this process dies.
@@ -18,7 +18,6 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lmdb
@@ -34,19 +33,21 @@ from bucketline.store.format.block import (
     DIGEST_BYTES,
     DTYPES,
     ID,
+    IMAGE_AXES,
     LENGTH_BYTES,
     LINE_BYTES,
     MAX_HEADER_BYTES,
     ORIGINAL_SIZE,
     RAGGED_PREFIX,
     READ_BYTES,
-    LineSums,
+    BlockSpec,
+    Column,
+    FileSums,
     caption_digest,
     read_header,
     sample_digest,
 )
 from bucketline.store.format.manifest import (
-    IN_FILE,
     META_KEY,
     SAMPLE_PREFIX,
     SHARD_ID_BYTES,
@@ -55,11 +56,11 @@ from bucketline.store.format.manifest import (
     shard_paths,
     split_block_key,
 )
-from bucketline.store.format.schema import captions_checksum, decode_record
+from bucketline.store.format.schema import BucketEntry, bucket_entry, captions_checksum, decode_record
 from bucketline.store.format.text import DIGEST, STARTS, TEXT_GROUP, TextError, is_bucket
-from bucketline.store.shard.reader import CUT_PREFIX, INDEX_FORMAT, keys_of
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.meta import INDEX, LINE_CHECKSUM, META_FORMAT, entry_checksums, index_dtype
+from bucketline.store.shard.reader import keys_of
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------------------- shard contents
-# Describe a shard's file: walk it through LMDB, check that its rows and records go together, make its extents and its index.
+# Describe a shard's file: walk it through LMDB, check that its rows and records go together, make its sidecar.
 #
 # Sealing does this with the file that it has written, and refuses one with a fault. `store verify` does it again, and
 # compares.
@@ -97,6 +98,7 @@ _SAMPLE = np.dtype(
         (CROP, "<i4", (2,)),
     ]
 )
+_AS_NOTED = ("digest", "content", "record_offset", "source_bytes", "source_mtime_ns", "captions", "record_bytes", "row")
 _PACKED = struct.Struct("<16s16sQQqQIIII2i2i")  # the same, packed
 
 
@@ -112,6 +114,8 @@ class ShardContents:
     report: Callable[..., object] = field(compare=False)  # takes a fault: what is wrong, then group, block, row and sample
     page_bytes: int = field(default=0, compare=False)
     blocks: dict[str, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # offset, length, first row, rows
+    forms: dict[str, BlockSpec] = field(default_factory=dict)  # by bucket, of its first block
+    caption_bytes: int = 0  # of the captions' columns
     samples: bytearray = field(default_factory=bytearray)  # of _SAMPLE
     caption_rows: array[int] = field(default_factory=lambda: array("i"))  # of the samples, one after the other
     buckets: dict[str, int] = field(default_factory=dict)  # bucket names of the samples, by their numbers in `samples`
@@ -127,32 +131,56 @@ class ShardContents:
         """Return the digests of a group's entries, or of a bucket's rows, `[N, 16]`."""
         return np.frombuffer(self.columns.get((group, name), b""), dtype="u1").reshape(-1, DIGEST_BYTES)
 
-    def extents(self, lines: list[int], more: Mapping[str, object] = MappingProxyType({})) -> bytes:
-        """Return the file's extents; `lines` are the checksums of its lines, `more` is added to the metadata."""
-        groups: dict[str, dict[str, int]] = {}
-        entries: list[tuple[int, int, int, int]] = []
-        for group, own in sorted(self.blocks.items()):
-            groups[group] = {"first_block": len(entries), "blocks": len(own), "rows": sum(entry[3] for entry in own)}
-            entries.extend(own)
-        table = np.array(entries, dtype="<u8")
-        lengths = {
-            group: {"tokens": self.tokens.get(group, 0), "max_tokens": self.max_tokens.get(group, 0)}
-            for group in (TEXT_GROUP, *sorted(self.tokens))
-        }
-        text: dict[str, object] = {**lengths.pop(TEXT_GROUP)}
-        if self.text_error is not None:
-            text["error"] = encode(self.text_error)
-        about: dict[str, object] = {"format": EXTENTS_FORMAT, "groups": groups, "text": text, "line_bytes": LINE_BYTES}
-        if lengths:
-            about["ragged"] = {group.removeprefix(RAGGED_PREFIX): own for group, own in lengths.items()}
-        about |= {"places": IN_FILE, "shard_id": self.shard_id.hex(), "shard_id_at": self.shard_id_at}
-        about |= {"page_bytes": self.page_bytes, **more}
-        tensors = [(name, "U64", table[:, at]) for at, name in enumerate(("offset", "length", "first_row", "rows"))]
-        tensors.append((LINE_CHECKSUM, "U64", np.array(lines, dtype="<u8")))
-        return encode_paged(tensors, about)
+    def meta(self, sums: FileSums, column: Mapping[str, object] | None = None) -> bytes:
+        """Return the sidecar of the file whose `sums` were taken, after checking that its rows and records go together.
 
-    def index(self) -> bytes:
-        """Return the file's index, after checking that its rows and records go together."""
+        `column` is what is noted of an added column, whose file has no captions and no records.
+        """
+        groups, entries = dict[str, list[int]](), list[tuple[int, int, int, int]]()
+        for group, own in sorted(self.blocks.items()):
+            groups[group] = [sum(entry[3] for entry in own), len(own), len(entries), 0]
+            entries.extend(own)
+        shard_id, lines = self.shard_id.hex(), sums.finish()
+        entry: dict[str, object] = {
+            "shard_id": shard_id,
+            "lmdb": {"num_bytes": sums.num_bytes, "digest": sums.digest},
+            "groups": groups,
+        }
+        about: dict[str, object] = {"format": META_FORMAT, "shard_id": shard_id, "shard_id_at": self.shard_id_at}
+        about |= {"page_bytes": self.page_bytes, "line_bytes": LINE_BYTES}
+        table = np.array(entries, dtype="<u8").reshape(-1, 4)
+        tensors: list[tuple[str, str, NDArray[Any]]] = [
+            (name, "U64", table[:, at]) for at, name in enumerate(("offset", "length", "first_row", "rows"))
+        ]
+        tensors.append((LINE_CHECKSUM, "U64", np.array(lines, dtype="<u8")))
+        if column is not None:
+            return encode_sidecar(tensors, {**about, "entry": entry, **column})
+        index, captions = self._index(shard_id), self.digests(TEXT_GROUP)
+        caption_row = _order(captions)
+        tensors.append(("caption_row", "U32", caption_row.astype(DTYPES["U32"])))
+        tensors.append(("caption_digest", "U8", captions[caption_row]))
+        tensors.append((INDEX, "U8", index.view("u1").reshape(len(index), -1)))
+        entry |= {
+            "samples": len(index),
+            "record_bytes": int(index["record_bytes"].sum(dtype=np.int64)),
+            "caption_bytes": self.caption_bytes,
+            "max_tokens": self.max_tokens.get(TEXT_GROUP, 0),
+            "cut": {name: int(index["cut"][:, n].sum(dtype=np.int64)) for n, name in enumerate(sorted(self.cuts))},
+            "ragged": {
+                group.removeprefix(RAGGED_PREFIX): {"tokens": tokens, "max_tokens": self.max_tokens[group]}
+                for group, tokens in sorted(self.tokens.items())
+                if group != TEXT_GROUP
+            },
+        }
+        about |= {"entry": entry, "buckets": encode(self.buckets_found())}
+        return encode_sidecar(tensors, {**about, "text_error": encode(self.text_error)})
+
+    def buckets_found(self) -> tuple[BucketEntry, ...]:
+        """Return the entries of the buckets of which the file has blocks."""
+        return tuple(bucket_entry(spec) for _, spec in sorted(self.forms.items()))
+
+    def _index(self, shard_id: str) -> NDArray[Any]:
+        """Return the entries of the index, after checking that rows and records go together."""
         if strange := self.buckets.keys() - self.blocks.keys():
             raise CorruptError(f"shard {self.name}: a sample record names the bucket {min(strange)!r:.80}, which has no block")
         groups, samples = sorted(self.blocks), np.frombuffer(self.samples, dtype=_SAMPLE)
@@ -161,29 +189,17 @@ class ShardContents:
         except (ValueError, LookupError, ArithmeticError) as error:
             raise CorruptError(f"shard {self.name}: its rows cannot be compared with its records ({error!r:.200})") from error
         order = _order(samples["digest"])
-        samples = samples[order]
-        captions = self.digests(TEXT_GROUP)
-        caption_row = _order(captions)
-        number_of = np.array([groups.index(bucket) for bucket in self.buckets], dtype=DTYPES["U16"])
-
-        def column(name: str, dtype: str) -> tuple[str, str, NDArray[Any]]:
-            return name, dtype, np.ascontiguousarray(samples[name], dtype=DTYPES[dtype])
-
-        tensors = [
-            *(column(name, "U64") for name in ("record_offset", "source_bytes")),
-            column("source_mtime_ns", "I64"),
-            column("captions", "U64"),
-            *(column(name, "U32") for name in ("record_bytes", "row")),
-            ("caption_row", "U32", caption_row.astype(DTYPES["U32"])),
-            ("bucket", "U16", number_of[samples["bucket"]]),
-            *(column(name, "U8") for name in ("digest", "content")),
-            ("caption_digest", "U8", captions[caption_row]),
-        ]
-        for encoder, counts in sorted(self.cuts.items()):
-            of_sample = np.zeros(len(samples), dtype=DTYPES["U16"])
-            of_sample[list(counts)] = list(counts.values())
-            tensors.append((CUT_PREFIX + encoder, "U16", of_sample[order]))
-        return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups, "shard_id": self.shard_id.hex()})
+        cut = np.zeros((len(samples), len(self.cuts)), dtype=DTYPES["U16"])
+        for n, (_, counts) in enumerate(sorted(self.cuts.items())):
+            cut[list(counts), n] = list(counts.values())
+        own = samples[order]
+        entries = np.zeros(len(own), dtype=index_dtype(len(self.cuts)))
+        for name in _AS_NOTED:
+            entries[name] = own[name]
+        entries["bucket"] = np.array([groups.index(bucket) for bucket in self.buckets], dtype=DTYPES["U16"])[own["bucket"]]
+        entries["cut"] = cut[order]
+        entries[CHECKSUM] = entry_checksums(entries, shard_id)
+        return entries
 
     def _check(self, samples: NDArray[Any]) -> None:
         """Check that records name each row once, and say of it what the row says, and that the captions are there."""
@@ -276,6 +292,10 @@ class ShardContents:
             raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
         entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
         data = block[header_bytes:]
+        if not entries[1:] and is_bucket(group):
+            columns = tuple(Column(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape[1:]) for tensor in tensors)
+            axes = tuple(metadata["axes"].split(",")) if "axes" in metadata else IMAGE_AXES
+            self.forms[group] = BlockSpec(bucket=group, columns=columns, axes=axes)
         for name in _KEPT:
             if name in place:
                 self.columns.setdefault((group, name), bytearray()).extend(data[place[name].begin : place[name].end])
@@ -283,6 +303,9 @@ class ShardContents:
             starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
             self.tokens[group] = self.tokens.get(group, 0) + int(starts[-1])
             self.max_tokens[group] = max(self.max_tokens.get(group, 0), int(np.diff(starts).max()))
+        if group == TEXT_GROUP:
+            own = (tensor for tensor in tensors if tensor.name not in (STARTS, CHECKSUM, DIGEST))
+            self.caption_bytes += sum(tensor.end - tensor.begin for tensor in own)
 
 
 def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
@@ -311,28 +334,28 @@ def refusing(name: str) -> ShardContents:
 
 
 def read_contents(
-    path: Path, contents: ShardContents, lines: list[int] | None = None, on_value: Callable[[], object] = lambda: None
-) -> list[int]:
-    """Walk a file through LMDB, and return the checksums of its lines; `on_value` can end the walk by raising.
+    path: Path, contents: ShardContents, sums: FileSums | None = None, on_value: Callable[[], object] = lambda: None
+) -> FileSums:
+    """Walk a file through LMDB, and return its checksums; `on_value` can end the walk by raising.
 
-    Unless these `lines` are given, by a caller who compares each value's place himself, the file is read once more for them,
+    Unless these `sums` are given, by a caller who compares each value's place himself, the file is read once more for them,
     and each value confirmed to be at its offset.
     """
-    sums, placed = LineSums(), bytearray()
+    own, placed = FileSums(), bytearray()
     try:
-        with read_lmdb(path, readahead=lines is None) as (env, txn), path.open("rb", buffering=0) as file:
+        with read_lmdb(path, readahead=sums is None) as (env, txn), path.open("rb", buffering=0) as file:
             contents.page_bytes = env.stat()["psize"]
             num_bytes = os.fstat(file.fileno()).st_size
             walked(_located(txn, num_bytes, contents.page_bytes, placed, on_value), contents)
-            if lines is None:
-                _read_back(file, placed, sums)
+            if sums is None:
+                _read_back(file, placed, own)
     except _UnconfirmedError as error:
         raise StoreError(
             f"shard {contents.name} cannot be sealed: a read of {path.name} gives other bytes than LMDB "
             f"{'.'.join(map(str, lmdb.version()))} does, expected the same; what is committed stays in pending/: check the "
             "disk, install the lmdb package that bucketline requires, and rerun"
         ) from error
-    return sums.finish() if lines is None else lines
+    return own if sums is None else sums
 
 
 def _located(
@@ -358,8 +381,8 @@ def _located(
         yield bytes(key), value, offset
 
 
-def _read_back(file: FileIO, packed: bytearray, lines: LineSums) -> None:
-    """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `lines`.
+def _read_back(file: FileIO, packed: bytearray, sums: FileSums) -> None:
+    """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `sums`.
 
     `packed` has each value's offset in the file, its length and its address, as _PLACE.
     """
@@ -379,7 +402,7 @@ def _read_back(file: FileIO, packed: bytearray, lines: LineSums) -> None:
             if stop < offsets[n] + lengths[n]:
                 break  # it continues in what is read next
             n += 1
-        lines.update(buffer[:count])
+        sums.update(buffer[:count])
         at = end
     if n < len(offsets):  # the file is shorter than it was
         raise _UnconfirmedError
@@ -412,7 +435,7 @@ _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that 
 def seal(store: Path, name: str) -> bool:
     """Seal the pending shard `name`, which its writer has closed. Return False if it was empty and was removed.
 
-    The order makes every crash harmless: the sidecars are written first, the shard's file last, and only a shard's file under
+    The order makes every crash harmless: the sidecar is written first, the shard's file last, and only a shard's file under
     `shards/` makes a shard. If it exists already, a crash came before the pending file was removed; it is removed now.
     """
     pending, paths = pending_path(store, name), shard_paths(store, name)
@@ -425,13 +448,11 @@ def seal(store: Path, name: str) -> bool:
     try:
         paths.folder.mkdir(exist_ok=True)
         _write_anew(pending, copy)
-        lines = read_contents(copy, found := refusing(name))
+        sums = read_contents(copy, found := refusing(name))
         if not found.samples:
             _remove(pending, copy)
             return False
-        extents, index = found.extents(lines), found.index()
-        write_durably(paths.extents, extents)
-        write_durably(paths.index, index)
+        write_durably(paths.meta, found.meta(sums))
         move_durably(copy, paths.lmdb)
         _remove(pending)
     except _NOT_LMDB as error:
@@ -464,8 +485,7 @@ def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
     """Check that the sealed shard of the same name holds every block, record and caption of a pending one."""
     is_same = False
     with contextlib.suppress(*_NOT_LMDB, lmdb.Error, OSError, StoreError):
-        has_sidecars = paths.extents.is_file() and paths.index.is_file()
-        is_same = has_sidecars and paths.lmdb.is_file() and _walk_file(paths.lmdb, name) == _walk_file(pending, name)
+        is_same = paths.meta.is_file() and paths.lmdb.is_file() and _walk_file(paths.lmdb, name) == _walk_file(pending, name)
     if not is_same:
         raise StoreError(
             f"{paths.lmdb} exists and differs from what {pending} would become; a sealed shard never changes: "
@@ -503,27 +523,16 @@ def seal_apart(store: Path, name: str) -> None:
     )
 
 
-def rebuilt_sidecars(path: Path) -> tuple[bytes, bytes]:
-    """Return the contents of a sealed shard's extents and index, rebuilt from its file; the caller has verified its digest."""
-    found, lines = _read(path, path.stem)
-    if not found.samples:
-        raise CorruptError(f"{path} holds no sample")
-    return found.extents(lines), found.index()
-
-
-def column_extents(path: Path, name: str, about: Mapping[str, object]) -> bytes:
-    """Return the contents of the extents of an added column's file, with `about` in their metadata."""
-    found, lines = _read(path, name)
-    if not found.blocks:
-        raise CorruptError(f"{path} holds no block")
-    return found.extents(lines, about)
-
-
-def _read(path: Path, name: str) -> tuple[ShardContents, list[int]]:
+def rebuilt_meta(path: Path, column: Mapping[str, object] | None = None) -> bytes:
+    """Return the sidecar of a shard's file, or of an added column's with what is noted of the `column`."""
+    found = refusing(path.stem)
     try:
-        return (found := refusing(name)), read_contents(path, found)
+        sums = read_contents(path, found)
     except lmdb.Error as error:
         raise CorruptError(f"{path} cannot be opened by LMDB: {error}") from error
+    if not (found.samples if column is None else found.blocks):
+        raise CorruptError(f"{path} holds no {'sample' if column is None else 'block'}")
+    return found.meta(sums, column)
 
 
 def _write_anew(pending: Path, copy: Path) -> None:

@@ -247,7 +247,7 @@ class PartWriter:
             name = self._shard_names.format(self._num_named)
             self._num_named += 1
             paths = shard_paths(self.path, name)
-            if not any(path.exists() for path in (paths.lmdb, paths.extents, paths.index, pending_path(self.path, name))):
+            if not any(path.exists() for path in (paths.lmdb, paths.meta, pending_path(self.path, name))):
                 return name
 
 

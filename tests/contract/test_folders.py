@@ -276,15 +276,21 @@ def places(tmp_path: Path) -> list[Folder]:
     return [disk, bucket]
 
 
+def older_list(folder: Folder) -> str:
+    """Return the name of generation 3's list of dropped rows."""
+    (name,) = (file.name for file in folder.names("generations") if file.name.startswith("generations/3-"))
+    return name
+
+
 def found(folder: Folder, tmp_path: Path) -> Verified:
     return verify_folder(folder, lambda _: None, 1)
 
 
 DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {
     "nothing": (lambda _: None, "", ""),
-    "an older manifest": (lambda folder: flipped(folder, "generations/3.json"), "generations/3.json", "not one"),
-    "an older list": (lambda folder: flipped(folder, "shards/g0.dropped-3"), "g0.dropped-3 has the digest", ""),
-    "a missing older list": (lambda folder: folder.remove(["shards/g0.dropped-3"]), "", "missing; only generation 3"),
+    "an older manifest": (lambda folder: flipped(folder, "generations/3.json"), "generations/3.json", "that no generation has"),
+    "an older list": (lambda folder: flipped(folder, older_list(folder)), ".dropped has the digest", ""),
+    "a missing older list": (lambda folder: folder.remove([older_list(folder)]), "", "missing; only generation 3"),
     "the newest document": (lambda folder: folder.remove(["generations/4.json"]), "copy manifest.json to", ""),
     "a document with other bytes": (
         lambda folder: folder.write("manifest.json", folder.read("manifest.json") + b"\n"),
@@ -293,7 +299,7 @@ DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {
     ),
     "a file of somebody's": (lambda folder: folder.write("notes.txt", b"mine"), "", "not one of the store's files"),
     "a shard that nobody lists": (lambda folder: folder.write("shards/late.lmdb", b"late"), "", "no generation lists"),
-    "a shard's file": (lambda folder: flipped(folder, "shards/g1.extents"), "g1.extents", ""),
+    "a shard's file": (lambda folder: flipped(folder, "shards/g1.meta"), "g1.meta", ""),
 }
 
 

@@ -91,6 +91,7 @@ with store_writer(Path(sys.argv[1])) as writer:
 """
 
 
+@pytest.mark.usefixtures("no_wait")
 def test_a_writer_in_another_process_is_named_and_both_get_their_rows(path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WRITER, str(path)]

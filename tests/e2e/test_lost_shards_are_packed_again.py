@@ -33,7 +33,8 @@ def lose_a_shard(store: Path) -> None:
 
 
 def lose_sidecars(store: Path) -> None:
-    for path in (store / "shards").glob("*.*"):
+    """Remove all but the shards' own files, with the list of dropped rows."""
+    for path in (*(store / "shards").glob("*.*"), *(store / "generations").glob("*.dropped")):
         if path.suffix != ".lmdb":
             path.unlink()
 
@@ -64,7 +65,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         (remove_shards, True, range(NUM_ALL, NUM_ALL + 1)),
         (cut_shards, True, range(1, NUM_ALL + 1)),
         (lose_a_shard, True, range(NUM_FIRST - 1, NUM_FIRST)),
-        (lose_sidecars, True, range(NUM_FIRST - 1, NUM_FIRST)),  # with its list of dropped rows
+        (lose_sidecars, True, range(NUM_FIRST - 1, NUM_FIRST)),
         (flip_two_rows, False, range(2, 3)),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from bucketline.ingest.held_out import SplitBy, held_out
+from bucketline.ingest.rules import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.format.block import sample_digest
@@ -68,7 +68,8 @@ def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: Packed) 
 
 def test_two_ranks_read_every_training_sample_once_and_one_bucket_at_every_step(packed: Packed, photographs: Path) -> None:
     config = LoaderConfig(batch_size=4, epochs=1, seed=1, remainder=Remainder.PARTIAL)
-    loaders = [Loader(packed[0], config, rank=rank, world_size=2) for rank in range(2)]
+    store = Store.open(packed[0])  # one generation for both: each rank of the pack has made one
+    loaders = [Loader(store, config, rank=rank, world_size=2) for rank in range(2)]
     read: list[bytes] = []
     for pair in zip(*loaders, strict=True):
         assert pair[0].bucket == pair[1].bucket

@@ -34,15 +34,16 @@ from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import collect
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import CHECKSUM, LENGTH_BYTES, bytes_digest, checksum, row_checksum
-from bucketline.store.format.manifest import MANIFEST, generations, read_manifest
-from bucketline.store.shard.sidecar import PagedFile, encode_paged
+from bucketline.store.format.manifest import MANIFEST, generation_path, generations, read_manifest
+from bucketline.store.shard.dropped import encode_dropped
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
 from tests.every_reader import digest_of_everything
 from tests.fault.apart import apart
 from tests.fault.ground import expect_sound, limit_memory
 from tests.fault.record import COLUMNS_TOO, GOOD, Asked, Kind, Outcome, Record, expect
-from tests.kit import COLUMNS, IMAGES, Form, Held, Sample, by_id, flip_bit, samples_of
+from tests.kit import COLUMNS, IMAGES, Form, Held, Sample, by_id, dropped_list, flip_bit, parts_of, replace_dropped, samples_of
 
 LONGEST_S = 60.0  # of all readers and a verification
 FORMS = (("", IMAGES), (COLUMNS_TOO, COLUMNS))
@@ -62,7 +63,7 @@ def worn_store(path: Path, form: Form, num_rows: int) -> dict[str, Sample]:
 
 def kind_of(path: Path) -> str:
     if path.parent.name == "generations":
-        return "generations/*.json"
+        return f"generations/*{path.suffix}"
     return path.name if path.suffix == ".json" else path.suffix.partition("-")[0] + ("-N" if "-" in path.suffix else "")
 
 
@@ -198,12 +199,15 @@ def damaged_files(asked: Asked) -> Iterator[Record]:
         record = Record(f"a store's files damaged, repaired and packed again{words}", Kind.DISK)
         for _ in range(trials):
             shutil.copytree(sound, path)
-            files = sorted((path / "shards").iterdir())
+            files = sorted([*(path / "shards").iterdir(), *(path / "generations").glob("*.dropped")])
             chosen = {file: draw.choice(DAMAGES) for file in draw.sample(files, draw.randint(1, 3))}
             for file, how in chosen.items():
                 damage(how, file, draw)
             what = ", ".join(f"{how} {file.name}" for file, how in chosen.items())
-            record.trial(what, repaired, path, {file.name.partition(".")[0] for file in chosen}, every, before, form)
+            of_list = {entry.name for entry in read_manifest(sound).shards if entry.live_samples < entry.samples}
+            damaged = {file.name.partition(".")[0] for file in chosen}
+            damaged |= of_list if dropped_list(sound).name in {file.name for file in chosen} else set()
+            record.trial(what, repaired, path, damaged, every, before, form)
             shutil.rmtree(path)
         yield record
 
@@ -219,7 +223,7 @@ METADATA: tuple[object, ...] = (
 MEMORY_BYTES = 1 << 30  # that a process may take beyond what it has at its beginning
 CASE_S = 20.0  # after which readers and verify are taken to hang
 RANDOM = "random"
-KINDS = {"extents": "bucketline.extents/1", "index": "bucketline.index/1", "dropped": "bucketline.dropped/1"}
+KINDS = {"meta": "bucketline.shard/1"}
 Lies = Iterator[tuple[str, bytes]]  # what it says, and the file's content
 Tensors = list[tuple[str, str, NDArray[Any]]]
 
@@ -254,7 +258,7 @@ def answers(path: Path, expected: str | None) -> list[Outcome]:
 
 def write_document(store: Path, document: dict[str, Any]) -> None:
     """Write a manifest with a right digest, whatever it says, as the newest generation's too."""
-    newest = max((store / "generations").iterdir(), key=lambda path: int(path.stem))
+    newest = generation_path(store, max(generations(store)))
     document["digest"] = ""
     document["digest"] = bytes_digest(dumped(document))
     for path in (store / MANIFEST, newest):
@@ -266,8 +270,7 @@ def dumped(document: dict[str, Any]) -> bytes:
 
 
 def file_of(store: Path, kind: str) -> Path:
-    entry = read_manifest(store).shards[0]
-    return store / "shards" / f"g0.{f'dropped-{entry.dropped.generation}' if kind == 'dropped' and entry.dropped else kind}"
+    return store / "shards" / f"g0.{kind}"
 
 
 def replace_file(store: Path, kind: str, data: bytes) -> None:
@@ -279,10 +282,7 @@ def replace_file(store: Path, kind: str, data: bytes) -> None:
 
 
 def paged(store: Path, kind: str) -> tuple[Tensors, dict[str, Any]]:
-    path = file_of(store, kind)
-    file = PagedFile(path, path.stat().st_size, KINDS[kind])
-    dtypes = {tensor.name: tensor.dtype for tensor in file._tensors.values()}
-    return [(name, dtypes[name], file.column(name).copy()) for name in dtypes if name != "page_checksum"], dict(file.metadata)
+    return parts_of(file_of(store, kind), KINDS[kind])
 
 
 def sidecar_lies(store: Path, kind: str) -> Lies:
@@ -290,7 +290,7 @@ def sidecar_lies(store: Path, kind: str) -> Lies:
     for t, (name, dtype, values) in enumerate(tensors):
 
         def instead(*own: tuple[str, str, NDArray[Any]], t: int = t) -> bytes:
-            return encode_paged([*tensors[:t], *own, *tensors[t + 1 :]], metadata)
+            return encode_sidecar([*tensors[:t], *own, *tensors[t + 1 :]], metadata)
 
         changed: list[tuple[str, Any]] = [
             ("reversed", values[::-1]),
@@ -308,22 +308,42 @@ def sidecar_lies(store: Path, kind: str) -> Lies:
             yield f"{name} {what}", instead((name, dtype, other))
         yield f"without {name}", instead()
         yield f"{name} as bytes", instead((name, "U8", values.view("u1")))
-    yield "unaligned", encode_paged([("odd", "U8", np.zeros(3, "u1")), *tensors], metadata)
+    yield "unaligned", encode_sidecar([("odd", "U8", np.zeros(3, "u1")), *tensors], metadata)
     for key in metadata:
         for value in METADATA:
-            yield f"metadata {key} = {value!r:.40}", encode_paged(tensors, {**metadata, key: value})
+            yield f"metadata {key} = {value!r:.40}", encode_sidecar(tensors, {**metadata, key: value})
+
+
+def dropped_lies(store: Path) -> Lies:
+    """Yield lists of dropped rows with other rows, and with other headers."""
+    data = dropped_list(store).read_bytes()
+    room = int.from_bytes(data[:LENGTH_BYTES], "little")
+    header, body = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + room]), data[LENGTH_BYTES + room :]
+    rows = np.frombuffer(body, "<u4")
+    for what, other in (("reversed", rows[::-1]), ("cut", rows[:-1]), ("the same", np.repeat(rows[:1], len(rows)))):
+        yield f"rows {what}", encode_dropped([other])
+    for number in NUMBERS:
+        yield f"a row {number}", encode_dropped([rows[:-1], np.array([number % (1 << 32)], "<u4")])
+    for shape in SHAPES:
+        yield f"shape {shape!r:.40}", _header({**header, "rows": {**header["rows"], "shape": shape}}) + body
+    for dtype in ("I32", "F32", "U8", "X"):
+        yield f"dtype {dtype}", _header({**header, "rows": {**header["rows"], "dtype": dtype}}) + body
+    yield "another format", _header({**header, "__metadata__": {"format": "bucketline.extents/1"}}) + body
+    for length in (0, 7, room - 1, room + 1, 1 << 31, (1 << 64) - 1):
+        yield f"header of {length} bytes", length.to_bytes(8, "little") + data[8:]
+    yield "nothing but a length", data[:8]
 
 
 def overflowing(store: Path) -> Lies:
-    """Yield extents whose numbers come out right once they have passed 2⁶⁴."""
-    tensors, metadata = paged(store, "extents")
-    place = metadata["groups"][BUCKET]["first_block"]
+    """Yield sidecars whose numbers come out right once they have passed 2⁶⁴."""
+    tensors, metadata = paged(store, "meta")
+    place = metadata["entry"]["groups"][BUCKET][2]
     for first_row, rows in ((0, 1 << 60), (-(1 << 62), (1 << 62) + 7), (0, (1 << 61) + 7), (-(1 << 63), (1 << 63) + 7)):
         changed = [(name, dtype, values.copy()) for name, dtype, values in tensors]
         for name, _, values in changed:
             if name in ("first_row", "rows"):
                 values[place] = (first_row if name == "first_row" else rows) % (1 << 64)
-        yield f"first row {first_row}, rows {rows}", encode_paged(changed, metadata)
+        yield f"first row {first_row}, rows {rows}", encode_sidecar(changed, metadata)
 
 
 def header_lies(store: Path, kind: str) -> Lies:
@@ -346,11 +366,15 @@ def header_lies(store: Path, kind: str) -> Lies:
     yield "empty", b""
 
 
-def _with_header(header: dict[str, Any], body: bytes) -> bytes:
+def _header(header: dict[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head + checksum(head).to_bytes(8, "little") + body[8:]
+    return len(text).to_bytes(8, "little") + text
+
+
+def _with_header(header: dict[str, Any], body: bytes) -> bytes:
+    head = _header(header)
+    return head + b"".join(checksum(part).to_bytes(8, "little") for part in (head, body[16:])) + body[16:]
 
 
 def manifest_lies(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -413,14 +437,14 @@ def put(data: bytes, at: int, part: bytes) -> bytes:
     return data[:at] + part + data[at + len(part) :]
 
 
-Lie = tuple[str, str, "Callable[[Path], None]"]  # the kind of file, what it says, and what makes it say that
+Lie = tuple[str, str, "Callable[[Path], object]"]  # the kind of file, what it says, and what makes it say that
 
 
 def lies_about(sound: Path, draw: random.Random, edits: int, share: float) -> Iterator[Lie]:
     """Yield all lies, or a share of them, drawn, and random edits of random files."""
     yield from (lie for lie in _by_kind(sound, draw) if draw.random() < share)
     for name, data in overflowing(sound):
-        yield "extents", name, partial(replace_file, kind="extents", data=data)
+        yield "meta", name, partial(replace_file, kind="meta", data=data)
     for _ in range(edits):
         path = draw.choice(sorted(p.relative_to(sound) for p in sound.rglob("*") if p.is_file() and p.stat().st_size))
         whole = (sound / path).read_bytes()
@@ -434,18 +458,20 @@ def _by_kind(sound: Path, draw: random.Random) -> Iterator[Lie]:
     for kind in KINDS:
         for name, data in (*sidecar_lies(sound, kind), *header_lies(sound, kind)):
             yield kind, name, partial(replace_file, kind=kind, data=data)
+    for name, data in dropped_lies(sound):
+        yield "dropped", name, partial(replace_dropped, data=data)
     for name, data in block_lies(sound, draw):
         yield "blocks", name, partial(replace_file, kind="lmdb", data=data)
     for name, document in manifest_lies(json.loads((sound / MANIFEST).read_bytes())):
         yield "manifest", name, partial(write_document, document=document)
-    for name, data in sidecar_lies(sound, "extents"):
-        yield "adopted", name, partial(adopted, extents=data)
+    for name, data in sidecar_lies(sound, "meta"):
+        yield "adopted", name, partial(adopted, meta=data)
 
 
-def adopted(store: Path, extents: bytes) -> None:
-    """Let the next pack find the first shard unlisted, with other extents; what it refuses changes nothing."""
+def adopted(store: Path, meta: bytes) -> None:
+    """Let the next pack find the first shard unlisted, with another sidecar; what it refuses changes nothing."""
     shutil.copy(store / "generations" / "0.json", store / MANIFEST)
-    (store / "shards" / "g0.extents").write_bytes(extents)
+    (store / "shards" / "g0.meta").write_bytes(meta)
     try:
         publish(store, read_manifest(store), ["g0"], ())
     except BucketlineError:

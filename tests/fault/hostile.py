@@ -238,7 +238,7 @@ def links(outside: Path) -> list[tuple[str, Make]]:
 BUCKET = "train/64x64"
 SAMPLES = samples_of({BUCKET: 6, "val/8x8": 2})
 ID = SAMPLES[1].id
-BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.sealing", "copy-000001-aa.lmdb", "copy-000001-aa.index", "7.json")
+BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.sealing", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "7.json")
 USES = ("batch", "pack", "info", "verify", "get", "drop", "gc", "dry gc", "export", "merge")
 URL_USES = (
     "url gc",

@@ -151,7 +151,7 @@ def corrupt_caption(bench: Bench) -> Outcome:
 def remove_file(bench: Bench) -> Outcome:
     """Remove a shard's file before it is mapped; put it back, and the next iteration continues at the same batch."""
     path = bench.store()
-    shard, suffix = bench.random.choice(SHARDS), bench.random.choice(["lmdb", "extents"])
+    shard, suffix = bench.random.choice(SHARDS), bench.random.choice(["lmdb", "meta"])
     file = path / "shards" / f"{shard}.{suffix}"
     with bench.loader(path) as loader:
         file.rename(bench.folder / "away")
@@ -319,7 +319,7 @@ def truncate_sidecars_mapped(bench: Bench) -> Outcome:
     """Truncate the sidecars under the map of a process: it ends by SIGBUS, as the documents say, and does not hang."""
     path = bench.store()
     with client(path) as process:
-        for file in files(path, "extents"):
+        for file in files(path, "meta"):
             os.truncate(file, 0)
         try:
             process.communicate(timeout=CHILD_S)
@@ -338,7 +338,7 @@ def truncate_sidecars_read_plainly(bench: Bench) -> Outcome:
     with started(Loader(path, config, service=bench.service)) as loader:
         batches = loader.forever()
         found = _ids(batches, 1 + bench.random.randrange(2))
-        for file in files(path, "extents"):
+        for file in files(path, "meta"):
             os.truncate(file, bench.random.choice([0, 0, 100, file.stat().st_size - 1]))
         begun, is_whole = time.perf_counter(), False
         try:
@@ -347,7 +347,7 @@ def truncate_sidecars_read_plainly(bench: Bench) -> Outcome:
                 begun = time.perf_counter()
             is_whole = True
         except BucketlineError as error:
-            expect("extents" in str(error), f"{error}; expected the file's name")
+            expect(".meta" in str(error), f"{error}; expected the file's name")
         in_time(begun)
         expect(found == expected[: None if is_whole else len(found)], "differs: the batches")
     return Outcome.COMPLETED if is_whole else Outcome.CLEAN_ERROR
@@ -452,10 +452,10 @@ FAILURES: dict[str, tuple[Callable[[Bench], Outcome], tuple[str | None, ...]]] =
     "file removed under plain reads": (partial(while_read, harm=Path.unlink, kind=StoreError, words="is missing"), BOTH),
     "file truncated under the map of a service": (partial(truncate_under_service, suffix="lmdb", num_bytes=4096), ("auto",)),
     "file exchanged for another shard's": (swap_file, BOTH),
-    "file of extents truncated under plain reads": (truncate_sidecars_read_plainly, BOTH),
-    "file of extents truncated under the map": (truncate_sidecars_mapped, (None,)),
-    "file of extents truncated under the map of a service": (
-        partial(truncate_under_service, suffix="extents", num_bytes=0),
+    "sidecar truncated under plain reads": (truncate_sidecars_read_plainly, BOTH),
+    "sidecar truncated under the map": (truncate_sidecars_mapped, (None,)),
+    "sidecar truncated under the map of a service": (
+        partial(truncate_under_service, suffix="meta", num_bytes=0),
         ("auto",),
     ),
     "process forked while batches are filled": (fork_while_read, BOTH),

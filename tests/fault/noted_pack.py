@@ -37,7 +37,7 @@ HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look h
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),
-    "load": ("bucketline.ingest.pipeline.load_encoders", "load_text_encoder"),
+    "load": ("bucketline.ingest.pipeline.model", "load_text_encoder"),
     "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
     "end": ("bucketline.ingest.pipeline.slice_packer", "RowWriter.__exit__"),  # only the last shard is to be sealed
@@ -100,6 +100,7 @@ FAILURES: dict[str, Callable[[], object]] = {
     "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
 

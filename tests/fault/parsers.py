@@ -25,21 +25,20 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from bucketline.errors import BucketlineError
-from bucketline.ingest.held_out import HeldOut
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.cache import IMPORTERS, Crops, ListRequest
 from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
 from bucketline.ingest.importers.vae import named_vae
+from bucketline.ingest.rules import HeldOut
 from bucketline.ingest.sources.captions.files import CaptionNames, captions_of_json
 from bucketline.ingest.sources.tar import Tar
 from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
 from bucketline.store.format.manifest import MANIFEST, parse_manifest
 from bucketline.store.format.schema import decode_record, encode_record
 from bucketline.store.format.text import TEXT_GROUP, read_text_block
-from bucketline.store.shard.reader import INDEX_FORMAT
-from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
-from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
+from bucketline.store.shard.meta import META_FORMAT, decode_meta
+from bucketline.store.shard.sidecar import Sidecar
 from bucketline.train.checkpoint import VERSION, RunState, damage, read_state
 from bucketline.typed_json import decode, encode
 from tests.fault.damage import dumped
@@ -95,7 +94,7 @@ def _of_stores(folder: Path) -> dict[str, list[bytes]]:
         blocks.append(bytes(shard.read(int(place.offset[0]), int(place.length[0]))))
     return {
         "manifest": [(one.path / MANIFEST).read_bytes() for one in (store, free, ragged)],
-        "sidecar": [path.read_bytes() for path in (ragged.shards[0].paths.extents, *sidecars)],
+        "sidecar": [path.read_bytes() for path in (ragged.shards[0].paths.meta, *sidecars)],
         "block": blocks,
     }
 
@@ -211,24 +210,24 @@ def manifest(data: bytes, _folder: Path) -> None:
 def sidecar(data: bytes, _folder: Path) -> None:
     """Read a sidecar of each kind, all of it, as it is and with its checksums made right."""
     for candidate in (data, right_checksums(data)):
-        for kind in (EXTENTS_FORMAT, INDEX_FORMAT, DROPPED_FORMAT):
+        with suppress(BucketlineError):
+            decode_meta(candidate, "a sidecar", "g0")
+        for kind in (META_FORMAT,):
             with suppress(BucketlineError):
-                file = PagedFile.over(Path("a sidecar"), memoryview(candidate), kind)
+                file = Sidecar("a sidecar", candidate, kind)
                 for name in list(file._tensors):
-                    if name != PAGE_CHECKSUM:
-                        values = file.slice(name, 0, len(file.column(name)))
-                        file.take(name, np.arange(len(values))[::-7])
+                    assert len(file.column(name).tobytes()) <= len(candidate)
 
 
 def right_checksums(data: bytes) -> bytes:
-    """Return a sidecar's bytes with the checksums of its header and pages made right; as they are where they have no room."""
+    """Return a sidecar's bytes with the checksums made right; as they are where they have no room."""
     try:
         tensors, _, head = read_header(data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), "a sidecar")
         first = tensors[0]
     except (BucketlineError, IndexError):
         return data
     body = data[head + first.end :]
-    sums = [checksum(data[:head]), *(checksum(body[at : at + PAGE_BYTES]) for at in range(0, len(body), PAGE_BYTES))]
+    sums = [checksum(data[:head]), checksum(body)]
     raw = np.array(sums, dtype="<u8").tobytes()[: first.num_bytes].ljust(first.num_bytes, b"\0")
     return data[:head] + raw + body
 

@@ -225,7 +225,7 @@ def failing_servers(asked: Asked) -> Iterator[Record]:
 
 LIMIT_S = 30.0  # of a process: a pull gets several files one after the other, each within the deadline
 MOST_BYTES = 512 << 20  # that a process may take more than before; the store has 16 MB
-OBJECTS = ("manifest.json", "generations/2.json", ".extents", ".index", ".lmdb")
+OBJECTS = ("manifest.json", "generations/2.json", ".meta", ".lmdb")
 LIES = (
     *(Fault.LONG_LENGTH, Fault.SHORT_LENGTH, Fault.HUGE_LENGTH, Fault.SHORT_HEAD, Fault.MORE, Fault.CUT, Fault.RESET),
     *(Fault.WRONG_BYTE, Fault.ZEROS, Fault.WHOLE, Fault.OTHER_RANGE, Fault.REDIRECT_LOOP, Fault.ELSEWHERE, Fault.DRIP),

@@ -17,7 +17,7 @@ import pytest
 
 from bucketline.store import RowColumn
 from tests.commands import call
-from tests.independent_reader import metadata_of, open_block, read_store
+from tests.independent_reader import index_of, metadata_of, open_block, read_store
 from tests.kit import (
     Form,
     Sample,
@@ -97,29 +97,29 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sample]]
     return path, samples
 
 
-def opened(path: Path, kind: str) -> tuple[bytes, dict[str, Any], Any]:
-    sidecar = (path / "shards" / f"g0.{kind}").read_bytes()
-    return (path / "shards" / "g0.lmdb").read_bytes(), json.loads(metadata_of(sidecar)["groups"]), open_block(sidecar)
+def opened(path: Path) -> tuple[bytes, dict[str, list[int]], Any]:
+    sidecar = (path / "shards" / "g0.meta").read_bytes()
+    return (path / "shards" / "g0.lmdb").read_bytes(), json.loads(metadata_of(sidecar)["entry"])["groups"], open_block(sidecar)
 
 
-def test_extents_say_where_in_the_file_every_block_lies(shard: tuple[Path, list[Sample]]) -> None:
+def test_sidecars_say_where_in_the_file_every_block_lies(shard: tuple[Path, list[Sample]]) -> None:
     path, _ = shard
-    data, groups, table = opened(path, "extents")
+    data, groups, table = opened(path)
     assert set(groups) == {"text", "train/64x64", "train/96x64", "val/64x64"}
     with lmdb.open(str(path / "shards" / "g0.lmdb"), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
-        for name, group in groups.items():
+        for name, (rows, blocks, first_block, _) in groups.items():
             row = 0
-            for block in range(group["blocks"]):
-                at = group["first_block"] + block
+            for block in range(blocks):
+                at = first_block + block
                 offset, length = int(table["offset"][at]), int(table["length"][at])
                 assert data[offset : offset + length] == txn.get(f"{name}/{block:08d}".encode())
                 assert table["first_row"][at] == row
                 row += int(table["rows"][at])
-            assert row == group["rows"]
+            assert row == rows
 
 
 def test_a_rows_address_is_arithmetic(shard: tuple[Path, list[Sample]]) -> None:
-    """`header_bytes + K p + k x row_bytes`, with only the manifest and the extents."""
+    """`header_bytes + K p + k x row_bytes`, with only the manifest and the sidecar."""
     path, samples = shard
     manifest = json.loads((path / "manifest.json").read_text())
     bucket = next(entry for entry in manifest["buckets"] if entry["name"] == "train/64x64")
@@ -127,31 +127,36 @@ def test_a_rows_address_is_arithmetic(shard: tuple[Path, list[Sample]]) -> None:
     order = sorted(bucket["columns"], key=lambda name: (-items[bucket["columns"][name]["dtype"]], name))
     size = {name: items[c["dtype"]] * int(np.prod(c["shape"])) for name, c in bucket["columns"].items()}
     before = sum(size[name] for name in order[: order.index("latent")])
-    data, groups, table = opened(path, "extents")
-    group = groups["train/64x64"]
+    data, groups, table = opened(path)
+    _, blocks, first_block, _ = groups["train/64x64"]
     for n, sample in enumerate(sample for sample in samples if sample.bucket == "train/64x64"):
-        own = table["first_row"][group["first_block"] : group["first_block"] + group["blocks"]]
-        at = int(np.searchsorted(own, n, side="right")) - 1 + group["first_block"]
+        own = table["first_row"][first_block : first_block + blocks]
+        at = int(np.searchsorted(own, n, side="right")) - 1 + first_block
         count, k = int(table["rows"][at]), n - int(table["first_row"][at])
         begin = int(table["offset"][at]) + bucket["header_bytes"] + count * before + k * size["latent"]
         assert data[begin : begin + size["latent"]] == sample.latent.tobytes()
     assert spec_of("train/64x64").header_bytes == bucket["header_bytes"]
 
 
+def read_id(path: Path) -> str:
+    found: str = json.loads((path / "manifest.json").read_text())["shards"][0]["shard_id"]
+    return found
+
+
 def test_the_index_finds_every_sample_by_its_digest(shard: tuple[Path, list[Sample]]) -> None:
     path, samples = shard
-    data, groups, table = opened(path, "index")
-    names = list(groups)
-    digests = [bytes(row) for row in table["digest"]]
+    data, groups, table = opened(path)
+    names, index = sorted(groups), index_of(table["index"], 0, read_id(path))
+    digests = [row["digest"].tobytes() for row in index]
     assert digests == sorted(digests)
     for sample in samples:
         at = digests.index(hashlib.blake2b(sample.id.encode(), digest_size=16).digest())
-        begin, length = int(table["record_offset"][at]), int(table["record_bytes"][at])
+        begin, length = int(index["record_offset"][at]), int(index["record_bytes"][at])
         record, own = msgpack.unpackb(data[begin : begin + length]), sample.record
-        assert (record["id"], record["row"]) == (sample.id, int(table["row"][at]))
-        found = [names[int(table["bucket"][at])], int(table["source_bytes"][at]), int(table["source_mtime_ns"][at])]
+        assert (record["id"], record["row"]) == (sample.id, int(index["row"][at]))
+        found = [names[int(index["bucket"][at])], int(index["source_bytes"][at]), int(index["source_mtime_ns"][at])]
         assert found == [sample.bucket, own.source_bytes, own.source_mtime_ns]
-        assert bytes(table["content"][at]) == own.content
+        assert bytes(index["content"][at]) == own.content
 
 
 def test_the_manifests_digest_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
@@ -162,7 +167,7 @@ def test_the_manifests_digest_can_be_computed_from_the_page_alone(tmp_path: Path
     text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
     assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
     for shard in document["shards"]:
-        for kind in ("lmdb", "extents", "index"):
+        for kind in ("lmdb", "meta"):
             data = (tmp_path / "shards" / f"{shard['name']}.{kind}").read_bytes()
             assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (shard[kind]["num_bytes"], shard[kind]["digest"])
 
@@ -186,7 +191,7 @@ def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
     form = Form(columns=[RowColumn(role="target", dtype="U8", shape=("length",))])
     form.make_store(tmp_path / "s", form.samples({f"train/{3 << 20}": 4}))
     (path,) = (tmp_path / "s" / "shards").glob("*.lmdb")
-    data, sidecar = path.read_bytes(), path.with_suffix(".extents").read_bytes()
+    data, sidecar = path.read_bytes(), path.with_suffix(".meta").read_bytes()
     lines = [data[at : at + (8 << 20)] for at in range(0, len(data), 8 << 20)]
     assert len(lines) == 2
     assert metadata_of(sidecar)["line_bytes"] == "8388608"

@@ -27,7 +27,7 @@ import pytest
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.format.text import TEXT_GROUP, caption_checksum
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store
 from tests.commands import call, spawn
@@ -51,7 +51,7 @@ Lie = Callable[[Path], object]  # what has a store lie
 MISSING = r"(is missing|cannot be read: No such file)"
 FOREIGN = r"(belongs to another shard|has the digest)"
 NO_FILE = "manifest.json cannot be read: it is a pipe, a device or a folder"
-LMDB, EXTENTS, INDEX, MANIFEST = "shards/g0.lmdb", "shards/g0.extents", "shards/g0.index", "manifest.json"
+LMDB, META, MANIFEST = "shards/g0.lmdb", "shards/g0.meta", "manifest.json"
 
 
 def truncate(path: Path) -> None:
@@ -75,12 +75,12 @@ BAD: tuple[tuple[str, Callable[[Path], None], str], ...] = (
     (MANIFEST, partial(edit_json, rules={}), "damaged or was edited by hand: its digest is"),
     (MANIFEST, pipe, NO_FILE),
     (MANIFEST, folder, NO_FILE),
-    *((name, Path.unlink, rf"{Path(name).name} {MISSING}") for name in (LMDB, EXTENTS, INDEX)),
-    *((name, another, rf"{Path(name).name} {FOREIGN}") for name in (LMDB, EXTENTS, INDEX)),
+    *((name, Path.unlink, rf"{Path(name).name} {MISSING}") for name in (LMDB, META)),
+    *((name, another, rf"{Path(name).name} {FOREIGN}") for name in (LMDB, META)),
     (LMDB, truncate, r"g0.lmdb has \d+ bytes(, the manifest says| instead of)"),
-    (EXTENTS, truncate, r"g0.extents has \d+ bytes, the manifest says"),
+    (META, truncate, r"g0.meta has \d+ bytes, the manifest says"),
     (LMDB, pipe, "g0.lmdb (cannot be (opened|read): it is a pipe|has 0 bytes instead of)"),
-    (EXTENTS, pipe, "g0.extents cannot be read: it is a pipe"),
+    (META, pipe, "g0.meta cannot be read: it is a pipe"),
     (LMDB, folder, "g0.lmdb"),
 )
 
@@ -230,10 +230,10 @@ def in_lines(change: Callable[[Any], Any] = lambda own: own, **changes: object) 
     """Change the checksums of lines, or what the sidecar says of the lines."""
 
     def lie(store: Path) -> None:
-        tensors, metadata = paged(store, "extents")
+        tensors, metadata = paged(store, "meta")
         changed = [(name, dtype, change(values) if name == "line_checksum" else values) for name, dtype, values in tensors]
         given = [(name, dtype, values) for name, dtype, values in changed if values is not None]
-        replace_file(store, "extents", encode_paged(given, {**metadata, **changes}))
+        replace_file(store, "meta", encode_sidecar(given, {**metadata, **changes}))
 
     return lie
 

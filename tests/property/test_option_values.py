@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
 from bucketline.ingest.config import PackConfig, RayEngine, WantedWorkers
-from bucketline.ingest.held_out import HeldOut
+from bucketline.ingest.rules import HeldOut
 from bucketline.loader.commands.batch_options import BatchSize, SplitRows, WorldSize
 from bucketline.loader.commands.plan import PlanCommand
 from bucketline.loader.mixture import StoreArgument

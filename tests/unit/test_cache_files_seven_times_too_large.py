@@ -101,6 +101,6 @@ def test_payload_is_the_rows_the_captions_and_the_records_and_nothing_else(tmp_p
     store = make_store(tmp_path, samples)
     texts = {text for sample in samples for text in sample.captions} | {""}
     shard = store.shards[0]
-    records = int(shard.index.column("record_bytes").sum())
+    records = int(shard.index["record_bytes"].sum())
     expected = 20 * spec_of(BUCKET).row_bytes + sum(embedding(text).nbytes for text in texts) + records
     assert store.manifest.payload_bytes == expected

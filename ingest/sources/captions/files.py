@@ -277,7 +277,7 @@ class CaptionFiles:
         return [path for path, _ in self._files.get(name_key(image[: image.rindex(".")]), ())]
 
     def load(self, path: str) -> bytes:
-        return read_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES).data
+        return read_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES)[0]
 
     def pass_over(self, image: str) -> None:
         """Record that an image's captions come from elsewhere, so that its caption files do not count as stray."""

@@ -200,6 +200,14 @@ def ring_share(limit: int, needed: int = 0) -> int:
     return min(needed, limit) or min(limit // 2, USUAL_RING_BYTES)
 
 
+def _joined(needs: Mapping[object, Mapping[Hashable, int]]) -> int:
+    """Return the bytes that readers need together; what has the same key counts once."""
+    joined: dict[Hashable, int] = {}
+    for own in tuple(needs.values()):
+        joined.update(own)
+    return sum(joined.values())
+
+
 class CacheFolder:
     """An open cache folder. One object a process and folder, by `cache_folder`."""
 
@@ -227,21 +235,22 @@ class CacheFolder:
         self._making_room = threading.Lock()
         self._spare = 0  # bytes of the ring whose space is allocated
         self._needs: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
+        self._sidecars: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
 
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
-        needed: dict[Hashable, int] = {}
-        for own in tuple(self._needs.values()):
-            needed.update(own)
-        return ring_share(self.limit, sum(needed.values()))
+        return ring_share(self.limit, _joined(self._needs))
 
-    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool = False) -> None:
+    def reserve_ring(
+        self, reader: object, needed: Mapping[Hashable, int], sidecars: Mapping[Hashable, int], *, holds_all: bool = False
+    ) -> None:
         """Leave bytes to lines that are not pinned, while `reader` exists; what several readers need counts once, by key.
 
         They are allocated on the disk, so that pinned lines and others leave them. `holds_all`: they are needed only if the
-        disk is filled by others.
+        disk is filled by others. Pinned lines also leave the bytes of the sidecars that will be fetched.
         """
+        self._sidecars[reader] = sidecars
         if not holds_all:
             self._needs[reader] = needed
         self._spare = max(self._spare, sum(needed.values()))
@@ -288,7 +297,7 @@ class CacheFolder:
 
         This process has opened no shard of it.
         """
-        excess = self.room.kept() - (self.limit - self.ring_bytes)
+        excess = self._kept() - (self.limit - self.ring_bytes)
         if excess > 0 and folder.locks.try_exclusive(_IN_USE):
             for path in sorted(folder.path.glob(f"*/*{PRESENT_SUFFIX}"), key=lambda path: path.name, reverse=True):
                 excess -= unpin_lines(path, excess)
@@ -332,11 +341,15 @@ class CacheFolder:
 
     def may_pin(self, num_bytes: int) -> bool:
         """Return whether a line is to be pinned: as long as pinned ones leave the ring its share."""
-        while self.room.kept() + num_bytes > self.limit - self.ring_bytes:
+        while self._kept() + num_bytes > self.limit - self.ring_bytes:
             if not self.remove_oldest():
                 self._space.shrink_to(self._spare - self.room.ring() - num_bytes)
                 return False
         return True
+
+    def _kept(self) -> int:
+        """Return the bytes of pinned lines and whole files, these with what readers will fetch of them."""
+        return self.room.pinned() + max(self.room.sidecars(), _joined(self._sidecars))
 
     def remove_oldest(self) -> bool:
         """Remove the least recently used store that no process has open; return False if there is none."""

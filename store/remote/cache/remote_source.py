@@ -16,28 +16,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.files.paths import read_regular
 from bucketline.forks import ForkSafeLock, OwnerProcess
 from bucketline.store.folder import DeniedError, MissingObjectError
 from bucketline.store.format.block import LINE_BYTES, bytes_digest
-from bucketline.store.format.manifest import ShardPaths
+from bucketline.store.format.manifest import ShardPaths, object_name
 from bucketline.store.remote.cache.cached_shard import PINNED, PRESENT_SUFFIX, CachedShard, CacheRemovedError
 from bucketline.store.remote.cache.fetch import LOOK_AGAIN_S, LineFetcher
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.remote.objects import IN_TIME, ObjectFolder, asked_again, is_wrong, within
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
-from bucketline.store.shard.sidecar import PagedFile
+from bucketline.store.shard.meta import LINE_CHECKSUM, META_FORMAT
+from bucketline.store.shard.row_locator import check_shard_id
+from bucketline.store.shard.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry
     from bucketline.store.remote.cache.fetch import FetchStats
     from bucketline.store.remote.cache.folder import CacheFolder, StoreFolder
     from bucketline.store.remote.urls import RemoteOptions
 
-    Files = Sequence[tuple[Path, FileEntry | DroppedEntry]]  # with what the manifest says of each
+    Files = Sequence[tuple[Path, FileEntry]]  # with what the manifest says of each
 
 AT_ONCE = 64
 ROOM_PART = 2  # of the deadline: how long a file waits for room in the cache
@@ -93,10 +95,10 @@ class RemoteFiles:
         self._failure = None
         self._verdicts.clear()
 
-    def _check(self, data: bytes, path: Path, listed: FileEntry | DroppedEntry) -> None:
+    def _check(self, data: bytes, path: Path, listed: FileEntry) -> None:
         if (len(data), found := bytes_digest(data)) != (listed.num_bytes, listed.digest):
             raise CorruptError(
-                f"{self._objects.place(_name(path))} is not the file that the manifest lists: it has {len(data)} "
+                f"{self._objects.place(object_name(path))} is not the file that the manifest lists: it has {len(data)} "
                 f"bytes and the digest {found}; restore the file that belongs there, or push the store again"
             )
 
@@ -127,7 +129,7 @@ class RemoteFiles:
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
         if late:
-            place = self._objects.place(_name(next(iter(late.values()))))
+            place = self._objects.place(object_name(next(iter(late.values()))))
             failure = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
             self._failure = time.monotonic(), failure
             raise failure
@@ -166,9 +168,9 @@ class RemoteFiles:
         future.result()
         return None
 
-    def _fetch_one(self, path: Path, listed: FileEntry | DroppedEntry, is_over: threading.Event) -> None:
+    def _fetch_one(self, path: Path, listed: FileEntry, is_over: threading.Event) -> None:
         def read() -> bytes:
-            data = self._objects.read(_name(path), listed.num_bytes)
+            data = self._objects.read(object_name(path), listed.num_bytes)
             self._check(data, path, listed)
             return data
 
@@ -208,10 +210,10 @@ class RemoteFiles:
         with self._lock:
             if paths.key in self._sums:
                 return self._sums[paths.key]
-        self.fetch([(paths.extents, entry.extents)])
-        file = PagedFile(paths.extents, entry.extents.num_bytes, EXTENTS_FORMAT, plain_reads=True)
+        self.fetch([(paths.meta, entry.meta)])
+        file = Sidecar(paths.meta, read_regular(paths.meta, entry.meta.num_bytes), META_FORMAT, entry.meta)
         check_shard_id(entry, file)
-        sums: list[int] = file.slice(LINE_CHECKSUM, 0, len(file.column(LINE_CHECKSUM))).tolist()
+        sums: list[int] = file.column(LINE_CHECKSUM).tolist()
         if len(sums) != -(-entry.lmdb.num_bytes // LINE_BYTES):
             raise CorruptError(
                 f"{file.path} has {len(sums)} checksums for the {entry.lmdb.num_bytes} bytes of the shard's file; push the "
@@ -221,29 +223,17 @@ class RemoteFiles:
             return self._sums.setdefault(paths.key, sums)
 
 
-def _name(path: Path) -> str:
-    return f"shards/{path.name}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPaths(ShardPaths):
     """The files of one form of a shard."""
 
     key: str  # 32 hexadecimal digits, of the digests of the shard's files
-    lists: Path  # folder of the list of dropped rows
-
-    def dropped(self, generation: int) -> Path:
-        return ShardPaths(folder=self.lists, name=self.name).dropped(generation)
 
 
 def cached_paths(store: Path, entry: ShardEntry) -> CachedPaths:
     """Return the paths of a shard's files in a store's folder of the cache."""
-    key = _digest(
-        entry.name, entry.shard_id, *(f"{one.num_bytes}:{one.digest}" for one in (entry.lmdb, entry.extents, entry.index))
-    )
-    dropped = entry.dropped
-    of_list = key if dropped is None else _digest(key, f"{dropped.generation}:{dropped.num_bytes}:{dropped.digest}")
-    return CachedPaths(folder=store / key, name=entry.name, key=key, lists=store / of_list)
+    key = _digest(entry.name, entry.shard_id, *(f"{one.num_bytes}:{one.digest}" for one in (entry.lmdb, entry.meta)))
+    return CachedPaths(folder=store / key, name=entry.name, key=key)
 
 
 def store_key(place: str, store_id: str) -> str:
@@ -311,9 +301,11 @@ class RemoteSource:
         """True if another process uses the cache."""
         return self._cache.room.is_shared()
 
-    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
+    def reserve_ring(
+        self, reader: object, needed: Mapping[Hashable, int], sidecars: Mapping[Hashable, int], *, holds_all: bool
+    ) -> None:
         """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
-        self._cache.reserve_ring(reader, needed, holds_all=holds_all)
+        self._cache.reserve_ring(reader, needed, sidecars, holds_all=holds_all)
         with self._opening:
             if not self._shards:
                 self._cache.unpin(self._folder)
@@ -321,7 +313,7 @@ class RemoteSource:
     def paths(self, entry: ShardEntry) -> CachedPaths:
         return self.files.paths(entry)
 
-    def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
+    def fetch(self, files: Sequence[tuple[Path, FileEntry]]) -> None:
         self.files.fetch(files)
 
     def open_shard(self, entry: ShardEntry) -> None:
@@ -415,7 +407,7 @@ def open_remote(
 ) -> tuple[Manifest, RemoteSource]:
     """Return a store's newest generation, or the one that is given, and the source of its shards.
 
-    `reads_rows`: request the extents of all shards, if they are not many, while newer generations are looked for: a round trip
+    `reads_rows`: request the sidecars of all shards, if they are not many, while newer generations are looked for: a round trip
     less until the first row.
     """
     objects = ObjectFolder.open(url, options)
@@ -425,8 +417,7 @@ def open_remote(
     def expect(manifest: Manifest) -> None:
         if len(manifest.shards) <= AT_ONCE:
             opened.append(source_at(objects, cache, manifest))
-            paths = (opened[0].paths(entry).extents for entry in manifest.shards)
-            opened[0].files.request([(path, entry.extents) for path, entry in zip(paths, manifest.shards, strict=True)])
+            opened[0].files.request([(opened[0].paths(entry).meta, entry.meta) for entry in manifest.shards])
 
     def find() -> Manifest:
         newest = newest_generation(objects, expect if reads_rows and generation is None else None)

@@ -78,9 +78,8 @@ class Room:
     def ring(self) -> int:
         return int(self._words[RING_BYTES])
 
-    def kept(self) -> int:
-        """Return the bytes that are not freed while they are in use: of pinned lines and whole files."""
-        return int(self._words[PINNED_BYTES] + self._words[SIDECARS])
+    def sidecars(self) -> int:
+        return int(self._words[SIDECARS])
 
     def is_shared(self) -> bool:
         """Return whether another process uses the cache."""

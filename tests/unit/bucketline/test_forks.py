@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from bucketline.errors import LockedError, StoreError
 from bucketline.files.atomic_write import FileLock
 from bucketline.forks import ForkSafeLock, JoinableThread, OwnerProcess
 from bucketline.ingest.parallel.exchange import Exchange
-from bucketline.ingest.pipeline.slice_packer import EncodedBatch, RowWriter
+from bucketline.ingest.pipeline.slice_packer import RowWriter
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.folder import LocalFolder
@@ -139,7 +140,7 @@ def test_ctrl_c_while_prefetch_threads_start_is_all_that_a_loop_sees(store: Stor
 
 def test_ctrl_c_while_the_writing_thread_starts_is_all_that_a_pack_sees(interrupted: Callable[[], None]) -> None:
     with pytest.raises(KeyboardInterrupt), RowWriter(lambda: pytest.fail("nothing is to be written")) as writer:
-        writer.put(EncodedBatch(spec=spec_of("train/64x64"), begins_shard=False, rows=[]))
+        writer.put(spec_of("train/64x64"), [], [], begins_shard=False)
     interrupted()
 
 
@@ -167,6 +168,21 @@ HOLD = "import sys; from pathlib import Path; from bucketline.files.atomic_write
 def test_a_second_holder_is_refused_with_the_first_one_named(tmp_path: Path) -> None:
     with FileLock(tmp_path / "a.lock"), pytest.raises(LockedError, match=rf"pid: {os.getpid()}.*wait until it has finished"):
         FileLock(tmp_path / "a.lock")
+
+
+def test_who_waits_for_a_lock_says_so_once_and_has_it_once_it_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bucketline.files.atomic_write.SAY_AFTER_S", 0.0)
+    lock, tries = FileLock(tmp_path / "a.lock"), itertools.count()
+
+    def slept(_: float) -> None:
+        if next(tries) == 20:
+            lock.release()
+
+    monkeypatch.setattr("bucketline.files.atomic_write.time.sleep", slept)
+    FileLock(tmp_path / "a.lock", tmp_path, wait_s=1000.0).release()
+    assert capfd.readouterr().err.count(f"{tmp_path} is being written by another process (pid: {os.getpid()}") == 1
 
 
 def test_another_process_is_refused_too(tmp_path: Path) -> None:

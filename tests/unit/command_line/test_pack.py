@@ -260,6 +260,7 @@ def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, mod
     assert read_manifest(tmp_path / "s").samples == 0
 
 
+@pytest.mark.usefixtures("no_wait")
 def test_a_second_writer_is_refused_with_the_first_one_named(source: Path, tmp_path: Path, model: Path) -> None:
     from bucketline.store.write.publish import lock_store, prepare_store
 

@@ -32,7 +32,7 @@ ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look betw
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each shard that a period ends be ready before the next image, so that there are many generations."""
-    end_shard, tell = RowWriter.end_shard, Meanwhile._tell
+    end_shard, publish_due = RowWriter.end_shard, Meanwhile.publish_due
 
     def sealing(writer: RowWriter) -> None:
         end_shard(writer)
@@ -40,13 +40,13 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         while writer._thread.is_alive() and not writer._waiting.empty():
             os.sched_yield()
 
-    def telling(own: Meanwhile) -> None:
+    def publishing(own: Meanwhile) -> None:
         while len(own._packer.ready) < len(own._packer.sealed):
             os.sched_yield()
-        tell(own)
+        publish_due(own)
 
     monkeypatch.setattr(RowWriter, "end_shard", sealing)
-    monkeypatch.setattr(Meanwhile, "_tell", telling)
+    monkeypatch.setattr(Meanwhile, "publish_due", publishing)
 
 
 def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: Callable[[StoreTarget, Manifest], None]) -> None:

@@ -22,7 +22,6 @@ from bucketline.ingest.peek import (
     MAX_PER_BUCKET,
     MAX_REJECTS,
     THUMBNAIL_PX,
-    Cropped,
     reject_section,
     source_images,
     with_box,
@@ -48,12 +47,12 @@ def scan(source: object, out: Path, *more: object) -> Ran:
 
 
 def test_the_worst_of_each_bucket_come_first_and_are_bounded() -> None:
-    few = [Cropped(id=f"{n:02}.png", placement=placed(64, 64 + n)) for n in range(5)]
-    many = [Cropped(id=f"{n:02}.png", placement=placed(64, 100 + 7 * n % 50)) for n in range(40)]
+    few = [(f"{n:02}.png", placed(64, 64 + n)) for n in range(5)]
+    many = [(f"{n:02}.png", placed(64, 100 + 7 * n % 50)) for n in range(40)]
     chosen = worst({"few": few, "many": many, "alike": few[:1] * 3}, MAX_IN_ALL)
-    assert [image.id for image in chosen["few"]] == ["04.png", "03.png", "02.png", "01.png", "00.png"]
-    losses = [image.placement.cropped_away for image in chosen["many"]]
-    assert losses == sorted((image.placement.cropped_away for image in many), reverse=True)[:MAX_PER_BUCKET]
+    assert [name for name, _ in chosen["few"]] == ["04.png", "03.png", "02.png", "01.png", "00.png"]
+    losses = [placement.cropped_away for _, placement in chosen["many"]]
+    assert losses == sorted((placement.cropped_away for _, placement in many), reverse=True)[:MAX_PER_BUCKET]
     num_buckets = MAX_IN_ALL // 4
     assert [len(shown) for shown in worst({str(n): many for n in range(num_buckets)}, MAX_IN_ALL).values()] == [4] * num_buckets
 

@@ -61,7 +61,7 @@ def read_all(url: str, tmp_path: Path, deadline_s: float = 60.0) -> tuple[Bucket
 def test_a_damaged_sidecar_is_the_first_batchs_error_and_is_not_asked_for_again(
     change: str, folder: Path, tmp_path: Path
 ) -> None:
-    path = max((folder / "a" / "shards").glob("*.extents"))
+    path = max((folder / "a" / "shards").glob("*.meta"))
     if change == "flipped":
         flip_bit(path, 4 * path.stat().st_size)
     elif change == "longer":
@@ -82,16 +82,16 @@ def test_damaged_sidecars_of_many_shards_are_found_together_not_one_after_the_ot
     store = make_store(tmp_path / "a.store", *(samples_of({"train/64x64": 4}, f"{number}/") for number in range(12)))
     (tmp_path / "served" / "a").mkdir(parents=True)
     push(store.path, ObjectFolder.open(f"file://{tmp_path / 'served' / 'a'}"))
-    lies = Schedule([Fault.ZEROS] * 10_000, concerns=lambda path: path.endswith(".extents"))
+    lies = Schedule([Fault.ZEROS] * 10_000, concerns=lambda path: path.endswith(".meta"))
     with RangeServer(tmp_path / "served", schedule=lies) as server:
         error, _ = read_all(f"{server.url}/a", tmp_path)
         sent = server.reset()
     assert isinstance(error, CorruptError)
-    assert max(sent.gets[f"/a/shards/g{number}.extents"] for number in range(12)) <= 8
+    assert max(sent.gets[f"/a/shards/g{number}.meta"] for number in range(12)) <= 8
 
 
 def test_a_sidecar_that_is_restored_is_read_by_the_next_iteration(folder: Path, tmp_path: Path) -> None:
-    path = folder / "a" / "shards" / "g1.extents"
+    path = folder / "a" / "shards" / "g1.meta"
     data = path.read_bytes()
     flip_bit(path, 4 * len(data))
     config = LoaderConfig(batch_size=8, epochs=1, cache=str(tmp_path / "cache"))
@@ -118,7 +118,7 @@ def test_a_web_server_without_ranges_is_called_so_at_once(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["manifest.json", ".extents"])
+@pytest.mark.parametrize("name", ["manifest.json", ".meta"])
 def test_a_length_of_a_tebibyte_is_refused_before_anything_is_allocated(name: str, folder: Path, tmp_path: Path) -> None:
     lies = Schedule([Fault.HUGE_LENGTH] * 100, concerns=lambda path: path.endswith(name))
     with RangeServer(folder, schedule=lies) as server:

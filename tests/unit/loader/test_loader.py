@@ -129,7 +129,7 @@ def test_a_filling_thread_copies_alone(store: Store, monkeypatch: pytest.MonkeyP
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("suffix", ["lmdb", "extents"])
+@pytest.mark.parametrize("suffix", ["lmdb", "meta"])
 def test_a_shard_that_is_gone_is_an_error_at_next_with_step_bucket_and_file_named(
     store: Store, tmp_path: Path, suffix: str
 ) -> None:
@@ -141,14 +141,14 @@ def test_a_shard_that_is_gone_is_an_error_at_next_with_step_bucket_and_file_name
         assert fillers() == []
 
 
-def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: Store, tmp_path: Path) -> None:
+def test_a_damaged_sidecar_is_an_error_at_next_not_a_batch_of_other_bytes(store: Store, tmp_path: Path) -> None:
     shutil.copytree(store.path, tmp_path / "s")
-    path = tmp_path / "s" / "shards" / "g0.extents"
+    path = tmp_path / "s" / "shards" / "g0.meta"
     data = bytearray(path.read_bytes())
     data[-200] ^= 1
     path.write_bytes(data)
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2, epochs=1)) as loader:
-        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 does not match its checksum"):
+        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.meta is not the file that the manifest lists"):
             list(loader.forever())
         with pytest.raises(CorruptError, match="step 0"):
             list(loader.forever())

@@ -24,7 +24,7 @@ from bucketline.loader.plan.plan import Plan
 from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
 from bucketline.store import Store
-from bucketline.store.shard import reader
+from bucketline.store.shard import reader, row_locator
 from bucketline.torch_dtypes import as_stored
 from tests.commands import spawn
 from tests.conditioned import Form, conditioned_store
@@ -165,7 +165,7 @@ MOMENTS: dict[str, tuple[object, str]] = {
     "while it plans the copies": (Window, "copy_plans"),
     "while it maps a shard": (reader.SealedShard, "opened"),
     "while it plans": (Plan, "draw"),
-    "while it opens an index": (reader, "check_shard_id"),
+    "while it opens a sidecar": (row_locator, "check_shard_id"),
 }
 
 

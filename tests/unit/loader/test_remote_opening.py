@@ -31,7 +31,7 @@ def served(tmp_path: Path) -> tuple[Path, Store]:
 
 
 def extents_of(counts: dict[str, int]) -> list[int]:
-    return [count for name, count in counts.items() if name.endswith(".extents")]
+    return [count for name, count in counts.items() if name.endswith(".meta")]
 
 
 def arrived(path: Path) -> bool:
@@ -45,7 +45,7 @@ def test_extents_are_requested_while_newer_generations_are_looked_for(tmp_path: 
     folder, _ = served(tmp_path)
     with RangeServer(folder) as server:
         store = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache"), reads_rows=True)
-        assert all(arrived(shard.paths.extents) for shard in store.shards)
+        assert all(arrived(shard.paths.meta) for shard in store.shards)
         with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
             assert sum(len(batch.ids) for batch in loader) == 24
         assert extents_of(server.reset().gets) == [1, 1]  # and not again by the loader
@@ -60,7 +60,7 @@ def test_whoever_reads_only_the_manifest_requests_no_extents(tmp_path: Path) -> 
 
 def test_what_failed_when_it_was_requested_early_is_requested_again(tmp_path: Path) -> None:
     folder, local = served(tmp_path)
-    wrong = Schedule([Fault.WRONG_BYTE, Fault.CUT, Fault.MISSING], concerns=lambda path: path.endswith(".extents"))
+    wrong = Schedule([Fault.WRONG_BYTE, Fault.CUT, Fault.MISSING], concerns=lambda path: path.endswith(".meta"))
     with RangeServer(folder, schedule=wrong) as server:
         config = LoaderConfig(batch_size=4, epochs=1, cache=str(tmp_path / "cache"))
         with Loader(f"{server.url}/a", config) as remote, Loader(local, LoaderConfig(batch_size=4, epochs=1)) as plain:

@@ -128,7 +128,7 @@ def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, mo
             assert sum(1 for _ in loader) == sum(ROWS.values())
             most = max(most, used(cache))
     assert limit - LINE_BYTES < most <= limit
-    files = [path for path in cache.glob("*/*/*") if path.suffix in {".extents", ".lines"}]
+    files = [path for path in cache.glob("*/*/*") if path.suffix in {".meta", ".lines"}]
     assert int(np.fromfile(cache / "room", dtype="<i8")[2]) == sum(path.stat().st_size for path in files)
 
 

@@ -43,7 +43,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder with old files of names that a store's commands remove."""
     folder = tmp_path / "outside"
     folder.mkdir()
-    own = ("precious", "x.123.tmp", "x.tmp", "copy-000001-aa.lmdb", "copy-000001-aa.index", "left.sealing", "g7.lmdb", "run")
+    own = ("precious", "x.123.tmp", "x.tmp", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "left.sealing", "g7.lmdb", "run")
     for name in own:
         (folder / name).write_text('["g7"]', encoding="ascii")
         os.utime(folder / name, (OLD_S, OLD_S))
@@ -181,7 +181,7 @@ def put_in_place(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "manifest.json", "generations/1.json", "shards/g0.lmdb", "shards/g0.extents", "shards/g0.index", "pending/left.lmdb",
+        "manifest.json", "generations/1.json", "shards/g0.lmdb", "shards/g0.meta", "pending/left.lmdb",
         "pending/writer.lock", "shards/left.lmdb", "rejects.jsonl",
     ],
 )  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_pending_shard_that_is_a_link_is_not_taken_over(store: Path, outside: 
 
 def test_a_store_is_read_through_links_to_its_files_and_to_itself(store: Path, outside: Path, tmp_path: Path) -> None:
     """Large shards may be on another disk; what is removed is the link."""
-    for suffix in ("lmdb", "extents", "index"):
+    for suffix in ("lmdb", "meta"):
         shutil.move(store / "shards" / f"g0.{suffix}", outside)
         (store / "shards" / f"g0.{suffix}").symlink_to(outside / f"g0.{suffix}")
     (tmp_path / "link").symlink_to(store)
@@ -347,9 +347,9 @@ def test_what_is_not_named_as_an_object_of_a_shard_is_not_collected(place: Path)
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("mine", encoding="ascii")
         os.utime(place / name, (OLD_S, OLD_S))
-    (place / "shards" / "g7.index").write_text("left long ago", encoding="ascii")
-    os.utime(place / "shards" / "g7.index", (OLD_S, OLD_S))
-    assert "g7.index" in collect(ObjectFolder.open(f"file://{place}"), 0).files
+    (place / "shards" / "g7.meta").write_text("left long ago", encoding="ascii")
+    os.utime(place / "shards" / "g7.meta", (OLD_S, OLD_S))
+    assert "g7.meta" in collect(ObjectFolder.open(f"file://{place}"), 0).files
     assert all((place / name).read_text() == "mine" for name in kept)
 
 

@@ -27,7 +27,7 @@ from bucketline.store.format.manifest import parse_manifest
 from bucketline.store.format.text import TextError, dequantise, encode_text_block, measured_error, quantise, quantised_caption
 from bucketline.store.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.read.samples import Selection, info
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.kit import (
@@ -185,7 +185,7 @@ def test_a_damaged_scale_is_found_and_repaired(own: Store) -> None:
     assert not verify(after, lambda _: None, shards_only=True).corrupt
 
 
-@pytest.mark.parametrize("kind", ["extents", "index"])
+@pytest.mark.parametrize("kind", ["meta"])
 def test_lost_sidecars_are_rebuilt_to_the_same_bytes(own: Store, kind: str) -> None:
     path = own.path / f"shards/g0.{kind}"
     before = path.read_bytes()
@@ -261,7 +261,7 @@ def test_prompts_and_embeddings_are_read_as_they_were_written(store: Store, data
 
 def test_the_safetensors_package_reads_a_file_as_the_format_describes_it(data: bytes) -> None:
     file = read_with_safetensors(data)
-    assert set(file) == {"page_checksum", "prompts", "text"}
+    assert set(file) == {"checksum", "prompts", "text"}
     assert json.loads(bytes(file["prompts"]["data"]).decode())[0] == dataclasses.asdict(FIRST)
     block = read_with_safetensors(bytes(file["text"]["data"]))
     digests = np.frombuffer(bytes(block["digest"]["data"]), "S16")
@@ -329,6 +329,6 @@ def test_what_has_right_checksums_is_checked_all_the_same(store: Store, listed: 
     tensors = [("prompts", "U8", np.frombuffer(text, "u1")), ("text", "U8", np.frombuffer(block, "u1"))]
     metadata = {"format": PROMPTS_FORMAT, "text_encoder": store.manifest.encoders["text_encoder"]}
     with pytest.raises(CorruptError, match=said):
-        read(store, encode_paged(tensors, metadata))
+        read(store, encode_sidecar(tensors, metadata))
     with pytest.raises(StoreError):
-        read(store, encode_paged(tensors[:1], metadata))
+        read(store, encode_sidecar(tensors[:1], metadata))

@@ -32,7 +32,7 @@ MUTED[3:] = (190, 70, 70), (104, 197, 82), (60, 70, 190), (210, 190, 60), (210, 
 
 def pixels(data: bytes, **rules: Any) -> NDArray[np.int64]:
     framing = Framing(grid=SQUARE.grid, min_size_px=1, **rules)
-    return decode_image(data, framing, "a.png").pixels.astype(int)
+    return decode_image(data, framing, "a.png")[0].astype(int)
 
 
 def patches(colours: NDArray[np.int64] = COLOURS) -> NDArray[np.uint8]:
@@ -127,7 +127,7 @@ def test_sixteen_bits_a_channel_become_eight_by_value(channels: int) -> None:
     values = values.reshape(256, 256, channels)
     if channels != 3:
         values[..., -1] = 65535
-    found = decode_image(profiles.deep_png(values), whole, "a.png").pixels
+    found = decode_image(profiles.deep_png(values), whole, "a.png")[0]
     colours = values if channels == 3 else values[..., :-1]
     assert np.array_equal(found, np.broadcast_to(np.round(colours / 257), (256, 256, 3)))
 

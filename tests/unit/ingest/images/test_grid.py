@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.held_out import SplitBy, held_out
 from bucketline.ingest.images.crop import (
     DRAW_BITS,
     MAX_SIDE_PX,
@@ -30,6 +29,7 @@ from bucketline.ingest.images.crop import (
     model_grid,
     parse_grid,
 )
+from bucketline.ingest.rules import SplitBy, held_out
 from tests.commands import call
 
 STEPS = (8, 16, 32, 64)

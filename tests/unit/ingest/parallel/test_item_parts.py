@@ -152,7 +152,7 @@ def test_a_store_without_a_sample_has_none(tmp_path: Path) -> None:
 
 def test_a_damaged_index_is_an_error_before_anything_is_packed(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", samples_of(BUCKETS))
-    index = store.shards[0].paths.index
+    index = store.shards[0].paths.meta
     flip_bit(index, 8 * (index.stat().st_size - 9))
     with pytest.raises(CorruptError):
         PackedIndex(Store.open(store.path))

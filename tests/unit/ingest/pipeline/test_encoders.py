@@ -19,10 +19,11 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.model_folder import ModelFolder
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.pipeline import load_encoders, slice_packer
 from bucketline.ingest.pipeline import model as phases
+from bucketline.ingest.pipeline import model as pipeline_model
+from bucketline.ingest.pipeline import slice_packer
 from bucketline.ingest.pipeline.captions import FreshCaptions
-from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.model import chosen_device
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import Ran, call, forked_ranks, spawn
@@ -49,13 +50,13 @@ def again(packed: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    names, own = [], load_encoders.load_text_encoder
+    names, own = [], pipeline_model.load_text_encoder
 
     def noted(config: Any, model: ModelFolder, device: Any) -> Any:
         names.append(model.name)
         return own(config, model, device)
 
-    monkeypatch.setattr(load_encoders, "load_text_encoder", noted)
+    monkeypatch.setattr(pipeline_model, "load_text_encoder", noted)
     return names
 
 
@@ -245,7 +246,7 @@ def test_the_text_encoder_is_gone_before_the_vae(
         ("vae", "load_vae_encoder", lambda found: found._vae),
         ("text", "load_text_encoder", lambda found: found._part.encoder),
     ):
-        monkeypatch.setattr(load_encoders, function, noting(name, getattr(load_encoders, function), module_of))
+        monkeypatch.setattr(pipeline_model, function, noting(name, getattr(pipeline_model, function), module_of))
     pack_in_phases(in_file(tmp_path / "d.toml", source, phases="two"), tmp_path / "s", model)
     assert order == ["vae", "text", "vae"]  # the first time for the store's description
 

@@ -21,7 +21,7 @@ from bucketline.errors import StoreError
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.pipeline.image_reader import FOLDER, DecodeNotes
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
-from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING, EncodedBatch, RowWriter
+from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING, RowWriter
 from bucketline.store.format.block import caption_digest, identity
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, lock_store, publish
@@ -29,7 +29,7 @@ from bucketline.store.write.shard_writer import ShardWriter
 from tests.commands import BIN, call, spawn
 from tests.fault.apart import How, apart
 from tests.fault.same_store import committed_ids
-from tests.kit import Sample, empty_store, open_writer, samples_of, spec_of
+from tests.kit import empty_store, open_writer, samples_of, spec_of
 from tests.models import SMALL, png, write_images
 
 
@@ -252,18 +252,14 @@ def defect() -> None:
     raise Defect("of nobody's making")
 
 
-def batch_of(sample: Sample, *, begins_shard: bool) -> EncodedBatch:
-    row = (sample.record, {"latent": sample.latent}, [caption_digest("")])
-    return EncodedBatch(spec=spec_of(BUCKET), begins_shard=begins_shard, rows=[row])
-
-
 def write(store: Path, *, batches: int, batches_a_shard: int, stop: BaseException | None = None) -> list[str]:
     """Write batches of one sample each, and give the names of the shards that were sealed."""
     numbers = itertools.count()
     writer = RowWriter(lambda: open_writer(store, f"a{next(numbers)}"))
     with writer:
         for n, sample in enumerate(SAMPLES[:batches]):
-            writer.put(batch_of(sample, begins_shard=n > 0 and n % batches_a_shard == 0))
+            row = (sample.record, {"latent": sample.latent}, [caption_digest("")])
+            writer.put(spec_of(BUCKET), [], [row], begins_shard=n > 0 and n % batches_a_shard == 0)
         if stop is not None:
             raise stop
     return writer.sealed

@@ -43,5 +43,5 @@ def contents(place: object) -> dict[str, tuple[tuple[str, ...], bytes]]:
         items = list(sent.in_turn(listing.items))
         read = list(pool.map(sent.read, items))
     for item, found in zip(items, read, strict=True):
-        assert sent.stamp(item) == found.stamp
-    return {item.id: (item.captions, found.data) for item, found in zip(items, read, strict=True)}
+        assert sent.stamp(item) == found[1]
+    return {item.id: (item.captions, found[0]) for item, found in zip(items, read, strict=True)}

@@ -205,7 +205,7 @@ def test_a_source_that_is_dated_after_2262_or_before_1970_is_listed_and_read(pla
     expected = min(max(0, own.stat().st_mtime_ns), MAX_MTIME_NS)
     source = open_source(str(tmp_path / place))
     for item in source.in_turn(source.listing().items):
-        assert source.stamp(item).mtime_ns == source.read(item).stamp.mtime_ns == expected
+        assert source.stamp(item).mtime_ns == source.read(item)[1].mtime_ns == expected
 
 
 def test_a_saved_datasets_date_is_kept_within_the_stores_field(tmp_path: Path) -> None:

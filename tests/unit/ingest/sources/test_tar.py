@@ -95,7 +95,7 @@ def test_a_plain_tars_images_are_read_where_they_lie(tmp_path: Path) -> None:
     data[offset : offset + length] = path.read_bytes()[offset : offset + length]
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert source.read(items[4]).data == png(24, 30, 4)
+    assert source.read(items[4])[0] == png(24, 30, 4)
     with source.opened(items[4]) as file:
         framing = Framing(grid=parse_grid("16x24", step_px=8, align_px=8))
         assert placed_by_header(file, framing, "a").source == (24, 30)

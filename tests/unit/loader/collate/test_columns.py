@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from bucketline.errors import CorruptError, StateError, StoreError, UsageError
 from bucketline.ingest.images.crop import bucket_placement, parse_grid
 from bucketline.loader import Batch, LatentKind, Loader, LoaderConfig
 from bucketline.loader.collate.buffers import EMPTY, choose_captions, mirrored_left
+from bucketline.loader.collate.window import CopyPlanner, PendingBatch, Window
 from bucketline.loader.plan.order import Purpose, keys_of_rows, uniform_on_host
 from bucketline.loader.prefetch.ahead import ColdDetector
 from bucketline.store import LatentColumn, Store, StoreWriter, new_record
@@ -148,6 +150,21 @@ def test_captions_are_padded_to_a_multiple_of_the_batchs_longest(tmp_path: Path)
             assert batch.tokens.shape[1] == -(-longest // multiple) * multiple
         if multiple < 3:
             assert len({batch.tokens.shape[1] for batch in batches}) > 1
+
+
+def test_a_cold_micro_batch_makes_a_window_of_its_own_once(flat: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: True))
+    alone: Counter[int] = Counter()
+    begin = Window.__init__
+
+    def counted(window: Window, planner: CopyPlanner, batches: Sequence[PendingBatch]) -> None:
+        begin(window, planner, batches)
+        if len(batches) == 1:
+            alone[batches[0].step] += 1
+
+    monkeypatch.setattr(Window, "__init__", counted)
+    batches = read(flat, LoaderConfig(batch_size=2, flip=0.5, epochs=1))
+    assert alone == dict.fromkeys((batch.step for batch in batches), 1)
 
 
 def test_flipping_needs_a_store_with_mirror_images(made: Made) -> None:

@@ -6,7 +6,7 @@ import sys
 import threading
 from random import Random
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -22,6 +22,16 @@ from bucketline.store.shard.mapped import AddressRange
 from tests.leftovers import wait_until
 
 Pair = tuple[int, int]
+
+
+class Pending(NamedTuple):
+    """Takes the place of a `PendingBatch`."""
+
+    step: int
+    micro_step: int
+
+    def release(self) -> None:
+        """Nothing is held."""
 
 
 class Recorder:
@@ -40,7 +50,7 @@ class Recorder:
         if self.bad in [step for step, _ in pairs]:
             raise StoreError(f"step {self.bad} cannot be located")
         self.done.append(("locate", tuple(pairs)))
-        return list(pairs)
+        return [Pending(*pair) for pair in pairs]
 
     def is_resident(self, pending: Pair) -> bool:
         del pending

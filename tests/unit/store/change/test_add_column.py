@@ -27,12 +27,13 @@ from bucketline.store.read.samples import info, sample_file
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.meta import column_files
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify, verify_folder
-from bucketline.store.write.describe import ADDING_LOCK, column_files
+from bucketline.store.write.column import ADDING_LOCK
 from bucketline.store.write.publish import changing, lock_store
-from bucketline.store.write.seal import column_extents
+from bucketline.store.write.seal import rebuilt_meta
 from tests.added_columns import bucket_of, expect_clean, expect_masks, mask_of
 from tests.kit import (
     add_samples,
@@ -40,6 +41,7 @@ from tests.kit import (
     flip_bit,
     flip_row,
     make_store,
+    parts_of,
     rewrite_manifest,
     samples_of,
     store_writer,
@@ -169,7 +171,7 @@ def test_a_compaction_takes_the_column_along_and_gc_removes_its_old_files(shard_
     expect_clean(path)
     entries = read_manifest(path).shards
     assert column_files(path) == sorted(entry.column_shard("mask").name for entry in entries)
-    assert all(entry.dropped is None for entry in entries)
+    assert read_manifest(path).dropped is None
 
 
 def test_a_compaction_never_joins_rows_that_have_it_with_rows_that_lack_it(path: Path) -> None:
@@ -248,26 +250,26 @@ def test_damage_is_named_by_sample_and_column(path: Path) -> None:
 def test_values_of_another_shards_rows_are_found_by_their_ids(path: Path) -> None:
     add_column(path, "mask", mask_of)
     first, second = (entry.column_shard("mask") for entry in read_manifest(path).shards)
-    for end in ("lmdb", "extents"):
+    for end in ("lmdb", "meta"):
         files = [path / "shards" / f"{entry.name}.{end}" for entry in (first, second)]
         files[0].write_bytes(files[1].read_bytes())
     errors = [fault.error for fault in faults(path)]
     assert any("the manifest says" in error for error in errors)
-    with pytest.raises(CorruptError, match="belongs to another shard"):
+    with pytest.raises(CorruptError, match="is not the file that the manifest lists"):
         Store.open(path).bucket("train/64x64").read(np.arange(3), "mask")
 
 
-def test_extents_of_a_column_that_are_intact_but_wrong_are_named(path: Path) -> None:
+def test_places_of_a_column_that_are_intact_but_wrong_are_named(path: Path) -> None:
     add_column(path, "mask", mask_of)
     first, *rest = read_manifest(path).shards
-    extents = Store.open(path).shards[0].column_shard("mask").extents
-    columns = [(name, "U64", extents.column(name)) for name in extents.names if name != "page_checksum"]
-    data = encode_paged([(name, dtype, v + np.uint64(name == "first_row")) for name, dtype, v in columns], extents.metadata)
-    Path(extents.path).write_bytes(data)
-    mask = replace(first.added["mask"], extents=replace(first.added["mask"].extents, digest=bytes_digest(data)))
+    meta = Store.open(path).shards[0].column_shard("mask").paths.meta
+    tensors, metadata = parts_of(meta)
+    data = encode_sidecar([(name, dtype, v + np.uint64(name == "first_row")) for name, dtype, v in tensors], metadata)
+    meta.write_bytes(data)
+    mask = replace(first.added["mask"], meta=replace(first.added["mask"].meta, digest=bytes_digest(data)))
     rewrite_manifest(path, shards=(replace(first, added={"mask": mask}), *rest))
     errors = [fault.error for fault in faults(path)]
-    assert any(".extents is not what the shard's file gives" in error for error in errors)
+    assert any(".meta is not what the shard's file gives" in error for error in errors)
 
 
 def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:
@@ -280,7 +282,7 @@ def test_a_repair_takes_a_damaged_column_away_and_no_sample(path: Path) -> None:
     expect_masks(path, len(IDS))
 
 
-@pytest.mark.parametrize("suffix", [".index", ".extents"])
+@pytest.mark.parametrize("suffix", [".meta"])
 def test_a_repair_of_a_sidecar_keeps_the_column(path: Path, suffix: str) -> None:
     add_column(path, "mask", mask_of)
     with untouched(path / "shards"):
@@ -307,6 +309,7 @@ def test_a_sample_leaves_the_store_with_it(path: Path) -> None:
     assert np.array_equal(found["mask"], mask_of(IDS[5]))
 
 
+@pytest.mark.usefixtures("no_wait")
 def test_a_writer_at_the_same_time_is_named_and_the_values_are_kept_for_the_next_call(path: Path) -> None:
     lock = lock_store(path)
     with pytest.raises(LockedError, match=r"being written by another process .*the values are kept: the same call"):
@@ -354,24 +357,25 @@ def test_writers_that_start_meanwhile_leave_the_files_that_it_is_making(path: Pa
     expect_clean(path)
 
 
+@pytest.mark.usefixtures("no_wait")
 def test_a_call_meanwhile_leaves_the_files_that_a_compaction_is_making(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_column(path, "mask", mask_of)
     begun: list[str] = []
 
-    def extents(making: Path, *arguments: Any) -> bytes:
+    def rebuilt(making: Path, *arguments: Any) -> bytes:
         begun.append(making.name)
         with contextlib.suppress(LockedError):  # at its end: the compaction holds the store's lock
             if len(begun) == 1:
                 add_column(path, "features/later", mask_of)
-        return column_extents(making, *arguments)
+        return rebuilt_meta(making, *arguments)
 
-    monkeypatch.setattr("bucketline.store.write.describe.column_extents", extents)
+    monkeypatch.setattr("bucketline.store.write.column.rebuilt_meta", rebuilt)
     compact(path, shard_bytes=1 << 24)
     assert begun[0].startswith(COPY_PREFIX)
     expect_masks(path, len(IDS))
 
 
-@pytest.mark.parametrize("name", ["report.html", "shards/x.extents", "pending/x", "generations/9.json"])
+@pytest.mark.parametrize("name", ["report.html", "shards/x.meta", "pending/x", "generations/9.json"])
 def test_a_writer_removes_a_temporary_file_of_a_killed_process_and_none_of_a_running_one(name: str, path: Path) -> None:
     aside, fd = create_aside(path / name)
     with changing(path):
@@ -422,6 +426,7 @@ def test_a_manifest_with_an_impossible_added_column_is_refused(edit: Callable[[A
         parse_manifest(json.dumps(document).encode(), "the manifest")
 
 
+@pytest.mark.usefixtures("no_wait")
 def test_rows_that_a_restore_brings_back_get_their_own_values_not_what_a_failed_call_left(path: Path) -> None:
     """They were dropped when that call wrote its files, which have zeros in their places."""
     whole = read_manifest(path).generation
@@ -505,6 +510,6 @@ def test_a_restoration_a_drop_a_compaction_and_gc_at_the_url_keep_it(pushed: Obj
     collect(pushed, 0)
     expect_masks(pushed.url, len(IDS) - 1, remote)
     assert verify_folder(pushed, lambda _: None).corrupt == ()
-    assert len(list(pushed.names("shards"))) == 3 + 2
+    assert len(list(pushed.names("shards"))) == 2 + 2
     with pytest.raises(StoreError):
         restore(pushed, with_masks)

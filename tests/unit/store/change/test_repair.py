@@ -8,15 +8,14 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import StoreError
 from bucketline.store import Store, read_manifest
 from bucketline.store.change.commit import drop
 from bucketline.store.change.repair import Repaired, repair
 from bucketline.store.format.block import file_digest
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
@@ -26,12 +25,14 @@ from tests.kit import (
     IMAGES,
     Sample,
     by_id,
+    dropped_list,
     faults,
     flip_bit,
     flip_caption,
     flip_row,
     ids_of,
     make_store,
+    parts_of,
     replace_file,
     samples_of,
     write_shard,
@@ -40,7 +41,7 @@ from tests.kit import without_locks as files
 from tests.object_storage import in_memory
 
 BUCKET = "train/64x64"
-PARTS = ("offset", "length", "first_row", "rows", "line_checksum")  # of extents
+PARTS = ("offset", "length", "first_row", "rows")  # of a sidecar
 ROWS = {BUCKET: 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}
 
 
@@ -110,7 +111,7 @@ def test_a_shard_with_more_behind_its_end_keeps_all(copy: Path, every: dict[str,
     expect(copy, every, set())
 
 
-@pytest.mark.parametrize("suffixes", [("extents",), ("index",), ("extents", "index")])
+@pytest.mark.parametrize("suffixes", [("meta",)])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "empty"])
 def test_sidecars_are_rebuilt_from_the_shard(
     store: Store, copy: Path, every: dict[str, Sample], suffixes: tuple[str, ...], damage: str
@@ -133,40 +134,21 @@ def test_sidecars_are_rebuilt_from_the_shard(
     expect(copy, every, set())
 
 
-def test_sidecars_whose_offsets_are_not_in_the_file_are_refused_and_rebuilt(copy: Path, every: dict[str, Sample]) -> None:
-    shard = Store.open(copy).shards[0]
-    before = files(copy)["shards/g0.extents"], files(copy)["shards/g0.index"]
-    metadata = shard.extents.metadata | {"places": "key"}
-    names = ("offset", "length", "first_row", "rows", "line_checksum")
-    at = np.cumsum(np.r_[np.uint64(100), shard.extents.column("length")[:-1]]).astype("<u8")  # values one after the other
-    columns = [(name, "U64", at if name == "offset" else shard.extents.column(name)) for name in names]
-    replace_file(copy, "extents", encode_paged(columns, metadata))
-    store = Store.open(copy)
-    with pytest.raises(CorruptError, match=r"places is 'key', expected 'file'\); `store repair` rebuilds it"):
-        store.bucket(BUCKET).read(np.array([0]), "latent")
-    assert {fault.shard for fault in faults(store)} == {"g0"}
-    assert repaired(copy).dropped == 0
-    expect(copy, every, set())
-    assert (files(copy)["shards/g0.extents"], files(copy)["shards/g0.index"]) == before
-
-
-@pytest.mark.parametrize("wrong", PARTS[:4])
-def test_extents_that_are_intact_but_wrong_are_made_again_from_the_shard(
+@pytest.mark.parametrize("wrong", PARTS)
+def test_places_that_are_intact_but_wrong_are_made_again_from_the_shard(
     copy: Path, every: dict[str, Sample], wrong: str
 ) -> None:
-    extents, before = Store.open(copy).shards[0].extents, files(copy)["shards/g0.extents"]
-    columns = {name: extents.column(name) for name in PARTS}
-    columns[wrong] = columns[wrong] + columns[wrong].dtype.type(8)
-    dtypes = {8: "U64", 4: "U32"}
-    data = encode_paged([(name, dtypes[own.itemsize], own) for name, own in columns.items()], extents.metadata)
-    replace_file(copy, "extents", data)
+    before = files(copy)["shards/g0.meta"]
+    tensors, metadata = parts_of(copy / "shards" / "g0.meta")
+    changed = [(name, dtype, values + values.dtype.type(8 * (name == wrong))) for name, dtype, values in tensors]
+    replace_file(copy, "meta", encode_sidecar(changed, metadata))
     assert {fault.shard for fault in faults(copy)} == {"g0"}
     assert repaired(copy).dropped == 0
     expect(copy, every, ())
-    assert files(copy)["shards/g0.extents"] == before
+    assert files(copy)["shards/g0.meta"] == before
 
 
-@pytest.mark.parametrize("suffix", ["extents", "index"])
+@pytest.mark.parametrize("suffix", ["meta"])
 def test_a_shard_without_file_and_sidecar_is_dropped(
     copy: Path, samples: list[list[Sample]], every: dict[str, Sample], suffix: str
 ) -> None:
@@ -174,19 +156,6 @@ def test_a_shard_without_file_and_sidecar_is_dropped(
     flip_bit(copy / "shards" / "g1.lmdb", 8 * 9000)
     assert repaired(copy).dropped == 14
     expect(copy, every, {own.id for own in samples[1]})
-
-
-def test_of_a_shard_with_a_damaged_index_the_rows_of_its_other_pages_are_named(tmp_path: Path) -> None:
-    samples = samples_of({"train/8x8": 300})
-    path = make_store(tmp_path / "s", samples).path
-    (index, lmdb) = (path / "shards" / f"g0.{suffix}" for suffix in ("index", "lmdb"))
-    flip_bit(index, 8 * (index.stat().st_size - 10))  # the last page
-    flip_bit(lmdb, 8 * 60)
-    done = repaired(path)
-    assert (done.dropped, done.samples) == (300, 0)
-    named = {i for shard in done.shards for i in shard.dropped_ids}
-    assert 0 < len(named) < 300
-    assert named < {own.id for own in samples}
 
 
 @pytest.mark.parametrize("column", ["latent", "checksum", "captions", "crop", "id"])
@@ -266,7 +235,7 @@ def test_a_shard_that_has_lost_its_list_of_dropped_rows_is_dropped_whole(tmp_pat
     samples, own = samples_of({BUCKET: 12}), tmp_path / "s"
     make_store(own, samples)
     drop(own, [samples[1].id])
-    path = own / "shards" / "g0.dropped-2"
+    path = dropped_list(own)
     path.unlink() if damage == "missing" else os.truncate(path, 10)
     (shard,) = repaired(own).shards
     assert (shard.kept, shard.dropped) == (0, 11)
@@ -278,15 +247,15 @@ def test_a_store_at_a_url_is_repaired_where_it_is(copy: Path, every: dict[str, S
     push(copy, folder)
     gone = flip_row(copy, BUCKET, 3)
     folder.write("shards/g0.lmdb", (copy / "shards" / "g0.lmdb").read_bytes())
-    index = folder.read("shards/g1.index")
-    folder.remove(["shards/g1.index"])
+    index = folder.read("shards/g1.meta")
+    folder.remove(["shards/g1.meta"])
     done = repair(folder)
     assert (done.generation, done.samples, done.dropped) == (3, 52, 1)
     assert [(shard.shard, shard.kept, shard.dropped_ids, shard.restored) for shard in done.shards] == [
         ("g0", 38, (gone,), ()),
-        ("g1", 14, (), ("g1.index",)),
+        ("g1", 14, (), ("g1.meta",)),
     ]
-    assert folder.read("shards/g1.index") == index
+    assert folder.read("shards/g1.meta") == index
     pull(folder, tmp_path / "pulled")
     expect(tmp_path / "pulled", every, {gone})
     folder.remove([file.name for file in folder.names("shards") if file.name.startswith("shards/g1.")])
@@ -338,7 +307,7 @@ def test_what_an_interrupted_pack_left_stays_for_the_next_one(copy: Path, every:
     """Adoption reads every shard's index, which is what may be damaged."""
     write_shard(copy, "late", samples_of({BUCKET: 2}, "late/"))
     (copy / "shards" / "g0.lmdb").unlink()
-    (copy / "shards" / "g0.index").unlink()
+    (copy / "shards" / "g0.meta").unlink()
     repair(copy)
     with lock_store(copy):
         manifest = read_manifest(copy)
@@ -348,12 +317,12 @@ def test_what_an_interrupted_pack_left_stays_for_the_next_one(copy: Path, every:
 
 def test_the_command_says_what_it_kept_and_what_it_dropped(copy: Path) -> None:
     flipped = flip_row(copy, BUCKET, 3)
-    os.truncate(copy / "shards" / "g1.index", 100)
+    os.truncate(copy / "shards" / "g1.meta", 100)
     shutil.copytree(copy, copy.with_name("other"))
     ran = call("store", "repair", copy.with_name("other")).done()
     assert "shard g0: 38 of 39 samples can be read in copy-" in ran.out
     assert f"dropped: {flipped}" in ran.out
-    assert "shard g1: g1.index rebuilt, nothing lost" in ran.out
+    assert "shard g1: g1.meta rebuilt, nothing lost" in ran.out
     assert f"{copy.with_name('other')}: 1 sample dropped, 52 stay; generation 3" in ran.out
     ran = call("store", "repair", copy, "--json").done()
     report = ran.json
@@ -372,7 +341,7 @@ def test_only_what_the_medium_lost_is_given_up(
     copy: Path, every: dict[str, Sample], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(path: Path) -> tuple[int, str]:
-        if path.name in ("g0.lmdb", "g0.index"):
+        if path.name in ("g0.lmdb", "g0.meta"):
             raise OSError(number, os.strerror(number), str(path))
         return file_digest(path)
 

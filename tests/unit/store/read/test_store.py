@@ -26,9 +26,22 @@ from bucketline.store.format.text import EMPTY_CAPTION_ROW
 from bucketline.store.read.files import LostFile, lost_shards, refuse_lost_shards
 from bucketline.store.read.samples import Selection, live_samples
 from bucketline.store.shard.mapped import ZERO_BYTES, AddressRange
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.sidecar import encode_sidecar
 from tests.commands import BIN, call
-from tests.kit import IMAGES, Sample, embedding, flip_caption, flip_row, make_sample, make_store, samples_of
+from tests.kit import (
+    IMAGES,
+    Sample,
+    dropped_list,
+    embedding,
+    flip_caption,
+    flip_row,
+    index_of,
+    make_sample,
+    make_store,
+    parts_of,
+    replace_file,
+    samples_of,
+)
 from tests.loading import check_batch, loaders_of
 
 BUCKET = "train/64x64"
@@ -91,11 +104,11 @@ def test_opening_reads_the_manifest_and_nothing_else(store: Store, tmp_path: Pat
     (tmp_path / "manifest.json").write_bytes((store.path / "manifest.json").read_bytes())
     opened = Store.open(tmp_path)
     assert opened.bucket(BUCKET).num_rows == 35
-    with pytest.raises(StoreError, match=r"g0.extents is missing, the manifest lists it; restore it"):
+    with pytest.raises(StoreError, match=r"g0.meta is missing, the manifest lists it; restore it"):
         opened.bucket(BUCKET).read(np.array([0]), "latent")
 
 
-@pytest.mark.parametrize("suffix", ["lmdb", "extents", "index"])
+@pytest.mark.parametrize("suffix", ["lmdb", "meta"])
 def test_a_file_that_is_missing_or_of_another_length_is_an_error_that_names_it(store: Store, copy: Path, suffix: str) -> None:
     path = copy / "shards" / f"g1.{suffix}"
     data = path.read_bytes()
@@ -186,12 +199,12 @@ def test_open_stores_do_not_use_up_the_open_files(store: Store) -> None:
 def test_maps_of_sidecars_are_given_back_when_the_store_is_gone(store: Store) -> None:
     def maps() -> int:  # of this store only: what another test's thread still holds may go at any time
         lines = Path("/proc/self/maps").read_text().splitlines()
-        return sum(str(store.path) in line and "g0.extents" in line for line in lines)
+        return sum(str(store.path) in line and "g0.meta" in line for line in lines)
 
     gc.collect()
     before = maps()
     opened = Store.open(store.path)
-    rows = opened.shards[0].extents.column("rows")
+    rows = opened.shards[0].meta.column("rows")
     opened.bucket(BUCKET).read(np.arange(35), "latent")
     assert maps() == before + 1  # that in the range over all shards is the shard's own
     del opened
@@ -205,7 +218,7 @@ def test_maps_of_sidecars_are_given_back_when_the_store_is_gone(store: Store) ->
 
 # A shard that is gone or cut short is seen before any work: by pack, by `store info`, and when a loader opens the store.
 
-PARTS = ("lmdb", "extents", "index")
+PARTS = ("lmdb", "meta")
 
 
 def cut(path: Path) -> None:
@@ -234,9 +247,9 @@ def test_info_names_what_is_lost_and_ends_with_one(store: Store, copy: Path, par
 def test_a_lost_list_of_dropped_rows_is_seen(tmp_path: Path) -> None:
     samples = samples_of({BUCKET: 9})
     store = make_store(tmp_path, samples, samples[:3])
-    (path,) = (tmp_path / "shards").glob("g0.dropped-*")
+    path = dropped_list(tmp_path)
     path.unlink()
-    (lost,) = lost_shards(LocalFolder(tmp_path), store.manifest.shards)
+    (lost,) = lost_shards(LocalFolder(tmp_path), store.manifest.shards, store.manifest.dropped)
     assert (lost.shard, lost.samples, lost.files) == ("g0", 6, (LostFile(name=path.name, reason="is missing"),))
 
 
@@ -409,20 +422,16 @@ def test_memory_grows_by_a_few_bytes_a_row(tmp_path: Path) -> None:
 def test_an_index_that_lists_a_row_twice_or_beyond_its_bucket_is_an_error(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", samples_of({"train/64x64": 6}))
     shard = store.shards[0]
-    dtypes = {"record_offset": "U64", "source_bytes": "U64", "source_mtime_ns": "I64", "captions": "U64", "record_bytes": "U32"}
     for rows, words in (
         ([0, 1, 2, 3, 4, 4], "does not list every row of train/64x64 once"),
         ([0, 1, 2, 3, 4, 6], "has row 6 of train/64x64, the shard has 6 rows"),
     ):
-        tensors = [(name, dtype, shard.index.column(name)) for name, dtype in dtypes.items()]
-        tensors += [("row", "U32", np.array(rows)), ("caption_row", "U32", shard.index.column("caption_row"))]
-        tensors += [("bucket", "U16", shard.index.column("bucket"))]
-        tensors += [(name, "U8", shard.index.column(name)) for name in ("digest", "content", "caption_digest")]
-        data = encode_paged(tensors, shard.index.metadata)
+        tensors, metadata = parts_of(shard.paths.meta)
+        index_of(tensors, metadata)["row"] = rows
+        data = encode_sidecar(tensors, metadata)
         shutil.copytree(store.path, tmp_path / "bad", dirs_exist_ok=True)
+        replace_file(tmp_path / "bad", "meta", data)
         bad = Store.open(tmp_path / "bad")
-        bad.shards[0].paths.index.write_bytes(data)
-        object.__setattr__(bad.shards[0].entry.index, "num_bytes", len(data))
         with pytest.raises(CorruptError, match=words):
             list(live_samples(bad, Selection()))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bucketline.bench.fixtures.range_server import RangeServer
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.change import commit as commit_module
 from bucketline.store.change.commit import drop, restore
@@ -24,8 +24,9 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.transfer import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
+from tests import object_storage
 from tests.commands import call
-from tests.kit import add_samples, everything, ids_of, samples_of, store_writer, tree
+from tests.kit import add_samples, everything, ids_of, make_store, samples_of, store_writer, tree
 from tests.object_storage import SECRET, S3Bucket, in_memory
 
 DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
@@ -70,8 +71,83 @@ def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, copy: Path, tmp_p
     drop(copy, DROPPED)
     assert (done.generation, done.samples) == (3, 51)
     assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(copy))
-    with pytest.raises(StoreError, match=r"a\.store has no sample 'first/train/64x64/3\.png'"):
+    with pytest.raises(StoreError, match=r"a\.store has already withdrawn 'first/train/64x64/3\.png'"):
         drop(folder, DROPPED)
+
+
+def test_a_drop_takes_six_requests_besides_an_index_a_shard_and_another_one_for_a_list_that_is_there(
+    s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [samples_of({"train/64x64": 3}, f"{n}/") for n in range(12)]
+    make_store(tmp_path / "many.store", *samples)
+    objects, requests, bare = s3.folder("many.store"), list[str](), object_storage._Atomic.__call__
+    push(tmp_path / "many.store", objects)
+
+    def counted(self: Any, environ: dict[str, Any], start_response: Any) -> Any:
+        requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
+        return bare(self, environ, start_response)
+
+    monkeypatch.setattr(object_storage._Atomic, "__call__", counted)
+    for n, most in ((4, 6), (7, 7)):
+        requests.clear()
+        drop(objects, [samples[n][0].id, samples[n + 1][2].id])
+        own = [one for one in requests if not one.endswith(".meta")]
+        assert (len(own), len(requests) - len(own)) == (most, len(samples)), own
+    for ids, words in ((["0/nothing.png"], "has no sample"), ([samples[4][0].id], "has already withdrawn")):
+        before = names(objects)
+        with pytest.raises(StoreError, match=words):
+            drop(objects, [samples[5][0].id, *ids])
+        assert names(objects) == before
+    assert len(ids_of(pulled(objects, tmp_path / "pulled.store").path)) == 36 - 4
+
+
+def test_storage_that_ignores_put_if_absent_is_refused_and_keeps_its_store(
+    objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overwrites(self: ObjectFolder, name: str, data: bytes) -> bool:
+        self.write(name, data)
+        return True
+
+    before = {name: objects.read(name) for name in names(objects)}
+    monkeypatch.setattr(ObjectFolder, "is_put_if_absent", overwrites)
+    with pytest.raises(StoreError, match="does not honour put-if-absent"):
+        drop(objects, DROPPED)
+    assert {name: objects.read(name) for name in names(objects)} == before
+
+
+@pytest.mark.parametrize("name", ["shards/g1.meta", "list"])
+def test_a_drop_by_what_a_server_answers_wrongly_is_refused(objects: ObjectFolder, name: str) -> None:
+    drop(objects, DROPPED[1:])
+    name = next(own for own in names(objects) if own.endswith(".dropped")) if name == "list" else name
+    data = objects.read(name)
+    objects.write(name, data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    before = names(objects)
+    with pytest.raises(CorruptError, match=r"is not the file that the manifest lists: it has \d+ bytes"):
+        drop(objects, DROPPED[:1])
+    assert names(objects) == before
+
+
+def test_a_generation_whose_own_file_an_interrupted_push_left_out_gets_it_by_the_next_change(objects: ObjectFolder) -> None:
+    objects.remove(["generations/2.json"])
+    drop(objects, DROPPED)
+    assert {"generations/2.json", "generations/3.json"} <= names(objects)
+    assert not [name for name in names(objects) if "probe" in name]
+
+
+def test_a_listing_that_comes_late_costs_a_drop_another_try(objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    drop(objects, DROPPED[:1])
+    manifest = objects.read("generations/2.json")
+    with monkeypatch.context() as patched:
+        entries, hint = ObjectFolder.names, ObjectFolder.read
+        patched.setattr(
+            ObjectFolder, "names", lambda *at: (own for own in entries(*at) if not own.name.startswith("generations/3"))
+        )
+        patched.setattr(
+            ObjectFolder, "read", lambda self, name, *most: manifest if name == "manifest.json" else hint(self, name, *most)
+        )
+        patched.setattr(commit_module, "pause_after", lambda *_: 0.0)
+        assert drop(objects, DROPPED[1:]).generation == 4
+    assert newest_generation(objects).samples == 51
 
 
 def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, copy: Path, tmp_path: Path) -> None:
@@ -202,7 +278,7 @@ def test_what_a_generation_lists_is_not_collected(
     objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     objects.write("shards/upload.lmdb", b"another writer's")
-    objects.write("shards/g0.dropped-77", b"another writer's")
+    objects.write(theirs := f"generations/3-{'7' * 32}.dropped", b"another writer's")
     drop(objects, DROPPED)
     before = names(objects)
     kept = collect(objects, 3600)
@@ -214,7 +290,7 @@ def test_what_a_generation_lists_is_not_collected(
     assert collect(objects, 0).files == ()
     assert names(objects) == before - {"generations/2.json"}
     aged(monkeypatch, UNLISTED_S + 1)
-    assert collect(objects, 1e9).files == ("upload.lmdb", "g0.dropped-77")
+    assert collect(objects, 1e9).files == ("upload.lmdb", theirs)
     assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 51
 
 
@@ -236,9 +312,9 @@ def test_what_a_damaged_generation_listed_goes_by_the_notes_of_others(
 
     monkeypatch.setattr(ObjectFolder, "remove", remove)
     gone = collect(objects, 0).files
-    assert {f"{shard}.{kind}" for shard in ("g0", "g1") for kind in ("lmdb", "extents", "index")} <= set(gone)
+    assert {f"{shard}.{kind}" for shard in ("g0", "g1") for kind in ("lmdb", "meta")} <= set(gone)
     kinds = [name.rpartition(".")[2] for name in removed if name.startswith("shards/")]
-    assert kinds == sorted(kinds, key=["lmdb", "extents", "index"].index)  # as on a disk: a kill in between is harmless
+    assert kinds == sorted(kinds, key=["lmdb", "meta"].index)  # as on a disk: a kill in between is harmless
     assert removed[len(kinds) :] == ["generations/2.json"]
 
 
@@ -257,7 +333,7 @@ def test_damaged_objects_are_pushed_again(objects: ObjectFolder, copy: Path, tmp
     data = bytearray(objects.read("shards/g1.lmdb"))
     data[len(data) // 2] ^= 1
     objects.write("shards/g1.lmdb", bytes(data))
-    objects.remove(["shards/g0.index"])
+    objects.remove(["shards/g0.meta"])
     assert {fault.shard for fault in verify_folder(objects, lambda _: None, 1).corrupt} == {"g0", "g1"}
     objects.remove(["shards/g1.lmdb"])
     push(copy, objects)
@@ -300,10 +376,10 @@ def test_verify_tells_its_progress_and_names_what_is_missing_or_of_another_lengt
     found = verify_folder(objects, read.append, 1)
     assert (found.rows, found.corrupt) == (53, ())
     assert sum(read) == sum(entry.lmdb.num_bytes for entry in newest_generation(objects).shards)
-    objects.remove(["shards/g0.index"])
+    objects.remove(["shards/g0.meta"])
     objects.write("shards/g1.lmdb", objects.read("shards/g1.lmdb")[:-1])
     errors = [fault.error for fault in verify_folder(objects, lambda _: None, 1).corrupt]
-    assert any("g0.index is missing" in error for error in errors)
+    assert any("g0.meta is missing" in error for error in errors)
     assert any("the manifest says that it is longer" in error for error in errors)
 
 
@@ -312,7 +388,7 @@ def test_a_writer_that_others_get_ahead_of_pauses_between_its_tries(
 ) -> None:
     paused, others = list[int](), iter(["other 1", "other 2"])
 
-    def pause_after(tries: int) -> float:
+    def pause_after(tries: int, _: float) -> float:
         paused.append(tries)
         return 0.0
 
@@ -421,5 +497,5 @@ def test_a_store_on_a_web_server_is_read_and_not_written(copy: Path, tmp_path: P
         assert (done.code, done.err) == (0, "")
         refused = call("store", "push", copy, with_password).fails("web servers are read only")
         assert "hidden" not in done.out + refused.err + refused.out
-        (tmp_path / "www" / "a.store" / "shards" / "g1.index").unlink()
-        assert "g1.index is missing" in call("store", "info", url, "--cache", tmp_path / "cache").err
+        (tmp_path / "www" / "a.store" / "shards" / "g1.meta").unlink()
+        assert "g1.meta is missing" in call("store", "info", url, "--cache", tmp_path / "cache").err

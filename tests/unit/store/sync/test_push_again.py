@@ -92,8 +92,8 @@ def use_a_name_again(own: Path) -> None:
 
 def push_by_names_alone(own: Path, folder: ObjectFolder) -> None:
     """Overwrite objects of the same names, as a careless copy does, and commit."""
-    for path in (own / "shards").iterdir():
-        folder.write(f"shards/{path.name}", path)
+    for path in (*(own / "shards").iterdir(), *(own / "generations").glob("*.dropped")):
+        folder.write(f"{path.parent.name}/{path.name}", path)
     newest, manifest = newest_generation(folder), read_manifest(own)
     for number in range(newest.generation + 1, manifest.generation):
         document = push_module._as_number(manifest, number)
@@ -123,7 +123,7 @@ def test_what_is_removed_while_a_push_runs_is_sent_again(own: Path, tmp_path: Pa
 
     def removing() -> None:
         found.update(pending_shards(folder, UNLISTED_S, time.time())[0])
-        folder.remove(["shards/g0.lmdb", "shards/g0.index"])
+        folder.remove(["shards/g0.lmdb", "shards/g0.meta"])
 
     during_a_push(monkeypatch, removing)
     push(own, folder)
@@ -219,20 +219,20 @@ def test_a_shard_of_an_older_generation_there_is_not_overwritten(pushed: ObjectF
     collect(own, 0)
     with store_writer(own, shard_names="g{}") as writer:
         add_samples(writer, samples_of({BUCKET: 3}, "third/"))
-    with pytest.raises(StoreError, match=r"shards/g0\.index is another writer's"):
+    with pytest.raises(StoreError, match=r"shards/g0\.meta is another writer's"):
         push(own, pushed)
     assert not verify_folder(pushed, lambda _: None, 1, read_generation(pushed, 1, newest_generation(pushed))).corrupt
 
 
 def test_sidecars_that_were_rebuilt_are_sent(pushed: ObjectFolder, own: Path, tmp_path: Path) -> None:
     """A repair may write other sidecars of the same shard, of the same length."""
-    path = own / "shards" / "g0.extents"
-    data = path.read_bytes().replace(b'"places"', b'"PLACES"')  # of a header's metadata
+    path = own / "shards" / "g0.meta"
+    data = path.read_bytes().replace(b'"page_bytes"', b'"PAGE_BYTES"')  # of a header's metadata
     path.write_bytes(data)
     (entry,) = read_manifest(own).shards
-    rewrite_manifest(own, generation=2, shards=(replace(entry, extents=replace(entry.extents, digest=bytes_digest(data))),))
+    rewrite_manifest(own, generation=2, shards=(replace(entry, meta=replace(entry.meta, digest=bytes_digest(data))),))
     assert push(own, pushed).files == 1
-    assert pushed.read("shards/g0.extents") == data
+    assert pushed.read("shards/g0.meta") == data
 
 
 def test_a_pull_over_another_shard_of_the_same_name_is_refused(pushed: ObjectFolder, own: Path, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_restore_of_collected_shards_commits_nothing(
     compact(own, shard_bytes=1 << 24)
     push(own, pushed)
 
-    def collecting(_: ObjectFolder) -> None:  # after the first look, before the commit
+    def collecting(*_: object) -> None:  # after the first look, before the commit
         pushed.remove(["shards/g0.lmdb"])
 
     monkeypatch.setattr("bucketline.store.change.commit.refuse_without_put_if_absent", collecting)

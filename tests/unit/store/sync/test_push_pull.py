@@ -33,6 +33,7 @@ from tests.kit import (
     Form,
     Sample,
     add_samples,
+    dropped_list,
     everything,
     flip_bit,
     ids_of,
@@ -91,7 +92,7 @@ def test_a_file_of_many_parts_is_whole(
     for module in (transfer, objects_module):
         monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
     push(copy, folder)
-    for name in ("g0.lmdb", "g1.lmdb", "g0.index"):
+    for name in ("g0.lmdb", "g1.lmdb", "g0.meta"):
         assert folder.read(f"shards/{name}") == (copy / "shards" / name).read_bytes()
     pull(folder, tmp_path / "pulled.store")
     assert tree(tmp_path / "pulled.store" / "shards") == tree(copy / "shards")
@@ -116,7 +117,7 @@ def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, copy: Path, t
     add_more(copy, "third/")
     drop(copy, ["first/train/64x64/3.png"])
     done = push(copy, folder)
-    assert done.files == 4
+    assert done.files == 3
     assert done.generation == newest_generation(folder).generation == 4
     update = pull(folder, tmp_path / "pulled.store")
     assert (update.is_update, update.generation, update.num_bytes) == (True, 4, done.num_bytes)
@@ -184,7 +185,7 @@ def test_what_was_left_long_ago_is_sent_again(copy: Path, monkeypatch: pytest.Mo
         push(copy, folder)
     monkeypatch.undo()
     monkeypatch.setattr(transfer, "FRESH_S", -60.0)
-    assert push(copy, folder).files == 6
+    assert push(copy, folder).files == 4
     assert push(copy, folder).files == 0  # a generation lists it now
 
 
@@ -239,24 +240,35 @@ def test_of_two_states_that_are_pushed_at_once_one_wins(
     assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(won[0]))
 
 
-@pytest.mark.parametrize("kind", ["g0.dropped-3", "chosen0.index"])
-def test_another_writers_file_is_never_overwritten(kind: str, copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
+def test_another_writers_file_is_never_overwritten(copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
     other = Path(shutil.copytree(copy, tmp_path / "other.store"))
     for number, path in ((3, copy), (4, other)):
-        if "dropped" in kind:
-            drop(path, [f"first/train/64x64/{number}.png"])
-        else:
-            with store_writer(path, shard_names="chosen{}") as writer:
-                add_samples(writer, samples_of(MORE, f"{number}/"))
-    theirs = (other / "shards" / kind).read_bytes()
-    objects.write(f"shards/{kind}", theirs)  # their writer is about to commit
-    with pytest.raises(StoreError, match=f"{kind} is another writer's"):
+        with store_writer(path, shard_names="chosen{}") as writer:
+            add_samples(writer, samples_of(MORE, f"{number}/"))
+    theirs = (other / "shards" / "chosen0.meta").read_bytes()
+    objects.write("shards/chosen0.meta", theirs)  # their writer is about to commit
+    with pytest.raises(StoreError, match=r"chosen0\.meta is another writer's"):
         push(copy, objects)
-    assert objects.read(f"shards/{kind}") == theirs
+    assert objects.read("shards/chosen0.meta") == theirs
     assert push(other, objects).generation == 3
 
 
-@pytest.mark.parametrize("suffix", ["lmdb", "index", "extents"])
+def test_lists_of_dropped_rows_of_two_writers_have_two_names(copy: Path, objects: ObjectFolder, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other.store"))
+    for number, path in ((3, copy), (4, other)):
+        drop(path, [f"first/train/64x64/{number}.png"])
+    theirs = f"generations/{dropped_list(other).name}"
+    objects.write(theirs, dropped_list(other).read_bytes())  # their writer is about to commit
+    assert push(copy, objects).files == 1
+    assert objects.read(theirs) == dropped_list(other).read_bytes()
+    pull(objects, tmp_path / "pulled.store")
+    assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(copy))
+    flip_bit(dropped_list(other), 70)
+    with pytest.raises(CorruptError, match=r"\.dropped is damaged: its digest is not the manifest's"):
+        push(other, in_memory())
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "meta"])
 def test_a_damaged_store_is_not_pushed(copy: Path, suffix: str) -> None:
     folder = in_memory()
     path = copy / "shards" / f"g1.{suffix}"
@@ -293,7 +305,7 @@ def test_storage_that_ignores_put_if_absent_is_refused(copy: Path, monkeypatch: 
         self.write(name, data)
         return True
 
-    monkeypatch.setattr(ObjectFolder, "create", overwrites)
+    monkeypatch.setattr(ObjectFolder, "is_put_if_absent", overwrites)
     with pytest.raises(StoreError, match="does not honour put-if-absent"):
         push(copy, folder)
     assert list(folder.names()) == []
@@ -303,7 +315,7 @@ def test_the_commands_say_what_was_sent(copy: Path, tmp_path: Path, s3: S3Bucket
     url = s3.url("a b/photos.store")
     done = call("store", "push", copy, url, *s3.arguments)
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"{url}: 6 files with ")
+    assert done.out.startswith(f"{url}: 4 files with ")
     assert done.out.endswith("generation 2 with 53 samples\n")
     again = call("store", "push", copy, url, *s3.arguments, "--json")
     assert again.json["files"] == 0
@@ -398,7 +410,7 @@ def reaching(server: RangeServer, deadline_s: float) -> ObjectFolder:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_wrong_answer_does_not_end_a_pull(fault: Fault, made: Path, tmp_path: Path) -> None:
-    once = Schedule([fault] * 2, concerns=lambda path: path.endswith((".lmdb", ".index")))
+    once = Schedule([fault] * 2, concerns=lambda path: path.endswith((".lmdb", ".meta")))
     with RangeServer(made / "served", schedule=once) as server:
         pulled = pull(reaching(server, 20.0), tmp_path / "b.store")
     assert (pulled.samples, once.given) == (14, 2)
@@ -408,10 +420,10 @@ def test_one_wrong_answer_does_not_end_a_pull(fault: Fault, made: Path, tmp_path
 
 def test_what_stays_missing_ends_a_pull_within_the_deadline(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "served", tmp_path / "served")
-    (tmp_path / "served" / "a" / "shards" / "g1.index").unlink()
+    (tmp_path / "served" / "a" / "shards" / "g1.meta").unlink()
     with RangeServer(tmp_path / "served") as server:
         begun = time.monotonic()
-        with pytest.raises(MissingObjectError, match=r"g1\.index is missing"):
+        with pytest.raises(MissingObjectError, match=r"g1\.meta is missing"):
             pull(reaching(server, 8.0), tmp_path / "b.store")
         assert time.monotonic() - begun < 30.0  # 4 s on a quiet machine: after half of its deadline nothing is tried again
         assert server.statistics.refused > 2
@@ -419,16 +431,16 @@ def test_what_stays_missing_ends_a_pull_within_the_deadline(made: Path, tmp_path
 
 def test_what_stays_wrong_ends_a_pull_after_a_few_tries(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "served", tmp_path / "served")
-    flip_bit(tmp_path / "served" / "a" / "shards" / "g1.index", 4000)
+    flip_bit(tmp_path / "served" / "a" / "shards" / "g1.meta", 4000)
     with RangeServer(tmp_path / "served") as server:
-        with pytest.raises(CorruptError, match=r"g1\.index is damaged: its digest is not the manifest's"):
+        with pytest.raises(CorruptError, match=r"g1\.meta is damaged: its digest is not the manifest's"):
             pull(reaching(server, 60.0), tmp_path / "b.store")
-        assert server.statistics.gets["/a/shards/g1.index"] == 3
+        assert server.statistics.gets["/a/shards/g1.meta"] == 3
 
 
 def test_verifying_waits_for_no_deadline_where_objects_are_missing(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "served", tmp_path / "served")
-    for name in ("g0.index", "g1.index"):
+    for name in ("g0.meta", "g1.meta"):
         (tmp_path / "served" / "a" / "shards" / name).unlink()
     with RangeServer(tmp_path / "served") as server:
         begun = time.monotonic()

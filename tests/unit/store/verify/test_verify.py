@@ -19,23 +19,27 @@ from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError
 from bucketline.store import Store
+from bucketline.store.change.commit import drop
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import sample_digest
 from bucketline.store.format.schema import encode_record
 from bucketline.store.read.samples import checked_row
-from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.verify import shard
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.seal import seal
 from tests.commands import call
 from tests.fault.apart import How, apart
 from tests.kit import (
+    dropped_list,
     faults,
     flip_bit,
     flip_caption,
     flip_row,
     ids_of,
+    index_of,
     make_store,
+    parts_of,
     replace_file,
     rewrite_manifest,
     samples_of,
@@ -117,7 +121,7 @@ def test_a_truncated_shard_is_found_wherever_it_ends(copy: Path, share: float) -
     assert all(fault.shard == "g0" for fault in found)
 
 
-@pytest.mark.parametrize("suffix", ["extents", "index", "lmdb"])
+@pytest.mark.parametrize("suffix", ["meta", "lmdb"])
 def test_a_missing_file_is_found(copy: Path, suffix: str) -> None:
     (copy / "shards" / f"g1.{suffix}").unlink()
     found = faults(copy)
@@ -125,7 +129,7 @@ def test_a_missing_file_is_found(copy: Path, suffix: str) -> None:
     assert f"g1.{suffix} cannot be read: No such file" in found[0].error
 
 
-@pytest.mark.parametrize("suffix", ["extents", "index"])
+@pytest.mark.parametrize("suffix", ["meta"])
 def test_a_damaged_sidecar_is_found_whichever_byte_it_is(copy: Path, suffix: str) -> None:
     path = copy / "shards" / f"g1.{suffix}"
     data = path.read_bytes()
@@ -134,7 +138,7 @@ def test_a_damaged_sidecar_is_found_whichever_byte_it_is(copy: Path, suffix: str
         assert any(f"g1.{suffix} has the digest" in fault.error for fault in faults(copy))
 
 
-@pytest.mark.parametrize("suffixes", [("lmdb",), ("lmdb", "extents", "index")])
+@pytest.mark.parametrize("suffixes", [("lmdb",), ("lmdb", "meta")])
 def test_shards_exchanged_for_one_another_are_found(copy: Path, suffixes: tuple[str, ...]) -> None:
     for suffix in suffixes:
         one, two = copy / "shards" / f"g0.{suffix}", copy / "shards" / f"g1.{suffix}"
@@ -195,11 +199,10 @@ def test_progress_is_told_while_a_shard_is_read(tmp_path: Path, monkeypatch: pyt
     assert sum(told) == store.shards[0].entry.lmdb.num_bytes
 
 
-def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]], None]) -> None:
-    shard, names = Store.open(path).shards[0], ("offset", "length", "first_row", "rows", "line_checksum")
-    columns = {name: shard.extents.column(name).copy() for name in names}
-    change(columns)
-    replace_file(path, "extents", encode_paged([(name, "U64", columns[name]) for name in names], shard.extents.metadata))
+def rewrite_meta(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]], None]) -> None:
+    tensors, metadata = parts_of(Store.open(path).shards[0].paths.meta)
+    change({name: values for name, _, values in tensors})
+    replace_file(path, "meta", encode_sidecar(tensors, metadata))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]]
         ("offset", "that of the block before it and 8", "inside another block"),
     ],
 )
-def test_wrong_extents_are_named_by_block_and_the_other_blocks_are_read(
+def test_wrong_places_are_named_by_block_and_the_other_blocks_are_read(
     copy: Path, column: str, value: int | str, message: str
 ) -> None:
     block = Store.open(copy).manifest.shards[0].groups[BUCKET].first_block + 1
@@ -223,10 +226,10 @@ def test_wrong_extents_are_named_by_block_and_the_other_blocks_are_read(
     def lie(columns: dict[str, NDArray[np.uint64]]) -> None:
         columns[column][block] = value if isinstance(value, int) else columns[column][block - 1] + np.uint64(8)
 
-    rewrite_extents(copy, lie)
+    rewrite_meta(copy, lie)
     result = verify(Store.open(copy), lambda _: None, 1)
     assert any((fault.bucket, fault.block) == (BUCKET, 1) and message in fault.error for fault in result.corrupt)
-    assert any("g0.extents is not what the shard's file gives" in fault.error for fault in result.corrupt)
+    assert any("g0.meta is not what the shard's file gives" in fault.error for fault in result.corrupt)
     assert result.blocks >= sum(g.blocks for shard in Store.open(copy).manifest.shards for g in shard.groups.values()) - 1
 
 
@@ -239,14 +242,12 @@ def test_numbers_of_the_manifest_that_are_not_those_of_the_files_are_named(copy:
 
 
 def test_an_index_that_lies_is_named_and_made_again(copy: Path) -> None:
-    index = Store.open(copy).shards[0].index
-    dtypes = {tensor.name: tensor.dtype for tensor in index._tensors.values()}
-    columns = {name: index.column(name).copy() for name in dtypes if name != "page_checksum"}
-    columns["digest"][5, 15] ^= 1
-    replace_file(copy, "index", encode_paged([(name, dtypes[name], own) for name, own in columns.items()], index.metadata))
+    tensors, metadata = parts_of(Store.open(copy).shards[0].paths.meta)
+    index_of(tensors, metadata)["digest"][5, 15] ^= 1
+    replace_file(copy, "meta", encode_sidecar(tensors, metadata))
     (fault,) = faults(copy)
-    assert fault.error == "g0.index is not what the shard's file gives; `store repair` makes it again"
-    assert repair(copy).shards[0].restored == ("g0.index",)
+    assert fault.error == "g0.meta is not what the shard's file gives; `store repair` makes it again"
+    assert repair(copy).shards[0].restored == ("g0.meta",)
     assert faults(copy) == ()
 
 
@@ -258,9 +259,9 @@ def test_older_generations_are_read_too_and_strays_are_no_faults(tmp_path: Path)
     write_shard(tmp_path, "late", samples_of({BUCKET: 2}, "late/"))
     result = verify(store, lambda _: None)
     assert result.corrupt == ()
-    names = ("late.extents", "late.index", "late.lmdb", "notes.txt")
+    names = ("late.lmdb", "late.meta", "notes.txt")
     assert [stray.path for stray in result.strays] == [f"shards/{name}" for name in names]
-    assert "the next pack adopts it" in result.strays[2].what
+    assert "the next pack adopts it" in result.strays[1].what
     flip_bit(tmp_path / "generations" / "1.json", 8 * 50)
     (fault,) = faults(tmp_path)
     assert "a run that was planned on that generation cannot resume" in fault.error
@@ -313,8 +314,17 @@ def test_records_that_lie_are_named_and_their_shard_is_not_sealed_again(copy: Pa
         seal(copy, "again")
 
 
+def test_a_live_row_of_a_withdrawn_id_is_found(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 6})
+    make_store(tmp_path, samples)
+    rewrite_manifest(tmp_path, withdrawn=(samples[2].id,))
+    assert [(fault.shard, fault.row) for fault in faults(tmp_path)] == [("g0", 2)]
+    drop(tmp_path, [samples[2].id])
+    assert faults(tmp_path) == ()
+
+
 def test_a_missing_list_of_dropped_rows_is_found(tmp_path: Path) -> None:
     samples = samples_of({BUCKET: 6})
     make_store(tmp_path, samples, samples[:2])
-    next((tmp_path / "shards").glob("g0.dropped-*")).unlink()
-    assert any("cannot be read" in fault.error for fault in faults(tmp_path))
+    dropped_list(tmp_path).unlink()
+    assert any("is missing, the manifest lists it" in fault.error for fault in faults(tmp_path))

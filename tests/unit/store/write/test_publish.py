@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bucketline.errors import LockedError, StoreError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import FileLock
 from bucketline.store import BlockSpec, Store
 from bucketline.store.change.commit import drop
-from bucketline.store.format.block import LINE_BYTES, READ_BYTES, LineSums, caption_digest, checksum, sample_digest
+from bucketline.store.format.block import LINE_BYTES, READ_BYTES, FileSums, caption_digest, checksum, sample_digest
 from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
 from bucketline.store.format.text import TEXT_GROUP, make_caption
@@ -106,14 +106,12 @@ def test_the_next_run_adopts_what_was_committed_and_no_more(moment: str, tmp_pat
     assert [name for name in tree(tmp_path / "pending") if name != "writer.lock"] == []
 
 
-def test_a_pending_shard_whose_writer_is_at_work_is_not_adopted_and_the_writer_is_named(tmp_path: Path) -> None:
-    """A rank of a run whose rank 0, which held the store's lock, is gone."""
+def test_a_pending_shard_whose_writer_is_at_work_is_passed_over(tmp_path: Path) -> None:
     empty_store(tmp_path)
     writer = open_writer(tmp_path, "a")
     add(writer, make_sample("one.png", BUCKET))
     writer.commit()
-    with pytest.raises(LockedError, match=rf"is being written by .*pid: {os.getpid()},.*wait until"):
-        adopted(tmp_path)
+    assert adopted(tmp_path) == []
     add(writer, make_sample("two.png", BUCKET))
     writer.seal()
     assert sorted(adopted(tmp_path)) == ["one.png", "two.png"]
@@ -128,8 +126,8 @@ def test_a_pending_shard_that_a_process_has_locked_is_not_touched(tmp_path: Path
     if is_begun:
         path.unlink()
         leave_pending(tmp_path, "a", FIVE)
-    with FileLock(path.with_suffix(".lock")), pytest.raises(LockedError, match="wait until it has finished"):
-        adopt(tmp_path, manifest)
+    with FileLock(path.with_suffix(".lock")):
+        assert adopt(tmp_path, manifest) == []
     assert path.exists()
     assert adopt(tmp_path, manifest) == (["a"] if is_begun else [])
 
@@ -474,7 +472,7 @@ def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_
 
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
-@pytest.mark.parametrize("kind", ["extents", "index"])
+@pytest.mark.parametrize("kind", ["meta"])
 def test_a_shard_without_a_sound_sidecar_is_sealed_again_as_the_message_says(
     tmp_path: Path, kind: str, *, is_damaged: bool
 ) -> None:
@@ -638,7 +636,7 @@ def read_back(path: Path, data: NDArray[np.uint8], places: tuple[tuple[int, int]
     """Read the file back as if LMDB had values of these offsets and lengths in `data`."""
     rows = [(offset, length, data.ctypes.data + offset) for offset, length in reversed(places)]
     placed = bytearray(np.array(rows, dtype="<u8").tobytes())
-    lines = LineSums()
+    lines = FileSums()
     with path.open("rb", buffering=0) as file:
         _read_back(file, placed, lines)
     return lines.finish()
