@@ -168,6 +168,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
                 return None
             for number, one in enumerate(found):
                 run.take(number, one)
+            run.sealed = meanwhile.ready()  # the other ranks' are committed
             return finish(run)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):

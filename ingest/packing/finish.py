@@ -161,15 +161,16 @@ class Meanwhile:
 
     def publish_due(self) -> None:
         """Commit if it is time."""
-        if self._every_s is not None and time.monotonic() >= self._publish_at and self._ready():
+        if self._every_s is not None and time.monotonic() >= self._publish_at and self.ready():
             self._publish_at = time.monotonic() + self._every_s
             self.commit()
 
     def commit(self) -> None:
         """Commit all shards that are ready and not committed yet."""
-        if ready := self._ready():
+        if ready := self.ready():
             self._publish(ready)
             self._num_published += len(ready)
 
-    def _ready(self) -> list[str]:
+    def ready(self) -> list[str]:
+        """Return the shards that are ready and not committed yet."""
         return list(self._packer.ready[self._num_published :])

@@ -117,7 +117,9 @@ def read_meta(store: Path, name: str, *, with_columns: bool = False) -> ShardMet
         found = decode_meta(_read(paths.meta), paths.meta, name)
         _check_length(paths.lmdb, found.entry.lmdb)
     except FileNotFoundError as error:
-        raise StoreError(f"{error.filename} is missing, although its shard exists; {again}") from error
+        if not paths.lmdb.exists():
+            again = "the shard was removed, or its rows rewritten meanwhile: rerun the command, which packs what is lacking"
+        raise StoreError(f"{error.filename} is missing; {again}") from error
     except CorruptError as error:
         raise CorruptError(f"{error}; {again}") from error
     if with_columns:

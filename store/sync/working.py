@@ -166,15 +166,14 @@ class WorkingStore:
         If another writer commits first, they are added to its generation: a sample of theirs replaces an older one. Without a
         shard, a new store is not committed.
         """
-        new, dropped = set(sealed) - {entry.name for entry in manifest.shards}, list(dropped)
+        new, dropped = set(sealed) - manifest.known_shards, list(dropped)
         is_first = self._newest is None
         if not new and (is_first or (not dropped and not taken_back and rules in (None, manifest.rules))):
             return manifest
 
         def change(base: ChangeBase) -> Manifest:
             _refuse_other(manifest, base.manifest, self.folder.url)
-            is_same = base.manifest.digest == manifest.digest
-            return with_shards(base, new if is_same else new - base.manifest.known_shards, dropped, rules, taken_back)
+            return with_shards(base, new - base.manifest.known_shards, dropped, rules, taken_back)
 
         first = manifest if is_first else None
         _, self._newest = commit_change(self.folder, change, work=self.work, first=first)

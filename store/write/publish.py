@@ -348,9 +348,10 @@ def unpublished(store: Path, manifest: Manifest) -> Unpublished:
     """Return what an interrupted run has left in a store, which the next one adopts. Changes nothing."""
     found = [*(store / "pending").glob("*.lmdb"), *(shard_paths(store, name).lmdb for name in unlisted(store, manifest))]
     found, rows = [path for path in found if not path.name.startswith(COPY_PREFIX)], 0
-    with suppress(OSError), (store / "pending" / WRITER_LOCK).open("rb") as lock:
-        if is_held(lock.fileno()):
-            return Unpublished(rows=0, is_being_written=True)
+    for path in (store / "pending").glob("*.lock"):  # the store's, and of each shard that is being written
+        with suppress(OSError), path.open("rb") as lock:
+            if is_held(lock.fileno()):
+                return Unpublished(rows=0, is_being_written=True)
     for path in found:  # which no later run changes
         with suppress(lmdb.Error, OSError), read_lmdb(path) as (_, txn), txn.cursor() as cursor:
             keys = cursor.iternext(values=False) if cursor.set_range(SAMPLE_PREFIX) else ()
@@ -444,8 +445,7 @@ def with_shards(
     if (shards, rules, withdrawn) == (manifest.shards, manifest.rules, manifest.withdrawn):
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
-    retired = tuple(name for name in manifest.retired if name not in {entry.name for entry in added})
-    changes: dict[str, Any] = {"buckets": ordered, "rules": rules, "shards": shards, "dropped": of_dropped, "retired": retired}
+    changes: dict[str, Any] = {"buckets": ordered, "rules": rules, "shards": shards, "dropped": of_dropped}
     return dataclasses.replace(manifest, **changes, withdrawn=withdrawn, text_error=TextError.joined(errors))
 
 
@@ -644,8 +644,12 @@ class LocalTarget:
         taken_back: Collection[str] = (),
     ) -> Manifest:
         with nullcontext(manifest) if self._is_locked else changing(self.path, adopting=False) as newest:
-            compacted = {*newest.retired}.difference(manifest.retired)  # since then, after another writer had adopted them
-            new = set(sealed) - {entry.name for entry in newest.shards} - compacted
+            if newest.store_id != manifest.store_id:
+                raise StoreError(
+                    f"{self.path} is another store than when this run began: its id is {newest.store_id}, expected "
+                    f"{manifest.store_id}; nothing was published: rerun the command"
+                )
+            new = set(sealed) - newest.known_shards  # another writer may have adopted some, and compacted them since
             return publish(self.path, newest, new, dropped, rules, taken_back)
 
     def send_lists(self) -> None:

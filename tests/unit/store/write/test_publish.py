@@ -22,6 +22,7 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import FileLock
 from bucketline.store import BlockSpec, Store
 from bucketline.store.change.commit import drop
+from bucketline.store.change.compact import compact
 from bucketline.store.format.block import LINE_BYTES, READ_BYTES, FileSums, caption_digest, checksum, sample_digest
 from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
@@ -30,6 +31,7 @@ from bucketline.store.shard.reader import SealedShard
 from bucketline.store.verify.verify import FolderCheck
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import (
+    LocalTarget,
     adopt,
     attempt_path,
     begin_attempt,
@@ -558,6 +560,37 @@ def test_a_shard_that_any_generation_lists_is_never_adopted(tmp_path: Path) -> N
         assert manifest.samples == 3
         assert adopt(tmp_path, manifest) == []
     assert store.shards[1].paths.lmdb.exists()
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["committed", "adopted"])
+def test_a_shard_that_was_rewritten_since_is_not_listed_again(tmp_path: Path, *, is_first: bool) -> None:
+    """Else a row that was replaced before it was rewritten would be back, in front of the newer one."""
+    make_store(tmp_path, FIVE)
+    target, before = LocalTarget(tmp_path), read_manifest(tmp_path)
+    write_shard(tmp_path, "mine", samples_of({BUCKET: 2}, "mine/"))
+    if not is_first:
+        target.publish(before, ["mine"])
+    newer = make_sample(f"mine/{BUCKET}/0.png", BUCKET, version=1)
+    with store_writer(tmp_path) as writer:  # adopts `mine`, if that is not listed yet
+        add_samples(writer, [newer])
+    drop(tmp_path, [FIVE[0].id])
+    compact(tmp_path, shard_bytes=1 << 24)
+    rewritten = read_manifest(tmp_path)
+    assert target.publish(before if is_first else rewritten, ["mine"]) == rewritten
+    IMAGES.expect(Store.open(tmp_path), [*FIVE[1:], newer, samples_of({BUCKET: 2}, "mine/")[1]])
+    compact(tmp_path, shard_bytes=1 << 24, gc_older_than_s=0.0)
+    drop(tmp_path, [FIVE[1].id])  # the generation after it no longer calls `mine` retired
+    with pytest.raises(StoreError, match=r"mine\.meta is missing; .*rerun the command, which packs what is lacking"):
+        target.publish(before, ["mine"])
+
+
+def test_no_shard_is_published_in_a_store_that_took_the_place_of_another(tmp_path: Path) -> None:
+    before = make_store(tmp_path, FIVE).manifest
+    shutil.rmtree(tmp_path)
+    make_store(tmp_path, FIVE[:1])
+    write_shard(tmp_path, "mine", FIVE)
+    with pytest.raises(StoreError, match=f"is another store than when this run began: .*expected {before.store_id}"):
+        LocalTarget(tmp_path).publish(before, ["mine"])
 
 
 def captioned(*names: str) -> list[Sample]:
