@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
+import os
 import shutil
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import StoreError
-from bucketline.files.atomic_write import explaining
+from bucketline.errors import LockedError, StoreError
+from bucketline.files.atomic_write import FILE_MODE, explaining
 from bucketline.ingest.encoders.text_columns import Cut
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.model_file import json_hash
@@ -18,7 +22,7 @@ from bucketline.store import Store
 from bucketline.store.format.block import caption_digest
 from bucketline.store.format.text import Caption, as_arrays, make_caption, quantised_caption
 from bucketline.store.read.samples import checked_row
-from bucketline.store.write.publish import KEPT_CAPTIONS, changing, newest_manifest
+from bucketline.store.write.publish import KEPT_CAPTIONS, LocalTarget, newest_manifest
 from bucketline.store.write.row_form import RowColumn
 from bucketline.store.write.store_writer import StoreWriter
 from bucketline.typed_json import decode, encode
@@ -106,7 +110,8 @@ class FreshCaptions:
 # Embeddings of captions that are kept on the disk until the rows with them are written: what phases = "two" encodes first.
 #
 # They are stores of their own in `pending/captions/`, with a row for each caption by the digest of its text, so that commits,
-# kills and checksums are those of any store. Each process writes into one of its own, and reads all.
+# kills and checksums are those of any store. Each process writes into one of its own, and reads all. Another pack may read
+# them at the same time: each shares a lock as long as it does, and who ends last removes them.
 
 # JSON: whether the caption is truncated, its cuts, and what quantising it cost
 _NOTE = RowColumn(role="features/note", dtype="U8", shape=("length",))
@@ -121,14 +126,18 @@ class KeptCaptions:
         made = {"text_encoder": manifest.encoders["text_encoder"]}
         self._encoders, self._spec = made, manifest.text.spec()
         self._root = folder / "pending" / KEPT_CAPTIONS / json_hash([made, encode(manifest.text)])
-        self._own = self._root / str(share.rank)
+        self._share, self._lock = share, _lock(folder, fcntl.LOCK_SH)
         for path in self._root.glob("*"):
-            if int(path.name) % share.world_size == share.rank and newest_manifest(path) is not None:
-                with changing(path):
+            if int(path.name) % share.world_size == share.rank and (left := newest_manifest(path)) is not None:
+                with suppress(LockedError), LocalTarget(path).writing(left):  # unless another pack writes it
                     pass
         self._stores: list[Store] = []
         self._bad: dict[str, RejectedError] = {}
         self.reopen()
+
+    def close(self) -> None:
+        """Let another process remove what is kept."""
+        os.close(self._lock)
 
     def reopen(self) -> None:
         """Open the newest generation of all that is kept."""
@@ -140,9 +149,14 @@ class KeptCaptions:
         wanted = {_name(text): text for text in texts if text not in self._bad}
         return [text for name, text in wanted.items() if not any(store.find_digest(_key(name)) for store in self._stores)]
 
-    def writer(self, empty: Caption, shard_bytes: int) -> CaptionWriter:
-        """Return what adds captions; use it in a `with` block, and `reopen` afterwards."""
-        return CaptionWriter(self._own, self._encoders, self._spec, empty, shard_bytes)
+    def writer(self, held: ExitStack, empty: Caption, shard_bytes: int) -> CaptionWriter:
+        """Return what adds captions until `held` is closed, in a store that no other pack writes; `reopen` afterwards."""
+        for number in itertools.count(self._share.rank, self._share.world_size):
+            writer = CaptionWriter(self._root / str(number), self._encoders, self._spec, empty, shard_bytes)
+            with suppress(LockedError):
+                held.enter_context(writer)
+                return writer
+        raise AssertionError("there is always another number")
 
     def refuse(self, text: str, error: RejectedError) -> None:
         """Note that a caption cannot be stored."""
@@ -208,9 +222,27 @@ class CaptionWriter(StoreWriter):
 
 
 def remove_kept_captions(store: Path) -> None:
-    """Remove all kept captions of a store, whose rows are published. Call under the store's lock."""
-    with explaining(store):
-        shutil.rmtree(store / "pending" / KEPT_CAPTIONS, ignore_errors=True)
+    """Remove all kept captions of a store, whose rows are published, unless another pack uses them."""
+    if not (folder := store / "pending" / KEPT_CAPTIONS).exists():
+        return
+    with explaining(store), suppress(BlockingIOError):
+        lock = _lock(store, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_suffix(".lock").unlink()
+        os.close(lock)
+
+
+def _lock(store: Path, how: int) -> int:
+    """Lock a store's kept captions, and return the descriptor that holds the lock; BlockingIOError if it is another's."""
+    path = store / "pending" / f"{KEPT_CAPTIONS}.lock"
+    with ExitStack() as opened:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        opened.callback(os.close, fd)
+        fcntl.flock(fd, how)
+        if os.fstat(fd).st_nlink:
+            opened.pop_all()
+            return fd
+    return _lock(store, how)  # they were removed just now
 
 
 def _name(text: str) -> str:

@@ -241,6 +241,8 @@ class SlicePacker:
             for bucket in list(self._waiting):
                 check()
                 self._encode(bucket, on_image)
+        if isinstance(self._captions, KeptCaptions):
+            self._captions.close()
         self.account.stage_seconds = self.stages.seconds
         self.account.on_shared_cores = self.stages.on_shared_cores()
 
@@ -270,8 +272,7 @@ class SlicePacker:
                 missing = [text for text in kept.missing(texts) if writer is None or not writer.has_caption(text)]
                 if missing and (fresh is None or writer is None):
                     fresh = self._fresh_captions()
-                    writer = kept.writer(fresh.empty, self._config.shard_size.num_bytes)
-                    held.enter_context(writer)
+                    writer = kept.writer(held, fresh.empty, self._config.shard_size.num_bytes)
                 if fresh is None or writer is None:
                     continue
                 for text, found in zip(missing, fresh.of(missing), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from bucketline.ingest.encoders.text_encoders import TextEncoder
 from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
 from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import decode_image
+from bucketline.ingest.parallel.exchange import Share
 from bucketline.ingest.pipeline import image_reader
+from bucketline.ingest.pipeline.captions import EncodedCaption, KeptCaptions, remove_kept_captions
 from bucketline.ingest.pipeline.slice_packer import ShardFill, SlicePacker
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
@@ -29,7 +32,7 @@ from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
 from tests.commands import call
 from tests.family_models import write_dit
-from tests.kit import by_id, flip_row, tree
+from tests.kit import by_id, caption_of, flip_row, make_store, tree
 from tests.models import SMALL, in_file, pack, png, write_files
 
 
@@ -181,6 +184,27 @@ def test_a_run_makes_many_shards_of_their_size(
 
 
 @pytest.mark.slow
+def test_two_packs_that_encode_captions_first_share_what_they_keep(tmp_path: Path) -> None:
+    """Whose captions have been encoded by another pack loses them neither while it reads nor while it adds some."""
+    manifest, texts = make_store(tmp_path).manifest, ("a cat", "a dog", "a red house")
+    first, second = (KeptCaptions(tmp_path, manifest, Share(rank=0, world_size=1)) for _ in range(2))
+    with ExitStack() as held:
+        for kept, text in zip((first, second), texts, strict=False):
+            writer = kept.writer(held, caption_of(""), 1 << 24)
+            writer.add_caption(text, EncodedCaption(caption=caption_of(text)))
+    second.reopen()
+    first.close()
+    remove_kept_captions(tmp_path)
+    third = KeptCaptions(tmp_path, manifest, Share(rank=0, world_size=1))
+    assert second.missing(texts) == third.missing(texts) == ["a red house"]
+    found = [own.caption.digest for own in second.of(texts[:2]) if isinstance(own, EncodedCaption)]
+    assert found == [caption_digest(text) for text in texts[:2]]
+    second.close()
+    third.close()
+    remove_kept_captions(tmp_path)
+    assert {*tree(tmp_path / "pending")} == {"writer.lock"}
+
+
 def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
