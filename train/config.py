@@ -25,7 +25,6 @@ from bucketline.option_value import (
     ONE_OR_MORE,
     RESUME_FIXED,
     RESUME_FREE,
-    FieldForm,
     OptionValue,
 )
 from bucketline.options import COMMAND_LINE_ONLY, ONLY_IN_FILE, Arg, Positional, Repeated, asked_for_help, parse_fields
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 # The values of training's options that have several parts: each is a word on the command line and in a file.
 
 MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
-_SHARE = r"[0-9]{1,9}(?:\.[0-9]{1,20})?(?:e-?[0-9]{1,3})?"
-_RULES = rf"(?:{_SHARE}:[0-9]{{1,12}},)+{_SHARE}"
 _BELOW_1 = "0 to below 1", lambda value: 0 <= value < 1
 
 EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
@@ -52,10 +49,7 @@ EmaPlace = StrEnum("EmaPlace", ["DEVICE", "CPU"])
 
 @dataclass(frozen=True, kw_only=True)
 class Timesteps(OptionValue):
-    """A distribution of training timesteps.
-
-    Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20.
-    """
+    """A distribution of training timesteps. Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20."""
 
     FORMS = ("uniform", "logit-normal[:MEAN,STD]", "mode[:SCALE]")
     EXAMPLE = "logit-normal:0,1"
@@ -99,43 +93,19 @@ class LossWeight(OptionValue):
 class LrSchedule(OptionValue):
     """The course of the learning rate after the warm-up, down to its floor.
 
-    Source: cosine, with and without restarts: Loshchilov and Hutter 2017 (arXiv 1608.03983); wsd, warm-up, stable, decay: Hu et
-    al. 2024 (arXiv 2404.06395).
+    Source: cosine: Loshchilov and Hutter 2017 (arXiv 1608.03983); wsd, warm-up, stable, decay: Hu et al. 2024 (arXiv
+    2404.06395).
     """
 
-    FORMS = (
-        *("constant", "cosine[:FLOOR][@END]", "cosine-restarts:CYCLES[:FLOOR][@END]", "linear[:FLOOR][@END]"),
-        *("wsd[:STEPS[:FLOOR]][@END]", "polynomial:POWER[:FLOOR][@END]", "piecewise-constant:RULES"),
-    )
+    FORMS = ("constant", "cosine[:FLOOR][@END]", "linear[:FLOOR][@END]", "wsd[:STEPS[:FLOOR]][@END]")
     EXAMPLE = "cosine:0.1@20000"
-    METAVAR = "constant|cosine|cosine-restarts:CYCLES|linear|wsd[:STEPS]|polynomial:POWER|piecewise-constant:RULES"
-    LIMITS: ClassVar = {"floor": A_SHARE, "cycles": ONE_OR_MORE, "steps": ONE_OR_MORE, "end": ONE_OR_MORE, "power": ABOVE_0}
+    METAVAR = "constant|cosine|linear|wsd[:STEPS]"
+    LIMITS: ClassVar = {"floor": A_SHARE, "steps": ONE_OR_MORE, "end": ONE_OR_MORE}
 
-    name: Literal["constant", "cosine", "cosine-restarts", "linear", "wsd", "polynomial", "piecewise-constant"] = "constant"
+    name: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     floor: float = 0.0  # of the learning rate, as a share
-    cycles: int | None = None  # of a cosine, each from the whole rate
     steps: int | None = None  # in which wsd falls; None: a fifth of those up to the end
-    power: float | None = None  # of the share of steps that is left
-    rules: Annotated[str | None, FieldForm(_RULES, str, shown="SHARE:STEP,…,SHARE")] = None  # shares, and until which step
     end: int | None = None  # step from which the rate stays at its floor; None: that of the resumed run, else the run's last
-
-    def fault(self) -> str | None:
-        """Return that a share is 0, or that the steps of the rules do not rise, if it is so."""
-        if not all(share > 0 for share, _ in self.pieces):
-            return f"the shares of {self.rules} are expected to be above 0: other steps would change nothing"
-        ends = [end for _, end in self.pieces]
-        return None if ends == sorted({*ends}) else f"the steps of {self.rules} are expected to rise"
-
-    @property
-    def pieces(self) -> list[tuple[float, float]]:
-        """Shares of the learning rate, and the step before which each holds; the last one holds to the end."""
-        parts = (one.partition(":") for one in (self.rules or "1").split(","))
-        return [(float(share), float(end or "inf")) for share, _, end in parts]
-
-    @property
-    def ends(self) -> bool:
-        """True if it depends on its last step."""
-        return self.name not in ("constant", "piecewise-constant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,22 +158,9 @@ class SaveTimes(OptionValue):
     seconds: Annotated[float | None, IN_SECONDS] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding(OptionValue):
-    """The way in which several processes hold the model."""
-
-    FORMS = ("ddp", "fsdp", "fsdp:machine", "fsdp:RANKS")
-    METAVAR = "ddp|fsdp[:RANKS]"
-    EXPECTED = "ddp, fsdp, fsdp:machine, or fsdp:RANKS from 2 on"
-    LIMITS: ClassVar = {"ranks": ("2 or more", lambda value: value >= 2)}
-
-    name: Literal["ddp", "fsdp", "fsdp:machine"] = "ddp"
-    ranks: int | None = None  # that share one copy; None: all, or those of a machine
-
-
 UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
 CONSTANT_RATE, ADAMS_BETAS, USUAL_EMA = LrSchedule(), Betas(), Ema(decay=0.9999)
-DDP, USUAL_SAVES = Sharding(), SaveTimes(seconds=1800.0)
+USUAL_SAVES = SaveTimes(seconds=1800.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- config
@@ -219,6 +176,8 @@ Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """The use of torch.compile."""
 WeightDtype = StrEnum("WeightDtype", ["FP32", "BF16"])
 """The dtype of the trained weights."""
+Sharding = StrEnum("Sharding", ["DDP", "FSDP"])
+"""The way in which several processes hold the model."""
 Base = WeightFormat
 """The format of the frozen weights of a LoRA run."""
 
@@ -241,10 +200,6 @@ class MethodOptions:
     )
     """Layers that get an adapter: attention, attention+mlp, all (linear layers and convolutions of the blocks), or
     comma-separated ends of names. Default: those of diffusers' script for the family."""
-    lora_dropout: float = 0.0
-    """Dropout of the adapters' inputs, 0 to 1."""
-    dora: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FIXED)
-    """Train a magnitude of each output as well: DoRA (Liu et al. 2024). About a third more time."""
     lora_from: Annotated[Path | None, Arg(metavar="FILE")] = field(default=None, metadata=RESUME_FREE)
     """Start from the adapters of this .safetensors file (names of diffusers, peft or kohya), of rank --lora-rank, at their
     strength, whatever their alpha."""
@@ -292,11 +247,10 @@ class OptimizerOptions:
     learning_rate: float | None = None
     """Learning rate after the warm-up. Default: 1e-4; for prodigy 1, a factor of the rate that it finds."""
     lr_schedule: LrSchedule = CONSTANT_RATE
-    """Learning rate after the warm-up: constant; or falling by a cosine, by several (cosine-restarts:3), linearly, only in the
-    last steps (wsd:500; wsd: in the last fifth), or by a power (polynomial:2). A number after that is its floor, as a share of
-    --learning-rate (cosine:0.1; by default 0). @END is the step from which it stays there (cosine@20000), by default that of
-    the resumed run, else --max-steps. For a run in several parts, give the step that the last one will
-    reach. piecewise-constant:1:1000,0.1:2000,0.01: shares of --learning-rate, each with the step before which it holds."""
+    """Learning rate after the warm-up: constant; or falling by a cosine, linearly, or only in the last steps (wsd:500; wsd: in
+    the last fifth). A number after that is its floor, as a share of --learning-rate (cosine:0.1; by default 0). @END is the
+    step from which it stays there (cosine@20000), by default that of the resumed run, else --max-steps. For a run in several
+    parts, give the step that the last one will reach."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up; step n of N has a share of n ÷ N."""
     weight_decay: float = 0.01
@@ -398,12 +352,9 @@ class MachineOptions:
 
     SECTION = "machines: several GPUs and machines"
 
-    sharding: Sharding = field(default=DDP, metadata=RESUME_FREE)
+    sharding: Sharding = field(default=Sharding.DDP, metadata=RESUME_FREE)
     """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
-    for one GPU; fsdp:8 over 8 of them, a divisor of all (HSDP); fsdp:machine over those of a machine."""
-    keep_gathered: bool = field(default=False, metadata=ONLY_IN_FILE | RESUME_FREE)
-    """With fsdp: keep a block's gathered weights for the backward pass. Half the gathering, and every GPU holds all of the
-    model's weights once, in the compute precision."""
+    for one GPU."""
     service: Annotated[str, Arg(words=("none", "auto"))] = field(default=IN_PROCESS, metadata=RESUME_FREE)
     """Reader of the stores: none (threads of this process), auto (a process per rank), or a `loader serve`: unix:PATH (or PATH)
     on this machine, shared by its ranks, or tcp://HOST:PORT. The batches are identical."""
@@ -531,7 +482,7 @@ class TrainConfig(
         self._expect_at_least(
             0, "noise_offset", "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks"
         )
-        self._expect_share("recompute", "lora_dropout")
+        self._expect_share("recompute")
         self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
         self._expect("a number above 0", _is_above_0, "shift", "lora_alpha")
         self._expect("a number", math.isfinite, "guidance", "image_guidance")
@@ -563,7 +514,7 @@ class TrainConfig(
             )
 
     def is_sharded(self, world_size: int) -> bool:
-        return self.sharding != DDP and world_size > 1
+        return self.sharding == Sharding.FSDP and world_size > 1
 
     @property
     def autocasts(self) -> bool:
@@ -576,13 +527,11 @@ _ONLY_IN_FILE = frozenset(one.name for one in fields(TrainConfig) if one.metadat
 
 _EXCLUDED: tuple[tuple[str, Callable[[TrainConfig], bool], str], ...] = (
     (
-        "lora_alpha lora_targets lora_from lora_dropout dora base offload_blocks",
+        "lora_alpha lora_targets lora_from base offload_blocks",
         lambda config: config.lora_rank is None,
         "but --lora-rank is not given; add one, such as 16",
     ),
-    ("base lora_from offload_blocks", lambda config: config.dora, "and dora is set, expected plain LoRA: leave one out"),
-    ("keep_gathered", lambda config: config.sharding == DDP, "and --sharding is ddp, which gathers nothing: leave it out"),
-    ("dora base offload_blocks", lambda config: config.sharding != DDP, "and --sharding is {0.sharding}, expected ddp"),
+    ("base offload_blocks", lambda config: config.sharding != Sharding.DDP, "and --sharding is {0.sharding}, expected ddp"),
     (
         "offload_blocks",
         lambda config: config.recompute not in (None, 1),

@@ -52,8 +52,6 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
         r=config.lora_rank,
         lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
         target_modules=targets,
-        lora_dropout=config.lora_dropout,
-        use_dora=config.dora,
         init_lora_weights="gaussian",
     )
     with torch.random.fork_rng(devices=[]), next(model.parameters()).device:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAGNITUDE = "magnitude_vector"  # of DoRA, for each output of a layer
 _KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 _NAME = re.compile(
     r"(?P<adapter>(?P<layer>.+?)[._]lora(?:_linear_layer|\d*))[._](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight"
@@ -52,8 +51,6 @@ def for_other_tools(
     found: dict[str, Tensor] = {}
     for layer, own in layers.items():
         key = f"lora_unet_{layer.replace('.', '_')}" if is_kohyas else f"{'diffusion_model' if names else part}.{layer}"
-        if (magnitude := own.pop(_MAGNITUDE, None)) is not None:
-            found[f"{key}.dora_scale"] = magnitude.reshape(-1, *(1 for _ in own["B.weight"].shape[1:]))
         found |= {f"{key}.{_KOHYA_ENDS[end]}": tensor for end, tensor in own.items()}
         found[key + _ALPHA] = torch.tensor(float(alpha) * (len(_QKV) if layer.endswith(".qkv") else 1))  # as is its rank
     return found

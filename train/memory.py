@@ -21,7 +21,7 @@ from bucketline.store.format.block import LATENT
 from bucketline.torch_setup import NoRoom, attempt, free_memory
 from bucketline.train.checkpoint import checkpoint_folders
 from bucketline.train.compile import example_batches, forward_backward
-from bucketline.train.config import BASE_OFF, DDP, Base, Ema, EmaPlace, TrainConfig
+from bucketline.train.config import BASE_OFF, Base, Ema, EmaPlace, Sharding, TrainConfig
 from bucketline.train.model import build_training
 from bucketline.train.optim import make_optimizer, traits_of
 from bucketline.train.weight_layout import Adapters
@@ -104,7 +104,7 @@ def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str,
         if config.optimizer is None and has_torchao and is_whole:
             yield {"optimizer": "adamw-8bit"}, "optimizer state in 8 bits"
         return
-    if config.sharding != DDP or config.dora:
+    if config.sharding != Sharding.DDP:
         return
     if config.base is None and has_torchao:
         yield {"base": Base.INT8}, "frozen weights in 8 bits"

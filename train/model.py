@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 import logging
@@ -58,8 +57,6 @@ from bucketline.train.parallel import (
     keep_layout,
     layout_on,
     shard,
-    shard_mesh,
-    shard_ranks_of,
     tables_of,
     tensors_of,
 )
@@ -442,8 +439,7 @@ def place_model(
         whole = tensors_of(model)
         torch.nn.Module.to(model, "meta")
         if config.is_sharded(ranks.world_size):  # FSDP2 takes only contiguous parameters
-            gathered = torch.bfloat16 if config.autocasts else torch.float32
-            shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
+            shard(model, device, torch.bfloat16 if config.autocasts else torch.float32)
             if memory_format is torch.channels_last:
                 keep_layout(model, memory_format)
         else:
@@ -484,9 +480,8 @@ def replicated(model: nn.Module, family: Family, config: TrainConfig, device: to
 def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
     """Have a model recompute the share of its activations that `--recompute` says in the backward pass, not store them."""
     share = config.recompute or 0.0
-    run = functools.partial(recomputed, draws=True) if config.lora_dropout else recomputed
     if share == 1:
-        model.enable_gradient_checkpointing(run)  # type: ignore[operator]
+        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     elif is_compiled:
         import torch._functorch.config as functorch
 
@@ -498,11 +493,11 @@ def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> No
         def some(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
             """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
             place = places.setdefault(block, len(places))
-            return run(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
+            return recomputed(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
 
         model.enable_gradient_checkpointing(some)  # type: ignore[operator]
 
 
-def recomputed(block: nn.Module, *args: Any, draws: bool = False) -> Any:  # noqa: ANN401 - any block's
-    """Run a block, and again in the backward pass; if it `draws` random numbers, as adapters with dropout do, the same ones."""
-    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=draws, determinism_check="none")
+def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+    """Run a block, and again in the backward pass."""
+    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -146,18 +146,13 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     """
     assert config.learning_rate is not None  # resolved: each optimizer has its own
     asked, warm = config.lr_schedule, min(1.0, (step + 1) / max(1, config.warmup_steps))
-    if not asked.ends:
-        return config.learning_rate * warm * next(share for share, end in asked.pieces if step < end)
-    if warm < 1.0:
+    if warm < 1.0 or asked.name == "constant":
         return config.learning_rate * warm
     horizon = asked.end or config.num_steps
     falls = min(asked.steps or -(-horizon // 5), horizon)  # the steps in which wsd does
     begin = horizon - falls if asked.name == "wsd" else config.warmup_steps
     passed = 1.0 if step >= horizon else max(0.0, (step - begin) / max(1, horizon - begin))
-    if asked.cycles is not None and passed < 1.0:
-        passed = asked.cycles * passed % 1.0
-    is_cosine = asked.name in ("cosine", "cosine-restarts")
-    share = (1 + math.cos(math.pi * passed)) / 2 if is_cosine else (1 - passed) ** (asked.power or 1)
+    share = (1 + math.cos(math.pi * passed)) / 2 if asked.name == "cosine" else 1 - passed
     return config.learning_rate * (asked.floor + (1 - asked.floor) * share)
 
 

@@ -1,4 +1,4 @@
-"""Training in several processes: how the model is spread over them (DDP, FSDP2, HSDP), and what all of them agree on."""
+"""Training in several processes: how the model is spread over them (DDP, FSDP2), and what all of them agree on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from bucketline.command_line import torchrun_ranks
-from bucketline.errors import TrainError, UsageError
+from bucketline.errors import TrainError
 from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
 
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from bucketline.train.config import TrainConfig
-
 T = TypeVar("T")
 BLOCK = re.compile(r"Block(2D)?$")
 
@@ -66,12 +61,9 @@ def separate_blocks(model: nn.Module) -> list[nn.Module]:
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
     """Skip the gradient exchange between processes, except in the last backward pass of a step.
 
-    Sharded gradients are reduced to shards in every pass, else each process would hold whole ones; only the exchange between
-    the copies of a model (HSDP) waits for the last.
+    Sharded gradients are reduced to shards in every pass, else each process would hold whole ones.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-    elif isinstance(model, torch.nn.parallel.DistributedDataParallel) and not is_last:
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not is_last:
         return model.no_sync()  # type: ignore[no-any-return, unused-ignore]
     return contextlib.nullcontext()
 
@@ -117,37 +109,16 @@ def plain_class(model: nn.Module) -> type[Any]:
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
-    """Return the number of ranks that share one copy of the model."""
-    is_of_machine, number = config.sharding.name == "fsdp:machine", config.sharding.ranks
-    if ranks.world_size == 1 or not (is_of_machine or number):
-        return ranks.world_size
-    number = number or torchrun_ranks()["local_world_size"]
-    if number < 2 or ranks.world_size % number:
-        raise UsageError(
-            f"--sharding is {config.sharding}, over {number} processes, expected a divisor of all {ranks.world_size}, from 2 "
-            "on; to have a whole copy on each, use --sharding ddp"
-        )
-    return number
-
-
-def shard_mesh(device: torch.device, ranks_of_copy: int) -> DeviceMesh:
-    """Return the processes as rows of `ranks_of_copy` that share a model; neighbours, which are on one machine."""
-    num_copies = dist.get_world_size() // ranks_of_copy
-    if num_copies == 1:
-        return init_device_mesh(device.type, (ranks_of_copy,))
-    return init_device_mesh(device.type, (num_copies, ranks_of_copy), mesh_dim_names=("replicate", "shard"))
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.float32, *, keeps_gathered: bool = False) -> None:
-    """Shard every parameter over a mesh, in place (FSDP2); blocks are gathered one at a time when they run.
+def shard(model: nn.Module, device: torch.device, gathered: torch.dtype = torch.float32) -> None:
+    """Shard every parameter over all processes, in place (FSDP2); blocks are gathered one at a time when they run.
 
     `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
-    32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass.
+    32-bit; autocast casts what it needs to.
     """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in separate_blocks(model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_gathered)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     # The others belong to the root, gathered for the full forward pass, and first in the backward pass: they stay in between.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 

@@ -52,7 +52,7 @@ from bucketline.train.log import (
 )
 from bucketline.train.model import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
-from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero, shard_ranks_of
+from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
 from bucketline.train.run_file import config_as_json, models_of, values_of_file
 from bucketline.train.step import mean_weight, train_step, validate
@@ -250,7 +250,7 @@ def resolve(config: TrainConfig, start: Start, loader: Loader, device: torch.dev
         raise UsageError(
             f"{length} is {config.num_steps}, and {start.checkpoint} is already at step {start.steps_done}; give more"
         )
-    if (schedule := config.lr_schedule).end is None and schedule.ends:
+    if (schedule := config.lr_schedule).end is None and schedule.name != "constant":
         before = LrSchedule.parse(str(recorded.get("lr_schedule", "constant")), "the resumed run's --lr-schedule")
         config = replace(config, lr_schedule=replace(schedule, end=before.end or config.max_steps))
     return config
@@ -291,7 +291,6 @@ class Run:
             set_up_device(config, self.device)
             refuse_combinations(config, ranks.world_size)
             find_optimizer(config)  # a missing library is told before anything is made
-            shard_ranks_of(config, ranks)  # and a number of processes that --sharding cannot divide
             expect_equal("the plan's digest", self.loader.plan.digest)
             with failures_recorded(self):
                 if start.checkpoint is None:

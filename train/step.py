@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 
-# Purposes of keys of the seed; `loader/plan/` has 1 to 7, and a 4 only in keys without a step.
-_DROPOUT, _ROUNDING = 4, 8
+_ROUNDING = 8  # purpose of keys of the seed; `loader/plan/` has 1 to 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +127,6 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     for micro_step in range(config.accumulation):
         batch = next(batches)
         assert batch.micro_step == micro_step, "a step begins with its first micro-batch"
-        if config.lora_dropout:  # a draw of torch's own: from here, so that a resumed run draws the same
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            torch.manual_seed(key_of(config.seed, _DROPOUT, step, micro_step, rank) >> 1)
         # Ranks exchange gradients once per step, in its last backward pass.
         with without_sync(model, is_last=micro_step == config.accumulation - 1):
             # All batches of a step have the same size and processes average, so this is the mean over the global batch.
@@ -139,7 +134,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket
-    if config.weights is WeightDtype.BF16:  # so is stochastic rounding, of which all ranks draw the same
+    if config.weights is WeightDtype.BF16:  # torch's own draws of stochastic rounding: all ranks' and a resumed run's the same
         torch.manual_seed(key_of(config.seed, _ROUNDING, step) >> 1)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found, by which it steps
     grad_norm = update(training.optimizer, training.trained, config.clip_norm)

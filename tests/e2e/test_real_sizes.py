@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.families.family import StoreFacts
-from bucketline.train.config import Precision, Sharding
+from bucketline.train.config import Precision
 from bucketline.train.lora import add_adapters
 from bucketline.train.optim import Average
-from bucketline.train.parallel import TrainRanks, local, repeated_blocks, shard, shard_mesh, shard_ranks_of, tensors_of
+from bucketline.train.parallel import TrainRanks, local, repeated_blocks, shard, tensors_of
 from tests.unit.train.tiny_run import config, load
 
 pytestmark = pytest.mark.slow
 
 RANKS = TrainRanks(rank=13, world_size=64)
-RANKS_OF_A_MACHINE = 8
 CPU = torch.device("cpu")
 
 # of each model: its configuration, what its store offers, and its billions of weights.
@@ -86,9 +84,8 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 @pytest.fixture(autouse=True)
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def group() -> Iterator[None]:
     """One process that takes itself for a rank of many."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(RANKS_OF_A_MACHINE))
     dist.init_process_group("fake", store=FakeStore(), rank=RANKS.rank, world_size=RANKS.world_size)
     yield
     dist.destroy_process_group()
@@ -107,14 +104,10 @@ def test_a_rank_holds_its_share_and_nothing_on_its_host(tmp_path: Path, name: st
             add_adapters(unsharded, family, asked)
         whole = num_bytes(unsharded.parameters())
         assert whole == pytest.approx((4 if lora_rank is None else 2) * 1e9 * billions, rel=0.02)
-        for sharding, parts in (("ddp", 1), ("fsdp:machine", RANKS_OF_A_MACHINE), ("fsdp", RANKS.world_size)):
+        for sharding, parts in (("ddp", 1), ("fsdp", RANKS.world_size)):
             model = copy.deepcopy(unsharded)
             if sharding != "ddp":
-                shard(
-                    model,
-                    shard_mesh(CPU, shard_ranks_of(replace(asked, sharding=Sharding.parse(sharding, "it")), RANKS)),
-                    torch.bfloat16,
-                )
+                shard(model, CPU, torch.bfloat16)
             expect_shards(model, parts)
             assert num_bytes(map(local, model.parameters())) == pytest.approx(whole / parts, rel=0.03)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -128,13 +121,12 @@ def test_a_rank_holds_its_share_and_nothing_on_its_host(tmp_path: Path, name: st
 
 def expect_shards(model: nn.Module, parts: int) -> None:
     """Expect a share of each parameter, and only small parts of the model to be whole at a time."""
-    copies = RANKS.world_size // parts
     for parameter in model.parameters():
         if parts == 1:
             assert not isinstance(parameter, DTensor)
             continue
         assert isinstance(parameter, DTensor)
-        assert parameter.placements == ((Shard(0),) if copies == 1 else (Replicate(), Shard(0)))
+        assert parameter.placements == (Shard(0),)
         assert local(parameter).numel() <= -(-parameter.shape[0] // parts) * parameter[0].numel()
     if parts > 1:
         blocks = [num_bytes(block.parameters()) for block in repeated_blocks(model)]

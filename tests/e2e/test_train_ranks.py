@@ -51,7 +51,7 @@ pytestmark = pytest.mark.slow
 
 MAIN = ROOT / "train" / "main.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-FSDP = Sharding(name="fsdp")
+FSDP = Sharding.FSDP
 
 
 @pytest.fixture
@@ -172,15 +172,12 @@ def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_
 
 
 @pytest.mark.parametrize("lora_rank", [None, 2])
-def test_four_ranks_with_two_copies_go_on_as_two_with_one_and_equal_one_rank(
-    folder: Path, run: Run, lora_rank: int | None
-) -> None:
-    """Half of a model each, in two copies; then of one copy; with adapters as well, and with weights that stay gathered."""
+def test_four_ranks_that_share_a_model_go_on_as_two_and_equal_one_rank(folder: Path, run: Run, lora_rank: int | None) -> None:
     given = {"batch_size": "8", "accumulation": 1, "max_steps": 6, "validate_every": 2, "lora_rank": lora_rank}
     one = config(folder, output_dir=folder / "one", **given)
     run(1, one)
     four = replace(one, output_dir=folder / "four", batch_size=BatchSize(batch_size=1), accumulation=2, max_steps=4)
-    run(4, replace(four, sharding=Sharding(name="fsdp", ranks=2), keep_gathered=True))
+    run(4, replace(four, sharding=FSDP))
     run(2, replace(four, sharding=FSDP, batch_size=BatchSize(batch_size=2), max_steps=6, resume=True))
     assert_equal_within_floating_point(one.output_dir, four.output_dir)
 

@@ -46,7 +46,6 @@ learning_rate = 1e-5
 lr_schedule = "cosine:0.1"
 ema = "0.999:cpu"
 [method]
-dora = true
 lora_rank = 4
 [watching]
 val_timesteps = 4

@@ -60,7 +60,7 @@ CHOICES: dict[str, dict[str, tuple[object, ...]]] = {
         "8 bits": ("--optimizer", "adamw-8bit"),
         "muon": ("--optimizer", "muon"),
         "prodigy": ("--optimizer", "prodigy", "--learning-rate", 1),
-        "lora of all": (*LORA, "--lora-targets", "all", "--lora-dropout", 0.2, "--precision", "bf16"),
+        "lora of all": (*LORA, "--lora-targets", "all", "--precision", "bf16"),
         "lora on 8 bits": (*LORA, "--lora-targets", "attention+mlp", "--base", "int8", "--recompute", 1),
         "lora, offloaded": (*LORA, "--offload-blocks", 1, "--recompute", 1),
     },

@@ -17,7 +17,7 @@ from bucketline.train.compile import warm_up
 from bucketline.train.config import Compile, EmaPlace
 from bucketline.train.log import graphs_compiled
 from bucketline.train.optim import Average
-from bucketline.train.parallel import fill_from_rank_zero, shard, shard_mesh, tensors_of
+from bucketline.train.parallel import fill_from_rank_zero, shard, tensors_of
 from bucketline.train.run import train
 from bucketline.train.step import train_step
 from bucketline.train.weight_layout import WholeModel
@@ -88,7 +88,7 @@ def cli(preset: str = "") -> None:
 def _sharded(training: Training) -> Training:
     weights = tensors_of(training.model)
     torch.nn.Module.to(training.model, "meta")
-    shard(training.model, shard_mesh(DEVICE, dist.get_world_size()), torch.bfloat16)
+    shard(training.model, DEVICE, torch.bfloat16)
     training.model.to_empty(device=DEVICE)
     fill_from_rank_zero(tensors_of(training.model), weights)
     optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, fused=True)

@@ -172,7 +172,7 @@ def completed(script: Path, *words: str) -> list[str]:
         (("bucketline", "train", "sd"), ["sd", "sd-lora", "sd3", "sd3-lora", "sdxl", "sdxl-lora"]),
         (("bucketline", "train", "presets", "flux"), ["flux", "flux-lora"]),
         (("bucketline", "train", "--optimizer", ""), [*NAMED]),
-        (("bucketline", "train", "--lr-schedule", "co"), ["constant", "cosine", "cosine-restarts"]),
+        (("bucketline", "train", "--lr-schedule", "co"), ["constant", "cosine"]),
         (("bucketline", "train", "--loss-weight", "min"), ["min-snr"]),
         (("ingest", "import", ""), [*IMPORTERS]),
         (("ingest", "pack", "--grid", "sd"), ["sd15", "sdxl"]),

@@ -114,17 +114,9 @@ def test_an_empty_caption_that_is_no_negative_prompt_is_said(
     assert said is (packed.form in GUIDED_BY_ANOTHER)
 
 
-ADAPTERS = [
-    pytest.param({"recompute": 1.0, "caption_dropout": 0.5}, id="LoRA"),
-    pytest.param({"dora": True, "lora_dropout": 0.5}, id="DoRA", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("more", ADAPTERS)
-def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(
-    packed: Packed, tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_adapters_in_the_pipeline_predict_what_the_trainers_model_predicts(packed: Packed, tmp_path: Path) -> None:
     """By the pipeline's `load_lora_weights`, or by PEFT for the families whose pipeline has none of its model."""
+    more: dict[str, Any] = {"recompute": 1.0, "caption_dropout": 0.5}
     with trainer_of(packed, tmp_path / "run", lora_rank=2, lora_alpha=6.0, lora_targets="all", **more) as trainer:
         checkpoint = run(trainer).checkpoint
         export_model(tmp_path / "run", tmp_path / "export", last=True, dtype="F32")

@@ -138,8 +138,7 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     ("family", "choice"),
     [
         pytest.param("sd3", {}, marks=pytest.mark.slow),
-        ("dit", {}),
-        ("dit", {"lora_dropout": 0.3, "dora": True, "recompute": 1.0}),
+        ("dit", {"recompute": 1.0}),
     ],
 )
 def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, choice: dict[str, Any], tmp_path: Path) -> None:

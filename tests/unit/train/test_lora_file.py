@@ -118,14 +118,12 @@ NOT_LOADED = {"sana", "prx"}  # there is no such model in ComfyUI
 LEFT_OUT = {"chroma": "distilled_guidance_layer"}  # of `all`: not in the map by any name of diffusers
 
 
-def adapted(
-    form: str, *, rank: int = 2, alpha: float = 2.0, word: Layers = Layers.ATTENTION, seed: int = 0, dora: bool = False
-) -> Any:
+def adapted(form: str, *, rank: int = 2, alpha: float = 2.0, word: Layers = Layers.ATTENTION, seed: int = 0) -> Any:
     """Make a form's model with adapters that change what it computes."""
     torch.manual_seed(5)
     model = tiny_model(form)
     layers = layers_by_word(model, word)
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, use_dora=dora), model)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers), model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -351,13 +349,6 @@ def test_what_is_not_plain_lora_is_refused_and_not_read_in_part(kind: str, tmp_p
     assert all(torch.equal(change, before[name]) for name, change in changes_of(model).items())
 
 
-def test_a_runs_own_dora_is_refused_under_each_of_its_names(tmp_path: Path) -> None:
-    folder = written(adapted("sd", dora=True), family_of("sd"), tmp_path / "lora")
-    for file in (LORA_FILE, KOHYA_FILE):
-        with pytest.raises(ModelError, match=r"DoRA"):
-            start_from(folder / file, adapted("sd"), pipeline_of("sd"))
-
-
 @pytest.mark.parametrize("form", [name for name in FORMS if family_of(name).has_lora_loader])
 def test_no_familys_converter_leaves_out_a_tensor_in_silence(form: str, tmp_path: Path) -> None:
     """Next to adapters of all layers there is one of a layer that the model lacks."""
@@ -399,21 +390,6 @@ def test_a_file_to_start_from_needs_a_rank(folder: Path) -> None:
         config(folder, lora_from=folder / "lora.safetensors")
 
 
-def test_kohyas_file_has_the_magnitudes_of_dora_as_other_tools_read_them(tmp_path: Path) -> None:
-    """With one for each output: the weight, divided by its norm over each output's inputs, is multiplied by them."""
-    model = adapted("sd", alpha=6.0, word=Layers.ALL, dora=True)
-    found = load_file(written(model, family_of("sd"), tmp_path / "lora") / KOHYA_FILE)
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A"):
-            own = f"lora_unet_{name.replace('.', '_')}"
-            up, down, scale = (found[f"{own}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "dora_scale"))
-            before = module.base_layer.weight
-            changed = before + (found[f"{own}.alpha"] / 2) * (up.flatten(1) @ down.flatten(1)).view(before.shape)
-            norm = changed.flatten(1).norm(dim=1).view(-1, *(1 for _ in before.shape[1:]))
-            module.merge()
-            torch.testing.assert_close(module.base_layer.weight, changed * (scale / norm), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("word", [None, Layers.ALL])
 @pytest.mark.parametrize("form", [form for form in FORMS if family_of(form).name not in NOT_LOADED])
 def test_comfyui_looks_up_every_name_that_is_written(form: str, word: Layers | None, tmp_path: Path) -> None:
@@ -430,28 +406,17 @@ def test_comfyui_looks_up_every_name_that_is_written(form: str, word: Layers | N
 
 
 @pytest.mark.parametrize("form", ["lumina2", "ideogram4"])
-@pytest.mark.parametrize("dora", [False, True])
-def test_one_matrix_for_queries_keys_and_values_computes_what_the_three_adapters_do(
-    form: str, tmp_path: Path, *, dora: bool
-) -> None:
-    model = adapted(form, alpha=6.0, dora=dora)
+def test_one_matrix_for_queries_keys_and_values_computes_what_the_three_adapters_do(form: str, tmp_path: Path) -> None:
+    model = adapted(form, alpha=6.0)
     found = load_file(written(model, family_of(form), tmp_path / "lora") / KOHYA_FILE)
-    modules = dict(model.named_modules())
     assert len(get_peft_model_state_dict(model)) > len(found) // 2
     fused = [name.removesuffix(".alpha") for name in found if name.endswith(".qkv.alpha")]
     assert fused
     for name in fused:
         layer = name.removeprefix("diffusion_model.").replace(".attention.qkv", ".attn" if form == "lumina2" else ".attention")
-        three = [modules[f"{layer}.{one}"] for one in ("to_q", "to_k", "to_v")]
         up, down, alpha = (found[f"{name}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "alpha"))
         change = float(alpha) / len(down) * (up @ down)
         torch.testing.assert_close(change, torch.cat([changes_of(model)[f"{layer}.{one}"] for one in ("to_q", "to_k", "to_v")]))
-        if dora:
-            before = torch.cat([one.base_layer.weight for one in three])
-            whole = (before + change) * (found[f"{name}.dora_scale"] / (before + change).norm(dim=1, keepdim=True))
-            for one in three:
-                one.merge()
-            torch.testing.assert_close(whole, torch.cat([one.base_layer.weight for one in three]), rtol=1e-4, atol=1e-5)
 
 
 # Layers that get an adapter by a word.

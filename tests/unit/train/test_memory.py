@@ -198,10 +198,8 @@ OPTIMIZERS = ("adamw", "muon", "prodigy", "torch.optim:NAdam", pytest.param("ada
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_trial_changes_no_number(folder: Path, name: str) -> None:
     write_unet(folder / "model", block_out_channels=[8, 32])  # moments of 8 bits are for weights of 4096 values
-    asked = config(folder, optimizer=name, max_steps=2, learning_rate=None, lora_dropout=0.1, lora_rank=2)
-    asked = resolve(
-        asked if name == "prodigy" else dataclasses.replace(asked, lora_rank=None, lora_dropout=0.0), NEW, NO_LOADER, CPU
-    )
+    asked = config(folder, optimizer=name, max_steps=2, learning_rate=None, lora_rank=2)
+    asked = resolve(asked if name == "prodigy" else dataclasses.replace(asked, lora_rank=None), NEW, NO_LOADER, CPU)
     with opened(asked) as loader:
         training, _ = build_training(decided(asked), ALONE, NEW, loader)
         before = [tensor.clone() for tensor in training.model.state_dict().values()]
@@ -222,7 +220,7 @@ def test_a_trial_changes_no_number(folder: Path, name: str) -> None:
 
 
 def options_of(asked: TrainConfig) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in ("optimizer", "max_steps", "learning_rate", "lora_dropout", "lora_rank")}
+    return {name: getattr(asked, name) for name in ("optimizer", "max_steps", "learning_rate", "lora_rank")}
 
 
 def test_a_trial_has_the_state_of_a_later_step_and_gradients_of_an_earlier_micro_batch(

@@ -14,7 +14,7 @@ from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bucketline.errors import ModelError, UsageError
+from bucketline.errors import ModelError
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.files.paths import CHECKPOINTS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_together, host_group
@@ -32,8 +32,6 @@ from bucketline.train.parallel import (
     repeated_blocks,
     separate_blocks,
     shard,
-    shard_mesh,
-    shard_ranks_of,
     tensors_of,
     without_sync,
 )
@@ -95,7 +93,7 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     write(folder, weights, weights.config(model), saved, state(1), card="", keep=1)
 
     def body(ranks: TrainRanks) -> None:
-        for sharding, part in (("ddp", 1), ("fsdp", 4), ("fsdp:2", 2)):
+        for sharding, part in (("ddp", 1), ("fsdp", 4)):
             asked = config(tmp_path, sharding=sharding, precision=Precision.BF16)
             _, model = loaded(on_meta=not ranks.is_main)
             assert all(tensor.is_meta is not ranks.is_main for tensor in tensors_of(model).values())
@@ -114,12 +112,12 @@ def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, 
     fork_ranks(tmp_path, body, num=4)
 
 
-def sharded(folder: Path, ranks: TrainRanks, *, keeps_gathered: bool = False) -> tuple[Family, nn.Module]:
+def sharded(folder: Path, ranks: TrainRanks) -> tuple[Family, nn.Module]:
     """Load a model whose configuration is in a folder, in shards that are gathered in 16 bits."""
     made, model = load(folder, facts(), 0, on_meta=not ranks.is_main)
     whole = tensors_of(model)
     torch.nn.Module.to(model, "meta")
-    shard(model, shard_mesh(CPU, ranks.world_size), torch.bfloat16, keeps_gathered=keeps_gathered)
+    shard(model, CPU, torch.bfloat16)
     model.to_empty(device="cpu")
     fill_from_rank_zero(tensors_of(model), whole)
     return made, model
@@ -239,7 +237,7 @@ def test_weights_that_stay_gathered_are_those_of_the_shards_by_the_next_forward_
     """A validation has no backward pass, which would free them: with the averages, the next step ran on the averages."""
 
     def body(ranks: TrainRanks) -> None:
-        family, model = sharded(tmp_path / "model", ranks, keeps_gathered=True)
+        family, model = sharded(tmp_path / "model", ranks)
         training, batch = make_training(tmp_path, loaded=(family, model), is_bf16=True), make_batch()
         with torch.no_grad():
             before = predicted(family, model, batch)
@@ -305,22 +303,6 @@ def test_two_ranks_have_the_predictions_and_gradients_of_one_in_every_form(tmp_p
 
     folders = [write_form(tmp_path, form) for form in EVERY_FORM]
     fork_ranks(tmp_path, body)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ranks_of_copy", "found"),
-    [(8, ":2", 2), (8, ":machine", 4), (8, ":8", 8), (8, "", 8), (1, ":machine", 1), (1, ":4", 1), (8, ":3", 0)],
-)
-def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, ranks_of_copy: str, found: int
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    asked, ranks = config(tmp_path, sharding=f"fsdp{ranks_of_copy}"), TrainRanks(rank=0, world_size=world_size)
-    if found:
-        assert shard_ranks_of(asked, ranks) == found
-    else:
-        with pytest.raises(UsageError, match="--sharding is fsdp:3, over 3 processes, expected a divisor of all 8"):
-            shard_ranks_of(asked, ranks)
 
 
 def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "timesteps": "mode",
         "timestep_range": "0:0.9",
     },
-    "an average every few steps, cosines": {"ema": "0.9999:2", "lr_schedule": "cosine-restarts:2@6"},
+    "an average every few steps, a cosine": {"ema": "0.9999:2", "lr_schedule": "cosine@6"},
 }
 
 
