@@ -485,9 +485,8 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, worl
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
     each, holds_all = needs.ring_bytes // len(lanes), needs.is_held(limit)
-    needed, sidecars = {(plan.digest, lane): each for lane in lanes}, {plan.digest: needs.kept_bytes}
     for source in sources:
-        source.reserve_ring(builder, needed, sidecars, holds_all=holds_all)
+        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
 
 
 def refuse_small_caches(store: OpenShards, plan: Plan, world_size: int) -> tuple[CacheNeeds, list[RemoteSource], int] | None:

@@ -5,6 +5,7 @@ Nothing is removed in a folder without the mark, and no store that a process has
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -170,6 +171,7 @@ class StoreFolder:
 
     def __init__(self, path: Path, url: str) -> None:
         self.path = path
+        self.sidecar_bytes = 0  # of all its sidecars, those to be fetched included
         while True:
             path.mkdir(parents=True, exist_ok=True)
             self.locks = RangeLocks(path / LOCKS)
@@ -200,14 +202,6 @@ def ring_share(limit: int, needed: int = 0) -> int:
     return min(needed, limit) or min(limit // 2, USUAL_RING_BYTES)
 
 
-def _joined(needs: Mapping[object, Mapping[Hashable, int]]) -> int:
-    """Return the bytes that readers need together; what has the same key counts once."""
-    joined: dict[Hashable, int] = {}
-    for own in tuple(needs.values()):
-        joined.update(own)
-    return sum(joined.values())
-
-
 class CacheFolder:
     """An open cache folder. One object a process and folder, by `cache_folder`."""
 
@@ -231,26 +225,26 @@ class CacheFolder:
             )
         self.asked_limit = self.limit
         self.evictor = Evictor(path, self.room, LOCKS)
-        self._nothing_until = 0.0
+        self._nothing_until = self._collects_at = 0.0
         self._making_room = threading.Lock()
         self._spare = 0  # bytes of the ring whose space is allocated
         self._needs: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
-        self._sidecars: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
+        self._opened: WeakSet[StoreFolder] = WeakSet()
 
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
-        return ring_share(self.limit, _joined(self._needs))
+        needed: dict[Hashable, int] = {}
+        for own in tuple(self._needs.values()):
+            needed.update(own)
+        return ring_share(self.limit, sum(needed.values()))
 
-    def reserve_ring(
-        self, reader: object, needed: Mapping[Hashable, int], sidecars: Mapping[Hashable, int], *, holds_all: bool = False
-    ) -> None:
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool = False) -> None:
         """Leave bytes to lines that are not pinned, while `reader` exists; what several readers need counts once, by key.
 
         They are allocated on the disk, so that pinned lines and others leave them. `holds_all`: they are needed only if the
-        disk is filled by others. Pinned lines also leave the bytes of the sidecars that will be fetched.
+        disk is filled by others.
         """
-        self._sidecars[reader] = sidecars
         if not holds_all:
             self._needs[reader] = needed
         self._spare = max(self._spare, sum(needed.values()))
@@ -285,6 +279,7 @@ class CacheFolder:
         """Return a store's folder, made if it is missing; `key` is that of `store_key`."""
         try:
             folder = StoreFolder(self.path / key, url)
+            self._opened.add(folder)
             self.unpin(folder)
         except OSError as error:
             raise StoreError(
@@ -326,7 +321,13 @@ class CacheFolder:
     def make_room(self) -> bool:
         """Free something in the cache that nobody uses; return False if there is nothing."""
         with self._making_room:
-            return self.remove_oldest() or self.evictor.free(_EVICT_AT_ONCE) > 0
+            if self.remove_oldest() or self.evictor.free(_EVICT_AT_ONCE) > 0:
+                return True
+        count = len(self._opened)
+        if count > 1 and time.monotonic() > self._collects_at:
+            gc.collect()  # closes stores that are open here only for loaders nobody has: their objects refer to each other
+            self._collects_at, self._nothing_until = time.monotonic() + _LOOK_AGAIN_S, 0.0
+        return len(self._opened) < count
 
     def put_sidecar(self, written: Path, path: Path) -> None:
         """Move a file that was written whole to its place, and count it instead of the bytes that were reserved for it.
@@ -348,8 +349,8 @@ class CacheFolder:
         return True
 
     def _kept(self) -> int:
-        """Return the bytes of pinned lines and whole files, these with what readers will fetch of them."""
-        return self.room.pinned() + max(self.room.sidecars(), _joined(self._sidecars))
+        """Return the bytes that are not freed while they are in use: of pinned lines and sidecars, those to come included."""
+        return self.room.pinned() + max(self.room.sidecars(), sum(folder.sidecar_bytes for folder in tuple(self._opened)))
 
     def remove_oldest(self) -> bool:
         """Remove the least recently used store that no process has open; return False if there is none."""

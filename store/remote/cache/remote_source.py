@@ -254,7 +254,6 @@ class RemoteSource:
     def __init__(self, objects: ObjectFolder, cache: Path, store_id: str) -> None:
         """Open the store's folder in the cache, and keep it there while this object lives."""
         self.url, self.options = objects.url, objects.options
-        self.num_bytes = 0  # of the shards' files, in the generation that was opened last
         self.objects = objects
         self._cache = cache_folder(cache, objects.options.cache_bytes)
         self._folder = self._cache.open_store(store_key(objects.identity, store_id), objects.url)
@@ -301,14 +300,17 @@ class RemoteSource:
         """True if another process uses the cache."""
         return self._cache.room.is_shared()
 
-    def reserve_ring(
-        self, reader: object, needed: Mapping[Hashable, int], sidecars: Mapping[Hashable, int], *, holds_all: bool
-    ) -> None:
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
         """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
-        self._cache.reserve_ring(reader, needed, sidecars, holds_all=holds_all)
+        self._cache.reserve_ring(reader, needed, holds_all=holds_all)
         with self._opening:
             if not self._shards:
                 self._cache.unpin(self._folder)
+
+    def leave_room(self, manifest: Manifest) -> None:
+        """Let pinned lines leave room in the cache for all sidecars of a generation, which come when they are first needed."""
+        added = [own.meta.num_bytes for shard in manifest.shards for own in shard.added.values()]
+        self._folder.sidecar_bytes = sum(shard.meta.num_bytes for shard in manifest.shards) + sum(added)
 
     def paths(self, entry: ShardEntry) -> CachedPaths:
         return self.files.paths(entry)
@@ -399,6 +401,7 @@ def source_at(objects: ObjectFolder, cache: Path, manifest: Manifest) -> RemoteS
         source = _sources.get(key)
         if source is None or source.is_removed:
             source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+    source.leave_room(manifest)
     return source
 
 
@@ -424,6 +427,4 @@ def open_remote(
         return newest if generation is None else read_generation(objects, generation, newest)
 
     manifest = within(options.deadline_s, objects.url, find)
-    source = source_at(objects, cache, manifest)
-    source.num_bytes = sum(shard.data_bytes for shard in manifest.shards)
-    return manifest, source
+    return manifest, source_at(objects, cache, manifest)

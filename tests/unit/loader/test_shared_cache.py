@@ -19,6 +19,7 @@ from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.plan.plan import CacheNeeds
 from bucketline.store import Store
 from bucketline.store.remote.cache import folder as folder_module
+from bucketline.store.remote.cache import remote_source
 from bucketline.store.remote.cache.room import Room
 from tests.commands import ROOT
 from tests.kit import make_store, samples_of
@@ -57,25 +58,26 @@ def used(cache: Path) -> int:
     return int(words[:3].sum() + words[8:].sum())
 
 
-@pytest.mark.parametrize(("names", "window"), [("aa", 16), ("ab", 0)], ids=str)
+@pytest.mark.parametrize(("names", "parts", "window"), [("aa", "123", 16), ("ab", "1", 0)], ids=str)
 def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
-    names: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: str, parts: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_lines(monkeypatch.setattr)
     stores: dict[str, Store] = {}
     for name in dict.fromkeys(names):
         (tmp_path / name).mkdir()
-        parts = (samples_of(ROWS, f"{name}/{part}/") for part in "12")
-        stores[name] = make_store(tmp_path / name / f"{name}.store", *parts)
+        samples = (samples_of(ROWS, f"{name}/{part}/") for part in parts)
+        stores[name] = make_store(tmp_path / name / f"{name}.store", *samples)
     urls = {name: pushed(store) for name, store in stores.items()}
     asked: list[dict[str, Any]] = []
-    expected, limit, store_bytes = [], 0, 0
+    expected, ring, sidecars, store_bytes = [], 0, {}, 0
     for seed, name in enumerate(names):
         asked.append({"batch_size": 4, "epochs": 1, "window": window, "seed": seed})
         with Loader(stores[name], LoaderConfig(**asked[-1])) as loader:
             needs = CacheNeeds(loader.rows, loader.plan, 1)
-            limit, store_bytes = max(limit, needs.ring_bytes + needs.kept_bytes), needs.num_bytes
+            ring, sidecars[name], store_bytes = max(ring, needs.ring_bytes), needs.kept_bytes, needs.num_bytes
             expected.append([digest(batch) for batch in loader])
+    limit = ring + sum(sidecars.values())
     assert limit < store_bytes
     cache = tmp_path / "cache"
     answers = [tmp_path / f"{number}.json" for number in range(2)]
@@ -101,8 +103,12 @@ def test_two_runs_on_a_cache_for_one_finish_with_the_right_batches(
 
 
 def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is full of one store's lines stays within its limit while another store's sidecars arrive."""
+    """A cache that is full of one store's lines stays within its limit while another store's sidecars arrive.
+
+    The other store has no room until the first one's loader, which nothing refers to any more, is collected.
+    """
     small_lines(monkeypatch.setattr)
+    monkeypatch.setattr(folder_module, "_LOOK_AGAIN_S", 0.1)
     stores = {}
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -130,6 +136,23 @@ def test_files_that_are_fetched_whole_take_the_place_of_lines(tmp_path: Path, mo
     assert limit - LINE_BYTES < most <= limit
     files = [path for path in cache.glob("*/*/*") if path.suffix in {".meta", ".lines"}]
     assert int(np.fromfile(cache / "room", dtype="<i8")[2]) == sum(path.stat().st_size for path in files)
+
+
+def test_pinned_lines_leave_room_for_sidecars_that_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of more shards than are asked for at once is read through the smallest cache that is not refused."""
+    small_lines(monkeypatch.setattr)
+    monkeypatch.setattr(remote_source, "AT_ONCE", 1)
+    store = make_store(tmp_path / "a.store", *(samples_of(ROWS, f"{part}/") for part in range(8)))
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "window": 0}
+    with Loader(store, LoaderConfig(**options)) as loader:
+        needs = CacheNeeds(loader.rows, loader.plan, 1)
+        expected = [digest(batch) for batch in loader]
+    limit = needs.ring_bytes + needs.kept_bytes
+    assert needs.ring_bytes < needs.kept_bytes < needs.num_bytes - limit  # the sidecars would fill the ring
+    cache: dict[str, Any] = {"cache": str(tmp_path / "cache"), "cache_bytes": str(limit)}
+    with Loader(pushed(store), LoaderConfig(**options, **cache, deadline=5.0)) as loader:
+        assert [digest(batch) for batch in loader] == expected
+    assert used(tmp_path / "cache") <= limit
 
 
 if __name__ == "__main__":
