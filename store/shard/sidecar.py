@@ -98,8 +98,8 @@ class Sidecar:
         self.path, self._data = path, memoryview(data).toreadonly()
         if listed is not None and (len(data), found := bytes_digest(self._data)) != (listed.num_bytes, listed.digest):
             raise CorruptError(
-                f"{path} is not the file that the manifest lists: its digest is {found}; restore the file that belongs there, "
-                "or run `store verify`"
+                f"{path} is not the file that the manifest lists: its digest is {found}, expected {listed.digest}; "
+                "restore the file that belongs there, or run `store verify`"
             )
         if not len(data):
             raise CorruptError(f"{path} is empty")

@@ -49,7 +49,7 @@ MOMENTS = {
     "publish": ("bucketline.store.write.publish", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
     "send": ("bucketline.store.transfer", "Uploader._send"),
-    "note": ("bucketline.store.transfer", "note_description"),
+    "note": ("bucketline.store.transfer", "write_or_explain"),
     "shorten": ("bucketline.store.transfer", "make_sparse"),
     "url-commit": ("bucketline.store.change.commit", "commit"),
     "let-go": ("bucketline.store.sync.working", "WorkingStore._let_go"),

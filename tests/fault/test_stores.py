@@ -49,7 +49,7 @@ from tests.kit import (
 Document = dict[str, Any]
 Lie = Callable[[Path], object]  # what has a store lie
 MISSING = r"(is missing|cannot be read: No such file)"
-FOREIGN = r"(belongs to another shard|has the digest)"
+FOREIGN = r"(belongs to another shard|is not the file that the manifest lists: its digest|has the digest)"
 NO_FILE = "manifest.json cannot be read: it is a pipe, a device or a folder"
 LMDB, META, MANIFEST = "shards/g0.lmdb", "shards/g0.meta", "manifest.json"
 
