@@ -201,8 +201,9 @@ def read_entries(store: Path) -> dict[str, dict[str, list[Arrays]]]:
     groups = json.loads((store / "manifest.json").read_text())["ragged"]
     found: dict[str, dict[str, list[Arrays]]] = {}
     for shard, _, columns, record in live_rows(store):
+        found[record["id"]] = own = {}
         for name, group in groups.items():
-            entries, captions = shard.entries[name], shard.entries["text"]
+            entries, captions = shard.entries.get(name, []), shard.entries["text"]  # an optional group may have none
             digests = [digest for digest, _ in entries]
             if group["of"] == "captions":
                 assert digests == [digest for digest, _ in captions]
@@ -211,5 +212,5 @@ def read_entries(store: Path) -> dict[str, dict[str, list[Arrays]]]:
                 assert len({*digests}) == len(digests) or not group["stored_once"]
                 assert columns[f"ragged/{name}"] >= (-1 if group["optional"] else 0)
                 numbers = [row] if (row := int(columns[f"ragged/{name}"])) >= 0 else []
-            found.setdefault(record["id"], {})[name] = [entries[row][1] for row in numbers]
+            own[name] = [entries[row][1] for row in numbers]
     return found
