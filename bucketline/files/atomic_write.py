@@ -261,8 +261,10 @@ class FileLock:
     def _is_taken(self) -> bool:
         """Take the lock if no process holds it; return whether it is taken."""
         try:
-            if is_held(self._fd):
-                time.sleep(0.01)  # perhaps only by another process that asked
+            with suppress(BlockingIOError, PermissionError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            time.sleep(0.01)  # perhaps it was held only by a process that asked: `is_held`
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,14 @@ def test_what_an_interrupted_first_run_committed_is_said(tmp_path: Path) -> None
     with changing(tmp_path):
         pass
     assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 0, "is_being_written": False}
+
+
+def test_who_only_looks_whether_a_shard_is_written_keeps_no_one_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`store info` has each shard's lock for a moment; without another try, a pack that begins a shard just then would end."""
+    with (tmp_path / "a.lock").open("wb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        FileLock(tmp_path / "a.lock").release()
 
 
 @pytest.mark.usefixtures("no_wait")
