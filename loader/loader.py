@@ -40,7 +40,7 @@ from bucketline.loader.mixture import (
     at_generations,
     join,
     newest_generations,
-    open_shares,
+    open_weighted,
 )
 from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.plan.plan import asked_window, plan_of, refuse_small_caches, reserve_ring
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.iteration import Stream
-    from bucketline.loader.mixture import Stores
+    from bucketline.loader.mixture import Mixture, Stores
     from bucketline.loader.plan.plan import Plan
+    from bucketline.store import Store
     from bucketline.store.format.block import LatentKind
-    from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.fetch import FetchStats
 
 
@@ -160,20 +160,20 @@ class Loader(EpochLoader):
         self._backend: ServiceBackend | None = None
         self._buffers = Buffers(self.device)
         if like is None:
-            shares = self._shares(stores, config, generation)
-            self._open(shares, config, self._readable(shares, config))
+            opened = self._opened(stores, config, generation)
+            self._open(opened, config, self._readable(opened, config))
         else:
-            self._open(like.shares, config, (like._rows, like.plan))
+            self._open(like.stores, config, (like._rows, like.plan))
         self._begin_at_first_epoch()
 
-    def _shares(
+    def _opened(
         self, stores: Stores | None, config: LoaderConfig, generation: int | Sequence[int] | None
     ) -> tuple[WeightedStore, ...]:
         """Return the stores, at the generations that all ranks read."""
 
         def opened() -> tuple[WeightedStore, ...]:
             if stores is not None:
-                return open_shares(stores, config.remote())
+                return open_weighted(stores, config.remote())
             if self._service is None:
                 raise UsageError("stores is None without a service, expected stores, or the service that has them")
             return served_stores(link_to(self._service), StoresRequest())
@@ -182,21 +182,21 @@ class Loader(EpochLoader):
             return pinned(opened(), generation)
         return agreed(opened, self._rank, self._world_size, are_chosen=stores is not None and are_open(stores))
 
-    def _readable(self, shares: Sequence[WeightedStore], config: LoaderConfig) -> tuple[OpenShards, Plan]:
+    def _readable(self, stores: Sequence[WeightedStore], config: LoaderConfig) -> tuple[Store | Mixture, Plan]:
         """Return stores joined and the plan over them, after checking that this loader can read them."""
-        if config.row_weights and len(config.row_weights) != len(shares):
+        if config.row_weights and len(config.row_weights) != len(stores):
             raise UsageError(
-                f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(shares)} stores"
+                f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(stores)} stores"
             )
-        rows = join(shares, plain_reads=config.plain_reads)
+        rows = join(stores, plain_reads=config.plain_reads)
         plan = plan_of(rows, config, self._world_size)
         make_conditioning(rows, rows.buckets(config.split), config)
         if self._service is None:  # whose cache is its own
             refuse_small_caches(rows, plan, self._world_size)
         return rows, plan
 
-    def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig, readable: tuple[OpenShards, Plan]) -> None:
-        self.shares, (self._rows, plan) = shares, readable
+    def _open(self, stores: tuple[WeightedStore, ...], config: LoaderConfig, readable: tuple[Store | Mixture, Plan]) -> None:
+        self.stores, (self._rows, plan) = stores, readable
         self._global_batch = global_batch_of(plan)
         self._latent_kind = latent_kind(self._rows)
         self._recorded_scale = RecordedScale(where=self._rows.where, encoders=self._rows.encoders)
@@ -218,12 +218,12 @@ class Loader(EpochLoader):
             reserve_ring(self._builder, self._rows, plan, self._rank, self._world_size)
 
     def _backend_at(self, address: ServiceAddress) -> ServiceBackend:
-        link = link_to(address, [str(share.store.absolute) for share in self.shares], self.config)
+        link = link_to(address, [str(weighted.store.absolute) for weighted in self.stores], self.config)
         return ServiceBackend(link, self._request(), self.device)
 
     def _request(self) -> Request:
         return Request(
-            stores=tuple(StoreId.of(one, one.store.absolute) for one in self.shares),
+            stores=tuple(StoreId.of(weighted, weighted.store.absolute) for weighted in self.stores),
             config=sent(self.config),
             rank=self._rank,
             world_size=self._world_size,
@@ -234,13 +234,13 @@ class Loader(EpochLoader):
     def _renew(self) -> bool:
         if not self.follows:
             return False
-        shares = agreed(lambda: newest_generations(self.shares), self._rank, self._world_size, are_chosen=False)
-        numbers = _generations(shares)
-        if numbers == _generations(self.shares):
+        stores = agreed(lambda: newest_generations(self.stores), self._rank, self._world_size, are_chosen=False)
+        numbers = _generations(stores)
+        if numbers == _generations(self.stores):
             return False
         readable, why = None, None
         try:
-            readable = self._readable(shares, self.config)
+            readable = self._readable(stores, self.config)
         except BucketlineError as error:
             why = str(error)
         refused = [one for one in gathered(why) if one is not None]
@@ -248,26 +248,26 @@ class Loader(EpochLoader):
             warnings.warn(f"generation {', '.join(map(str, numbers))} is not read: {refused[0]}", stacklevel=2)
             return False
         self._end_stream()
-        self._open(shares, self.config, readable)
+        self._open(stores, self.config, readable)
         return True
 
     def _begin_stream(self) -> Stream:
-        sources = [share.store.source for share in self.shares if share.store.source is not None]
+        sources = [weighted.store.source for weighted in self.stores if weighted.store.source is not None]
         if self._backend is None and any(source.is_inherited for source in sources):
             # object storage cannot be read in a forked process
             self._backend = self._backend_at(ServiceAddress(AUTO))
         elif self._backend is None and any(source.is_removed for source in sources):
-            self._read_at(_generations(self.shares))
+            self._read_at(_generations(self.stores))
         if self._backend is not None:
             return self._backend.begin(self._cursor)
         return ThreadStream(self._builder, self._buffers, self._cursor)
 
     def _read_at(self, generations: Sequence[int]) -> None:
-        shares = at_generations(self.shares, generations)
-        self._open(shares, self.config, self._readable(shares, self.config))
+        stores = at_generations(self.stores, generations)
+        self._open(stores, self.config, self._readable(stores, self.config))
 
     @property
-    def rows(self) -> OpenShards:
+    def rows(self) -> Store | Mixture:
         """The rows of all stores, of every split, joined by bucket."""
         return self._rows
 
@@ -288,8 +288,8 @@ class Loader(EpochLoader):
         return served_names(self._backend.link, self._request().stores, digests)
 
     def _fetched(self) -> tuple[FetchStats, ...]:
-        sources = {id(share.store.source): share.store.source for share in self.shares if share.store.source is not None}
-        return tuple(source.stats() for source in sources.values())
+        sources = dict.fromkeys(weighted.store.source for weighted in self.stores)
+        return tuple(source.stats() for source in sources if source is not None)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values. It counts the micro-batches that the caller has consumed."""
@@ -350,7 +350,7 @@ class Loader(EpochLoader):
             batch=self.config.sizing(),
             global_batch=self._global_batch,
             settings=self.config.deciding(),
-            stores=tuple(map(StoreId.of, self.shares)),
+            stores=tuple(map(StoreId.of, self.stores)),
             plan=self.plan.digest,
             epochs=self.plan.epochs,
         )
@@ -384,14 +384,14 @@ class Loader(EpochLoader):
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         options = {
-            "stores": [WeightedStore(one.store.absolute, one.repeats) for one in self.shares] if self._has_stores else None,
+            "stores": [WeightedStore(each.store.absolute, each.repeats) for each in self.stores] if self._has_stores else None,
             "config": replace(self.config, **dict.fromkeys(self._chosen)),  # type: ignore[arg-type] # the state sets these
             "rank": self._rank,
             "world_size": self._world_size,
             "device": self.device,
             "service": self._service,
             "follow": self.follows,
-            "generation": _generations(self.shares),
+            "generation": _generations(self.stores),
         }
         # at an epoch's end, the state is at the next one, which nobody has begun
         return _again, (options, self.state_dict(), Reading.CHOSEN if self._is_read else self._reading)
@@ -404,8 +404,8 @@ def _again(options: dict[str, Any], state: dict[str, object], reading: Reading) 
     return loader
 
 
-def _generations(shares: Sequence[WeightedStore]) -> list[int]:
-    return [share.store.manifest.generation for share in shares]
+def _generations(stores: Sequence[WeightedStore]) -> list[int]:
+    return [weighted.store.manifest.generation for weighted in stores]
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device:

@@ -20,7 +20,6 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, FingerprintError, UsageError
 from bucketline.files.paths import redacted
-from bucketline.loader.plan.plan import rows_per_pass
 from bucketline.option_value import FieldForm, OptionValue, expect
 from bucketline.store import Bucket, Store
 from bucketline.store.format.manifest import generations, read_mixture
@@ -55,8 +54,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,18}")
 class WeightedStore:
     """A store and the number of times that a pass reads its rows: `WeightedStore("photos.store", 0.3)`.
 
-    A share such as 0.3 or 2.5 reads so much of them in every pass (an epoch), rounded to whole rows of each bucket, at least
-    one: others in each pass until all have come.
+    A fraction such as 0.3 or 2.5 reads so much of them in every pass (an epoch), rounded to whole rows of each bucket, at
+    least one: others in each pass until all have come.
     """
 
     store: Store  # open; a path or a URL until a loader opens it
@@ -87,15 +86,15 @@ class StoreId:
     repeats: int | float
 
     @classmethod
-    def of(cls, share: WeightedStore, path: Path | str | None = None) -> StoreId:
+    def of(cls, weighted: WeightedStore, path: Path | str | None = None) -> StoreId:
         """Return the identity of an open store, under another path if one is given."""
-        manifest = share.store.manifest
+        manifest = weighted.store.manifest
         return cls(
-            path=str(share.store.place if path is None else path),
+            path=str(weighted.store.place if path is None else path),
             store_id=manifest.store_id,
             generation=manifest.generation,
             digest=manifest.digest,
-            repeats=share.repeats,
+            repeats=weighted.repeats,
         )
 
 
@@ -179,97 +178,92 @@ def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list
     return found
 
 
-def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[WeightedStore, ...]:
+def open_weighted(stores: Stores, remote: RemoteOptions | None = None) -> tuple[WeightedStore, ...]:
     """Open each store that is not open yet, in the given order. Paths are as in `parse_stores`, `remote` is for URLs."""
-    every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
-    if not every:
+    opened = tuple(weighted for store in _each(stores) for weighted in _open(store, remote))
+    if not opened:
         raise UsageError("no store is given, expected one or more: Loader('photos.store', config)")
-    shares = tuple(share for store in every for share in _open(store, remote))
-    if not shares:
-        raise UsageError("no store is given, expected one or more")
     seen: dict[str, WeightedStore] = {}
-    for share in shares:
-        if share.store.source is None:
-            refuse_lost_shards(share.store.folder, share.store.manifest, sidecars=False)  # one stat per shard
-        before = seen.setdefault(share.store.manifest.store_id, share)
-        if before is not share:
+    for weighted in opened:
+        if weighted.store.source is None:
+            refuse_lost_shards(weighted.store.folder, weighted.store.manifest, sidecars=False)  # one stat per shard
+        before = seen.setdefault(weighted.store.manifest.store_id, weighted)
+        if before is not weighted:
             raise UsageError(
-                f"{before.store.place} and {share.store.place} are the same store ({share.store.manifest.store_id}); give it "
-                f"once, with repeats: {before.store.place}:{before.repeats + share.repeats}"
+                f"{before.store.place} and {weighted.store.place} are the same store ({before.store.manifest.store_id}); "
+                f"give it once, with repeats: {before.store.place}:{before.repeats + weighted.repeats}"
             )
-    return shares
+    return opened
 
 
 def are_open(stores: Stores) -> bool:
     """Return True if each store is open, so that its generation is chosen."""
-    every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
-    return all(isinstance(one.store if isinstance(one, WeightedStore) else one, Store) for one in every)
+    return all(isinstance(each.store if isinstance(each, WeightedStore) else each, Store) for each in _each(stores))
+
+
+def _each(stores: Stores) -> Sequence[StoreLike]:
+    return stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
 
 
 def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]:
     if isinstance(store, WeightedStore):
         opened = _open(store.store, remote)  # several, if it is a folder of a data set file
-        return [WeightedStore(store=one.store, repeats=one.repeats * store.repeats) for one in opened]
+        return [WeightedStore(each.store, each.repeats * store.repeats) for each in opened]
     if isinstance(store, Store):
         return [WeightedStore(store=store)]
     expect("a store", store if str(store) else None, str | Path, "a path, a URL, an open Store or a WeightedStore")
-    asked = parse_stores([store])
-    if any(one.weight is not None for one in asked):
+    arguments = parse_stores([store])
+    if any(argument.weight is not None for argument in arguments):
         raise UsageError(f"{store} has a weight, which only training takes: leave it out; a program sets row_weights")
-    return [WeightedStore(store=Store.open(one.path, remote=remote, reads_rows=True), repeats=one.repeats) for one in asked]
+    return [WeightedStore(store=Store.open(a.path, remote=remote, reads_rows=True), repeats=a.repeats) for a in arguments]
 
 
-def at_generations(shares: Sequence[WeightedStore], wanted: Sequence[int | None]) -> tuple[WeightedStore, ...]:
-    """Return stores at other generations: `wanted` of each, or the newest for None. Removed caches are made again."""
+def at_generations(stores: Sequence[WeightedStore], numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
+    """Return stores at other generations: the number of each, or the newest for None. Removed caches are made again."""
 
     def is_at(store: Store, generation: int | None) -> bool:
         return store.manifest.generation == generation and not (store.source is not None and store.source.is_removed)
 
     return tuple(
-        share if is_at(share.store, generation) else WeightedStore(share.store.reopened(generation), share.repeats)
-        for share, generation in zip(shares, wanted, strict=True)
+        weighted if is_at(weighted.store, generation) else WeightedStore(weighted.store.reopened(generation), weighted.repeats)
+        for weighted, generation in zip(stores, numbers, strict=True)
     )
 
 
-def newest_generations(shares: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
+def newest_generations(stores: Sequence[WeightedStore]) -> tuple[WeightedStore, ...]:
     """Return the stores at their newest generations; as they are, if these cannot be read now."""
-    wanted = [max(generations(share.store.path), default=None) if share.store.is_local else None for share in shares]
+    numbers = [max(generations(each.store.path), default=None) if each.store.is_local else None for each in stores]
     try:
-        return at_generations(shares, wanted)
+        return at_generations(stores, numbers)
     except BucketlineError:  # a server that does not answer now; what is read already stays readable
-        return tuple(shares)
+        return tuple(stores)
 
 
-def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
-    """Return the stores without their repeats: validation and images need each sample once."""
-    return [WeightedStore(store=share.store) for share in shares]
-
-
-def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenShards:
+def join(stores: Sequence[WeightedStore], *, plain_reads: bool = False) -> Store | Mixture:
     """Return one view of all stores: the store itself if there is only one, without repeats.
 
     With `plain_reads`, the view maps nothing, whatever the given stores do.
     """
-    first = shares[0]
-    if len(shares) == 1 and first.repeats == 1:
+    first = stores[0]
+    if len(stores) == 1 and first.repeats == 1:
         if plain_reads and not first.store.plain_reads:
             return first.store.with_plain_reads()
         return first.store
-    for share in shares[1:]:
-        _expect_alike(first.store, share.store)
-    return Mixture(shares, plain_reads=plain_reads)
+    for weighted in stores[1:]:
+        _expect_alike(first.store, weighted.store)
+    return Mixture(stores, plain_reads=plain_reads)
 
 
 class Mixture(OpenShards):
     """Several stores as one: shards numbered consecutively, buckets joined by name."""
 
-    def __init__(self, shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> None:
+    def __init__(self, weighted_stores: Sequence[WeightedStore], *, plain_reads: bool = False) -> None:
         """Join stores that were packed with the same settings; `join` checks this."""
-        self.shares = tuple(shares)
-        stores = [share.store for share in shares]
+        self._weighted_stores = tuple(weighted_stores)
+        stores = [weighted.store for weighted in weighted_stores]
         super().__init__(
             where=" and ".join(store.where for store in stores),
-            generations=",".join(f"{share.store.generations}x{share.repeats}" for share in shares),
+            generations=",".join(f"{weighted.store.generations}x{weighted.repeats}" for weighted in weighted_stores),
             # new objects, so that sidecars are mapped once: the stores' own shards use their stores' tables
             shards=[
                 SealedShard(store.path, shard.entry, plain_reads=plain_reads, source=shard.source, dropped=shard.dropped)
@@ -286,19 +280,20 @@ class Mixture(OpenShards):
         )
 
     def store_of_shards(self) -> NDArray[np.int64]:
-        return np.repeat(np.arange(len(self.shares)), [len(share.store.shards) for share in self.shares])
+        return np.repeat(np.arange(len(self._weighted_stores)), [len(each.store.shards) for each in self._weighted_stores])
 
     def _open_bucket(self, entry: BucketEntry) -> Bucket:
-        return _RepeatedBucket(self, entry, [(len(share.store.shards), share.repeats) for share in self.shares])
+        return _RepeatedBucket(self, entry, [(len(each.store.shards), each.repeats) for each in self._weighted_stores])
 
 
 class _RepeatedBucket(Bucket):
     """A bucket of several stores. It first maps a row number to one without repeats, which is then located as usual."""
 
-    def __init__(self, stores: Mixture, entry: BucketEntry, shares: Sequence[tuple[int, float]]) -> None:
-        super().__init__(stores, entry)
-        num_shards = np.array([count for count, _ in shares], dtype=np.int64)
-        self._times = [times for _, times in shares]
+    def __init__(self, mixture: Mixture, entry: BucketEntry, stores: Sequence[tuple[int, float]]) -> None:
+        """Take a bucket of a mixture. `stores`: the number of shards of each, and its repeats."""
+        super().__init__(mixture, entry)
+        num_shards = np.array([count for count, _ in stores], dtype=np.int64)
+        self._times = [times for _, times in stores]
         repeats = np.array([times if isinstance(times, int) else 1 for times in self._times], dtype=np.int64)  # of row numbers
         ends: NDArray[np.int64] = np.concatenate([[0], self._ends]).astype(np.int64)[
             np.cumsum(num_shards)
@@ -312,10 +307,10 @@ class _RepeatedBucket(Bucket):
 
     @property
     def num_rows(self) -> int:
-        """Numbered rows: the live rows of all shards, times their store's repeats, or once if a pass reads a share of them."""
+        """Numbered rows: the live rows of all shards, times the repeats of their store, or once if these are a fraction."""
         return int(self._repeated_ends[-1])
 
-    def shares(self) -> tuple[StoreRows, ...]:
+    def parts(self) -> tuple[StoreRows, ...]:
         if all(isinstance(times, int) for times in self._times):
             return ()
         each = zip(self._repeated_starts.tolist(), (self._own_rows * self._repeats).tolist(), self._times, strict=True)
@@ -350,6 +345,15 @@ class _RepeatedBucket(Bucket):
         within = (rows - self._repeated_starts[store]) % self._own_rows[store]
         live: NDArray[np.int64] = self._own_starts[store] + within
         return live
+
+
+def rows_per_pass(num_rows: int, repeats: float) -> int:
+    """Return how many of a store's rows in a bucket a pass reads; at least one, if it has any.
+
+    >>> rows_per_pass(10, 0.25), rows_per_pass(3, 0.1), rows_per_pass(10, 2.5)
+    (3, 1, 25)
+    """
+    return max(int(num_rows * repeats + 0.5), min(num_rows, 1))
 
 
 def _expect_alike(one: Store, other: Store) -> None:

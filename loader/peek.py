@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     Peeked = tuple[int, Batch, list[dict[str, Any]]]
 
 
-def read_step(shares: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[Peeked]:
+def read_step(stores: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[Peeked]:
     """Return every rank's micro-batches of a step, read by a loader that begins there."""
     found = []
     for rank in range(world_size):
-        with Loader(tuple(shares), config, rank=rank, world_size=world_size) as loader:
+        with Loader(tuple(stores), config, rank=rank, world_size=world_size) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step, "micro_step": 0})
             for batch, _ in zip(loader.forever(), range(config.accumulation), strict=False):
-                chosen = captions_of([share.store for share in loader.shares], batch, loader.config.caption_dropout)
+                chosen = captions_of([weighted.store for weighted in loader.stores], batch, loader.config.caption_dropout)
                 each = zip(chosen, batch.flipped.tolist(), batch.weight.tolist(), strict=True)
                 rows = [
                     {"id": one.id, "caption": one.text, "num_captions": one.num_captions, "flipped": flipped, "weight": weight}

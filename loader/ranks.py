@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, StoreError, UsageError
-from bucketline.loader.mixture import at_generations
+from bucketline.loader.mixture import StoreId, at_generations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import WeightedStore
 
 T = TypeVar("T")
-Marks = list[tuple[str, int, str]]
-"""Id, generation and digest of each store."""
 
 DISK_TIME = timedelta(hours=2)
 """Timeout of `host_group`: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
@@ -95,43 +93,43 @@ def agreed(
     if world_size == 1:
         return opened()
     if why := _why_not_agreed(rank, world_size):
-        shares = opened()
+        stores = opened()
         if not are_chosen:
-            _refuse_uncertain(shares, rank, world_size, why)
-        return shares
+            _refuse_uncertain(stores, rank, world_size, why)
+        return stores
     _wait_for_all(rank)
     with fail_together():
-        shares = opened()
-    every = gathered(_marks(shares))
-    ids = [[store_id for store_id, _, _ in own] for own in every]
-    _expect_alike(every, ids, "give all ranks the same stores, in the same order")
+        stores = opened()
+    every = gathered(_identities(stores))
+    ids = [[(one.store_id, one.repeats) for one in own] for own in every]
+    _expect_alike(every, ids, "give all ranks the same stores, in the same order, with the same repeats")
     if any(own != every[0] for own in every):
         with fail_together():
-            shares = at_generations(shares, [generation for _, generation, _ in every[0]])
-        every = gathered(_marks(shares))
+            stores = at_generations(stores, [one.generation for one in every[0]])
+        every = gathered(_identities(stores))
         _expect_alike(every, every, "check that all ranks see the same files")
-    return shares
+    return stores
 
 
-def _expect_alike(every: Sequence[Marks], parts: Sequence[object], remedy: str) -> None:
+def _expect_alike(every: Sequence[Sequence[StoreId]], parts: Sequence[object], remedy: str) -> None:
     for rank, part in enumerate(parts):
         if part != parts[0]:
             own, first = (
-                ", ".join(f"{store_id} (generation {generation}, digest {digest})" for store_id, generation, digest in marks)
-                for marks in (every[rank], every[0])
+                ", ".join(f"{s.store_id} x {s.repeats} (generation {s.generation}, digest {s.digest})" for s in stores)
+                for stores in (every[rank], every[0])
             )
             raise StoreError(f"rank {rank} has opened the store {own}, and rank 0 the store {first}; {remedy}")
 
 
-def pinned(shares: Sequence[WeightedStore], generation: int | Sequence[int]) -> tuple[WeightedStore, ...]:
+def pinned(stores: Sequence[WeightedStore], generation: int | Sequence[int]) -> tuple[WeightedStore, ...]:
     """Return stores at the generations that a caller gave, one for each store."""
     numbers = tuple(generation) if isinstance(generation, list | tuple) else (generation,)
-    if len(numbers) != len(shares) or any(type(one) is not int for one in numbers):
+    if len(numbers) != len(stores) or any(type(one) is not int for one in numbers):
         raise UsageError(
-            f"generation is {generation!r:.100}, expected a number for each of {len(shares)} stores, such as "
-            f"{tuple(share.store.manifest.generation for share in shares)}, the newest now"
+            f"generation is {generation!r:.100}, expected a number for each of {len(stores)} stores, such as "
+            f"{tuple(weighted.store.manifest.generation for weighted in stores)}, the newest now"
         )
-    return at_generations(shares, numbers)
+    return at_generations(stores, numbers)
 
 
 def _why_not_agreed(rank: int, world_size: int) -> str | None:
@@ -157,13 +155,14 @@ def expect_agreement(rank: int, world_size: int) -> None:
         )
 
 
-def _refuse_uncertain(shares: Sequence[WeightedStore], rank: int, world_size: int, why: str) -> None:
-    numbers = tuple(share.store.manifest.generation for share in shares)
+def _refuse_uncertain(stores: Sequence[WeightedStore], rank: int, world_size: int, why: str) -> None:
+    numbers = tuple(weighted.store.manifest.generation for weighted in stores)
     if max(numbers) == 1:
         return
     shown = numbers[0] if len(numbers) == 1 else numbers
+    where = ", ".join(weighted.store.where for weighted in stores)
     raise UsageError(
-        f"rank {rank} of {world_size} has opened generation {shown} of {', '.join(share.store.where for share in shares)}, and "
+        f"rank {rank} of {world_size} has opened generation {shown} of {where}, and "
         f"torch.distributed {why}: another rank may have opened an earlier one, and would read other buckets at the same step. "
         f"Give every rank the same generation={shown}, or initialise torch.distributed with these ranks first"
     )
@@ -179,6 +178,5 @@ def _wait_for_all(rank: int) -> None:
         ) from error
 
 
-def _marks(shares: Sequence[WeightedStore]) -> Marks:
-    manifests = [share.store.manifest for share in shares]
-    return [(one.store_id, one.generation, one.digest) for one in manifests]
+def _identities(stores: Sequence[WeightedStore]) -> list[StoreId]:
+    return [StoreId.of(weighted, path="") for weighted in stores]  # ranks may reach a store by different paths

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.loader.loader import Loader
+    from bucketline.loader.mixture import Mixture
     from bucketline.loader.plan.plan import Plan, PlannedStep
     from bucketline.store.format.schema import SampleRecord
-    from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
 
@@ -168,15 +168,15 @@ class RecordedPlan:
     """A plan that was made again, with the stores at the generations that it is of."""
 
     line: PlanLine
-    shares: tuple[WeightedStore, ...]
-    rows: OpenShards
+    stores: tuple[WeightedStore, ...]
+    rows: Store | Mixture
     config: LoaderConfig
     plan: Plan
 
 
 def open_plan(line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None) -> RecordedPlan:
     """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id."""
-    state, shares = line.state, []
+    state, stores = line.state, []
     for one in state.stores:
         path = moved.get(one.store_id, one.path)
         store = Store.open(path, one.generation, remote=remote)
@@ -184,13 +184,13 @@ def open_plan(line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOpt
             raise StateError(
                 f"{path} is the store {store.manifest.store_id}, and the run read {one.store_id}; name where that is now"
             )
-        shares.append(WeightedStore(store=store, repeats=one.repeats))
+        stores.append(WeightedStore(store=store, repeats=one.repeats))
     config = LoaderConfig(**state.batch, **state.settings, accumulation=state.accumulation, epochs=state.epochs)  # type: ignore[arg-type]
-    rows = join(shares)
+    rows = join(stores)
     plan = make_plan(rows, config, world_size=state.world_size)
     if plan.digest != state.plan:
         raise StateError(f"the plan of these stores has the digest {plan.digest}, the recorded one {state.plan}")
-    return RecordedPlan(line=line, shares=tuple(shares), rows=rows, config=config, plan=plan)
+    return RecordedPlan(line=line, stores=tuple(stores), rows=rows, config=config, plan=plan)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ seen
@@ -243,16 +243,16 @@ class Seen:
         for part, steps in self.parts:
             rows: dict[str, dict[int, tuple[int, WeightedStore, SampleRecord]]] = {one.name: {} for one in part.plan.buckets}
             for at, name in enumerate(sample_ids):
-                for share, ordinal, record in _records(part, sample_digest(name)):
+                for weighted, ordinal, record in _records(part, sample_digest(name)):
                     buckets[at][record.bucket] = None
                     if record.bucket in rows:
                         numbers = part.rows.bucket(record.bucket).numbers_of(ordinal, record.row)
-                        rows[record.bucket] |= dict.fromkeys(numbers, (at, share, record))
+                        rows[record.bucket] |= dict.fromkeys(numbers, (at, weighted, record))
             wanted = {name: np.array(list(own), dtype=np.int64) for name, own in rows.items() if own}
             for name, values in _sightings(part, steps, wanted) if wanted else ():
                 for row, how in zip(values[0].tolist(), _conditions(part, name, *values), strict=True):
-                    at, share, record = rows[name][row]
-                    found[at].append(_sighting(part, share, record, how))
+                    at, weighted, record = rows[name][row]
+                    found[at].append(_sighting(part, weighted, record, how))
         for one in found:
             one.sort(key=lambda sighting: (sighting.step, sighting.position))
         return list(zip(found, map(list, buckets), strict=True))
@@ -271,9 +271,9 @@ class Seen:
         total[1, total[0] == 0] = -1
         is_listed = np.zeros(len(digests), dtype=bool)  # a sample may be in several generations
         views = {
-            (share.store.manifest.store_id, share.store.manifest.generation, part.config.split): share.store
+            (weighted.store.manifest.store_id, weighted.store.manifest.generation, part.config.split): weighted.store
             for part, _ in self.parts
-            for share in part.shares
+            for weighted in part.stores
         }
         for (_, _, split), store in sorted(views.items(), key=lambda view: -view[0][1]):
             for listed in live_samples(store, Selection(split=split)):
@@ -309,11 +309,11 @@ def _sightings(
 def _records(part: RecordedPlan, digest: bytes) -> Iterator[tuple[WeightedStore, int, SampleRecord]]:
     """Yield (store, ordinal of the shard among all, record) of a sample, for each store that has it."""
     end = 0
-    for share in part.shares:
-        begin, end = end, end + len(share.store.shards)
+    for weighted in part.stores:
+        begin, end = end, end + len(weighted.store.shards)
         for ordinal in reversed(range(begin, end)):
             if (entry := part.rows.shards[ordinal].find(digest)) is not None:
-                yield share, ordinal, part.rows.shards[ordinal].record(entry)
+                yield weighted, ordinal, part.rows.shards[ordinal].record(entry)
                 break
 
 
@@ -334,7 +334,7 @@ def _conditions(part: RecordedPlan, name: str, *values: NDArray[np.int64]) -> It
     yield from zip(*(each.tolist() for each in (step, epoch, position, caption, crop, flipped)), strict=True)
 
 
-def _sighting(part: RecordedPlan, share: WeightedStore, record: SampleRecord, how: tuple[Any, ...]) -> Sighting:
+def _sighting(part: RecordedPlan, weighted: WeightedStore, record: SampleRecord, how: tuple[Any, ...]) -> Sighting:
     step, epoch, position, caption, crop, flipped = how
     global_batch = next(one.global_batch for one in part.plan.buckets if one.name == record.bucket)
     rank, within = divmod(position, global_batch // part.line.state.world_size)
@@ -345,8 +345,8 @@ def _sighting(part: RecordedPlan, share: WeightedStore, record: SampleRecord, ho
         rank=rank,
         micro_step=within // (global_batch // part.line.state.world_size // part.config.accumulation),
         position=position,
-        store=str(share.store.place),
-        generation=share.store.manifest.generation,
+        store=str(weighted.store.place),
+        generation=weighted.store.manifest.generation,
         bucket=record.bucket,
         caption=caption if has_text else None,
         text=record.captions[caption] if has_text else None,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text import TextSpec, quantised_spec
     from bucketline.store.parallel import WriteSummary, write_store
     from bucketline.store.read.files import FileGather
-    from bucketline.store.read.store import Bucket, OpenShards, Store
+    from bucketline.store.read.store import Bucket, Store
     from bucketline.store.write.row_form import Axis, LatentColumn, RaggedGroup, RowColumn, new_record
     from bucketline.store.write.store_writer import PartWriter, StoreWriter
 
@@ -25,7 +25,6 @@ __all__ = [
     "FileGather",
     "LatentColumn",
     "Manifest",
-    "OpenShards",
     "PartWriter",
     "RaggedGroup",
     "RowColumn",
@@ -50,7 +49,6 @@ _PLACES = {
     "FileGather": "read.files",
     "LatentColumn": "write.row_form",
     "Manifest": "format.manifest",
-    "OpenShards": "read.store",
     "PartWriter": "write.store_writer",
     "RaggedGroup": "write.row_form",
     "RowColumn": "write.row_form",

@@ -89,7 +89,7 @@ def machine(url: str, generation: int, run: Run, cache: Path, cache_bytes: int, 
         except BucketlineError as error:
             return {"error": str(error)}
         with loader:
-            source = loader.shares[0].store.source
+            source = loader.stores[0].store.source
             assert source is not None
             before = source.stats()
             loader.set_epoch(epoch)

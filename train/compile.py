@@ -162,7 +162,7 @@ def example_batches(config: TrainConfig, ranks: TrainRanks, loader: Loader, buck
     They are read by a loader like `loader`, which has the stores open.
     """
     one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
-    with open_loader(one_ahead, ranks, loader.shares, loader.device, like=loader) as one:
+    with open_loader(one_ahead, ranks, loader.stores, loader.device, like=loader) as one:
         first = next(one.forever())
     examples = {}
     for bucket in buckets:

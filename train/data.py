@@ -10,7 +10,7 @@ import torch
 from bucketline.errors import StateError, StoreError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.iteration import parse_state
-from bucketline.loader.mixture import once_each, open_shares, parse_stores
+from bucketline.loader.mixture import open_weighted, parse_stores
 from bucketline.loader.ranks import fail_together
 from bucketline.loader.service.sockets import AUTO
 from bucketline.store import Store
@@ -39,7 +39,7 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
     def opened() -> tuple[WeightedStore, ...]:
         pairs, remote = zip(asked, numbers, strict=True), config.remote()
         try:
-            return open_shares([WeightedStore(Store.open(a.path, n, remote=remote), repeats=a.repeats) for a, n in pairs])
+            return open_weighted([WeightedStore(Store.open(a.path, n, remote=remote), repeats=a.repeats) for a, n in pairs])
         except StoreError as error:
             if not planned:
                 raise
@@ -49,13 +49,13 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             ) from error
 
     with fail_together():
-        shares = opened() if ranks.is_main else ()
+        stores = opened() if ranks.is_main else ()
     with fail_together():
-        return shares or opened()
+        return stores or opened()
 
 
 def open_loader(
-    config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device, like: Loader | None = None
+    config: TrainConfig, ranks: TrainRanks, stores: Sequence[WeightedStore], device: torch.device, like: Loader | None = None
 ) -> Loader:
     """Open the training loader, which never ends; the noising step dequantises quantised tokens.
 
@@ -63,7 +63,7 @@ def open_loader(
     """
     asked = config.for_loader(epochs=None, text=TextForm.STORED, row_weights=store_weights(config))
     return Loader(
-        shares,
+        stores,
         asked,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -74,7 +74,7 @@ def open_loader(
     )
 
 
-def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
+def open_val_loader(config: TrainConfig, ranks: TrainRanks, stores: Sequence[WeightedStore], device: torch.device) -> Loader:
     """Open a loader that yields every held-out sample once, regardless of its store's repeats.
 
     It accumulates like training: captions are chosen by position in the global batch, so the same global batch
@@ -83,12 +83,13 @@ def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Wei
     asked = config.for_loader(
         split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0, text=TextForm.STORED
     )
-    return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
+    each = [weighted.store for weighted in stores]
+    return Loader(each, asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
-def expect_service(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore]) -> None:
+def expect_service(config: TrainConfig, ranks: TrainRanks, stores: Sequence[WeightedStore]) -> None:
     """Check on every rank that the loader service delivers a batch, before the model is loaded."""
     if config.service not in (IN_PROCESS, AUTO):
         one_ahead = replace(config, prefetch_bytes=1 << 20)
-        with fail_together(), open_loader(one_ahead, ranks, shares, torch.device("cpu")) as loader:
+        with fail_together(), open_loader(one_ahead, ranks, stores, torch.device("cpu")) as loader:
             next(loader.forever())

@@ -89,7 +89,7 @@ _POLL_S = 0.2
 def model_card(
     training: Training,
     weights: WeightLayout,
-    shares: Sequence[WeightedStore],
+    stores: Sequence[WeightedStore],
     steps_done: int,
     validation: ValidationResult | None,
     *,
@@ -97,15 +97,15 @@ def model_card(
 ) -> str:
     """Return the card of a checkpoint or an export, in Markdown."""
     config, kind = training.config, plain_class(training.bare_model).__name__
-    encoders = shares[0].store.manifest.encoders
+    encoders = stores[0].store.manifest.encoders
     made_of = {
         "stores": [
             {
-                **asdict(StoreId.of(one)),
-                "path": str(one.store.place).rpartition("/")[2],
-                "rows": sum(bucket.num_rows for bucket in one.store.buckets()),
+                **asdict(StoreId.of(weighted)),
+                "path": str(weighted.store.place).rpartition("/")[2],
+                "rows": sum(bucket.num_rows for bucket in weighted.store.buckets()),
             }
-            for one in shares
+            for weighted in stores
         ],
         "encoders": {
             name: {key: value for key, value in entry.items() if isinstance(value, str | int | float)}

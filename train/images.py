@@ -31,7 +31,6 @@ from bucketline.files.atomic_write import write_durably
 from bucketline.files.paths import IMAGES_FOLDER, redacted
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.buffers import captions_of
-from bucketline.loader.mixture import once_each
 from bucketline.loader.plan.order import Purpose, normal
 from bucketline.store.format.block import CLASS_LABELS, LATENT
 from bucketline.torch_dtypes import TORCH_DTYPES
@@ -98,7 +97,7 @@ the generated one.
 
 def draw_images(
     training: Training,
-    shares: Sequence[WeightedStore],
+    stores: Sequence[WeightedStore],
     prompts: Sequence[StoredPrompt],
     sheet: Path | None,
     *,
@@ -114,7 +113,7 @@ def draw_images(
     if sheet is None:
         training = replace(training, config=replace(training.config, image_steps=2))  # by one, a shift to a last sigma is 0 / 0
     config = training.config
-    if (vae := drawing_vae(config, shares[0].store)) is None:
+    if (vae := drawing_vae(config, stores[0].store)) is None:
         return False
     if prompts:
         device = next(training.model.parameters()).device
@@ -122,7 +121,7 @@ def draw_images(
         at_most = training.family.most_drawn or in_training or PER_ROW
         batches = prompt_batches(prompts, at_most, guidance_of(training), device, training.family)
     else:
-        batches = _caption_batches(training, shares)
+        batches = _caption_batches(training, stores)
     drawn = _drawn(training, vae, batches, keeps=keeps)
     torch.cuda.empty_cache()  # for the next step
     if isinstance(drawn, NoRoom):
@@ -446,21 +445,21 @@ def _tensor(values: Any, dtype: str) -> Tensor:  # noqa: ANN401 - a numpy array 
     return torch.from_numpy(values.copy()).view(TORCH_DTYPES[dtype])
 
 
-def _caption_batches(training: Training, shares: Sequence[WeightedStore]) -> Iterator[DrawingBatch]:
+def _caption_batches(training: Training, stores: Sequence[WeightedStore]) -> Iterator[DrawingBatch]:
     """Yield the first `--num-images` samples, held-out ones if there are any, each with one of its captions."""
-    split = "val" if any(share.store.buckets("val") for share in shares) else "train"
+    split = "val" if any(weighted.store.buckets("val") for weighted in stores) else "train"
     config, guidance, device = training.config, guidance_of(training), next(training.model.parameters()).device
     at_most = training.family.most_drawn or config.num_images
     asked = LoaderConfig(batch_size=at_most, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
     is_guided = training.family.is_guided(guidance)
-    num_samples = 0
+    each, num_samples = [weighted.store for weighted in stores], 0
     with (
-        Loader(once_each(shares), asked, device=device) as loader,
-        Loader(once_each(shares), replace(asked, caption_dropout=1.0), device=device) as dropping,
+        Loader(each, asked, device=device) as loader,
+        Loader(each, replace(asked, caption_dropout=1.0), device=device) as dropping,
     ):
         for batch, dropped in zip(loader, dropping if is_guided else itertools.repeat(None), strict=False):
             noise = sample_noise(batch)
-            chosen = captions_of([share.store for share in shares], batch)
+            chosen = captions_of(each, batch)
             yield DrawingBatch(
                 batch=batch,
                 negative=dropped,

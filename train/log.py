@@ -123,7 +123,7 @@ def chosen_options(config: TrainConfig, given: TrainConfig) -> dict[str, object]
     return {name: value for name, (value, before) in pairs.items() if value != before}
 
 
-def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
+def write_config(config: TrainConfig, given: TrainConfig, stores: Sequence[WeightedStore], world_size: int) -> None:
     """Write `config.json`: the resolved configuration, versions, commit, stores and encoders; and `run.toml`, what was given.
 
     `given`: the configuration before it was resolved, by which the run is begun again or resumed.
@@ -133,8 +133,8 @@ def write_config(config: TrainConfig, given: TrainConfig, shares: Sequence[Weigh
         "world_size": world_size,
         "versions": dict(versions()),
         "commit": _commit(),
-        "stores": [encode(StoreId.of(share)) for share in shares],
-        "encoders": shares[0].store.manifest.encoders,
+        "stores": [encode(StoreId.of(weighted)) for weighted in stores],
+        "encoders": stores[0].store.manifest.encoders,
     }
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
     shown = replace(given, store=tuple(redacted_store(str(path)) for path in given.store))

@@ -119,7 +119,7 @@ def largest_batch(config: TrainConfig, ranks: TrainRanks, loader: Loader) -> Bat
         loader.rows.buckets("train"), key=lambda one: loader.config.rows_of(one) * math.prod(one.spec.column(LATENT).shape)
     )
     batch = example_batches(config, ranks, loader, [largest])[largest.name]
-    encoder = loader.shares[0].store.manifest.encoders.get("text_encoder")
+    encoder = loader.stores[0].store.manifest.encoders.get("text_encoder")
     tokens = encoder.get("max_tokens") if isinstance(encoder, dict) else None
     if isinstance(tokens, int) and (more := tokens - batch.tokens.shape[1]) > 0:
         mask = functional.pad(batch.token_mask, (0, more), value=True)

@@ -353,7 +353,7 @@ GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's de
 
 def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Training, WeightLayout]:
     """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any."""
-    device, vae = loader.device, loader.shares[0].store.manifest.encoders["vae"]
+    device, vae = loader.device, loader.stores[0].store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
     family, model, schedule = _load_model(config, ranks, start, loader)
     layout = layout_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
@@ -380,13 +380,13 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
         average=average,
         prep=Prep(scale=LatentScale.of(family.scaling(vae), device), schedule=schedule, options=config, compiled=compiled),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
-        mean_weight=mean_weight(config, loader.shares),
+        mean_weight=mean_weight(config, loader.stores),
     )
     return training, layout
 
 
 def _load_model(config: TrainConfig, ranks: TrainRanks, start: Start, loader: Loader) -> tuple[Family, nn.Module, Schedule]:
-    store, device = loader.shares[0].store, loader.device  # all stores have the encoders of the first
+    store, device = loader.stores[0].store, loader.device  # all stores have the encoders of the first
     source = open_model_config(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)

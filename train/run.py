@@ -282,10 +282,10 @@ class Run:
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         with contextlib.ExitStack() as at_end:
-            shares = data.open_stores(config, ranks, start)
-            from_rank_zero(ranks, lambda: refuse_run(config, start, [share.store for share in shares]))
-            data.expect_service(config, ranks, shares)
-            self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, shares, self.device)))
+            stores = data.open_stores(config, ranks, start)
+            from_rank_zero(ranks, lambda: refuse_run(config, start, [weighted.store for weighted in stores]))
+            data.expect_service(config, ranks, stores)
+            self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, stores, self.device)))
             window = self._continue_loader()
             config = resolve(config, start, self.loader, self.device)
             set_up_device(config, self.device)
@@ -343,7 +343,7 @@ class Run:
         """Build the model with its optimizer and average, as memory allows; load the prompts of its images."""
         from bucketline.train.memory import built_to_fit
 
-        store, given = self.loader.shares[0].store, dict[str, bytes]()
+        store, given = self.loader.stores[0].store, dict[str, bytes]()
         if config.image_prompts:  # before the model takes its memory
             from bucketline.train.images import encode_given
 
@@ -380,7 +380,7 @@ class Run:
             (output / METRICS).unlink(missing_ok=True)  # an earlier validation was of other weights
         else:
             checkpoint.set_aside(self.start.checkpoint)
-        write_config(self.config, self.given, self.loader.shares, self.ranks.world_size)
+        write_config(self.config, self.given, self.loader.stores, self.ranks.world_size)
         validated = cut_back(self.config, self.steps_done, self._recorder.state())
         self._record_plan()
         self._log = self._at_end.enter_context(contextlib.closing(RunLog(self.config, self._accelerator, self._progress)))
@@ -478,13 +478,13 @@ class Run:
             return False
         expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
-        refuse_ignored([share.store for share in self.loader.shares])
-        self.training = replace(self.training, mean_weight=mean_weight(self.config, self.loader.shares))
+        refuse_ignored([weighted.store for weighted in self.loader.stores])
+        self.training = replace(self.training, mean_weight=mean_weight(self.config, self.loader.stores))
         from bucketline.train.compile import compile_and_count
 
         compile_and_count(self.training, self.ranks, self.loader, self._progress.say, self.work)
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
-        named = ", ".join(str(share.store.manifest.generation) for share in self.loader.shares)
+        named = ", ".join(str(weighted.store.manifest.generation) for weighted in self.loader.stores)
         self._progress.say(f"step {self.steps_done}: now on generation {named}, {counted(rows, 'sample')} per epoch")
         return True  # and `_pause` collects: stores and their buckets know each other
 
@@ -496,7 +496,7 @@ class Run:
         return is_due
 
     def _validate(self) -> None:
-        with data.open_val_loader(self.config, self.ranks, self.loader.shares, self.device) as batches:
+        with data.open_val_loader(self.config, self.ranks, self.loader.stores, self.device) as batches:
             result = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
         if self.steps_done not in self._validations:  # after a resume, the file may have it already
@@ -529,7 +529,7 @@ class Run:
         from bucketline.train.export import model_card
 
         validation = self._validations.get(self.steps_done)
-        return model_card(self.training, self._weights, self.loader.shares, self.steps_done, validation, of_export=of_export)
+        return model_card(self.training, self._weights, self.loader.stores, self.steps_done, validation, of_export=of_export)
 
     def _write_export(self, folder: Path, config: str, tensors: dict[str, Any], card: str) -> None:
         """Write an export, in the saver's thread; upload that of the last step."""
@@ -545,7 +545,7 @@ class Run:
             return False
         from bucketline.train.images import draw_images
 
-        of, done = (self.training, self.loader.shares, self._prompts), self.steps_done
+        of, done = (self.training, self.loader.stores, self._prompts), self.steps_done
         draw = functools.partial(draw_images, *of, sheet, steps_done=done, keeps=self.ranks.is_main)
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
@@ -593,7 +593,7 @@ class Run:
     def _tell_data(self) -> None:
         """Print the length and the samples of a run; warn of small buckets, and of a caption dropout without use."""
         config, family, say = self.config, self.training.family, self._progress.say
-        stores, plan = [share.store for share in self.loader.shares], self.loader.plan
+        stores, plan = [weighted.store for weighted in self.loader.stores], self.loader.plan
         if {one.model for one in models_of(one.place for one in stores).values()} == {str(config.model)}:
             say(f"model: {config.model}, with which {'the stores were' if len(stores) > 1 else 'the store was'} packed")
         per_epoch = plan.steps_before(MANY_EPOCHS) / MANY_EPOCHS or 1

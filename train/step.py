@@ -88,11 +88,11 @@ def store_weights(config: TrainConfig) -> tuple[float, ...]:
     return () if set(weights) == {None} else tuple(1.0 if weight is None else weight for weight in weights)
 
 
-def mean_weight(config: TrainConfig, shares: Sequence[WeightedStore]) -> float | None:
+def mean_weight(config: TrainConfig, stores: Sequence[WeightedStore]) -> float | None:
     """Return the mean of the stores' weights over the rows of a pass; None if they have none."""
     if not (weights := store_weights(config)):
         return None
-    rows = [share.repeats * sum(bucket.num_rows for bucket in share.store.buckets("train")) for share in shares]
+    rows = [weighted.repeats * sum(bucket.num_rows for bucket in weighted.store.buckets("train")) for weighted in stores]
     mean = sum(weight * count for weight, count in zip(weights, rows, strict=True)) / sum(rows)
     if mean == 0:
         raise UsageError("the weight of every --store that has rows is 0, expected one above 0")

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.window import CopyPlan, RaggedRows
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.mixture import Mixture
     from bucketline.loader.plan.plan import Plan, PlannedStep
-    from bucketline.store import Bucket
-    from bucketline.store.read.store import OpenShards
+    from bucketline.store import Bucket, Store
 
 
 # ---------------------------------------------------------------------------------------------------------------------- verify
 # Verification of a filled micro-batch against the checksums of its rows, captions and ragged entries. Letters: B rows.
 
 
-def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer: Tensor) -> None:
+def verify_batch(store: Store | Mixture, gather: Gather, copy_plan: CopyPlan, buffer: Tensor) -> None:
     """Verify the gathered contents of a buffer against the store's checksums."""
     tensors = carve(buffer, copy_plan.layout.fields)
     located, spec = copy_plan.batch.located, copy_plan.batch.bucket.spec
@@ -60,7 +60,7 @@ def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer:
         _check_entries(store, copy_plan, rows, tensors)
 
 
-def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, tensors: Mapping[str, Tensor]) -> None:
+def _check_entries(store: Store | Mixture, copy_plan: CopyPlan, rows: RaggedRows, tensors: Mapping[str, Tensor]) -> None:
     """Compare the entries of a group with those read and verified one by one; a row without one has zeros."""
     group, spec = rows.group, rows.group.spec
     tokens = {own.name: as_bytes(tensors[group.token_field(own.name)]) for own in group.shown.tokens}
@@ -85,7 +85,7 @@ def _begins_with(found: NDArray[np.uint8], own: bytes) -> bool:
     return found[: len(own)].tobytes() == own and not np.any(found[len(own) :])
 
 
-def name_sample(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:
+def name_sample(store: Store | Mixture, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:
     """Return a message prefix that names the first of a batch's rows, `[B]`, that cannot be read; "" if all are readable now.
 
     `read` reads one row, by its index in the batch. A sample's name comes from its record. If the record cannot be read
@@ -99,7 +99,7 @@ def name_sample(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], read
     return ""
 
 
-def _name(store: OpenShards, bucket: Bucket, row: int) -> str:
+def _name(store: Store | Mixture, bucket: Bucket, row: int) -> str:
     ordinal, first = bucket.shard_of(row)
     shard = store.shards[ordinal]
     with suppress(StoreError):
@@ -116,7 +116,14 @@ class BatchBuilder:
     """Fills buffers with the micro-batches of one rank. Any thread may `fill`; all else is called by one thread at a time."""
 
     def __init__(
-        self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int, *, gather: Gather | None = None
+        self,
+        store: Store | Mixture,
+        plan: Plan,
+        config: LoaderConfig,
+        rank: int,
+        world_size: int,
+        *,
+        gather: Gather | None = None,
     ) -> None:
         """Compute the layouts of batches. `gather`: a `Gather` over the same store to share; by default a new one."""
         self._store, self._plan, self.config = store, plan, config

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.mixture import Mixture
     from bucketline.store import Bucket, Column, Store
     from bucketline.store.format.text import RaggedSpec
-    from bucketline.store.read.store import OpenShards
 
 
 # ----------------------------------------------------------------------------------------------------------------- buffer pool
@@ -425,7 +425,7 @@ class Conditioning:
         return uniform_on_host(keys, Purpose.FLIP) < self.flip
 
 
-def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: LoaderConfig) -> Conditioning:
+def make_conditioning(store: Store | Mixture, buckets: Iterable[Bucket], config: LoaderConfig) -> Conditioning:
     """Return the conditioning of a configuration after comparing it with the store."""
     columns = _requested_columns(store, list(buckets), config)
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
@@ -456,7 +456,7 @@ def _rounded(longest: int, multiple: int) -> int:
     return max(1, -(-longest // multiple)) * multiple
 
 
-def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[RequestedGroup, ...]:
+def _requested_groups(store: Store | Mixture, config: LoaderConfig) -> tuple[RequestedGroup, ...]:
     requested = []
     for name in config.ragged:
         if name not in store.ragged or config.ragged.count(name) > 1:
@@ -483,7 +483,7 @@ def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[Requeste
     return tuple(requested)
 
 
-def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderConfig) -> tuple[RequestedColumn, ...]:
+def _requested_columns(store: Store | Mixture, buckets: Sequence[Bucket], config: LoaderConfig) -> tuple[RequestedColumn, ...]:
     if len(set(config.columns)) != len(config.columns):
         raise UsageError(f"columns is {list(config.columns)}; expected each role once")
     names = {bucket.name: {column.name for column in bucket.columns} for bucket in buckets}
@@ -516,7 +516,7 @@ def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: Loa
     return tuple(requested)
 
 
-def _refuse_lacking(store: OpenShards, names: Sequence[str], bucket: str) -> None:
+def _refuse_lacking(store: Store | Mixture, names: Sequence[str], bucket: str) -> None:
     """Check that all rows of a bucket have those of some columns that were added."""
     for name in names:
         if name in store.added:
@@ -526,7 +526,7 @@ def _refuse_lacking(store: OpenShards, names: Sequence[str], bucket: str) -> Non
                 raise UsageError(f"columns has {role_of(name)!r:.80}: {error}; or leave it out of columns") from error
 
 
-def latent_kind(store: OpenShards) -> LatentKind:
+def latent_kind(store: Store | Mixture) -> LatentKind:
     """Return the kind of a store's latents from its manifest; `MODE` if the manifest does not name one."""
     vae = store.encoders.get("vae")
     said = vae.get("latents") if isinstance(vae, dict) else None

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.store import Column
-    from bucketline.store.read.store import OpenShards
+    from bucketline.loader.mixture import Mixture
+    from bucketline.store import Column, Store
     from bucketline.store.shard.row_locator import Located, LocatedEntries
 
 _SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
@@ -44,7 +44,7 @@ _NUMPY_ITEMS = {size: torch.empty(0, dtype=dtype).numpy().dtype for size, dtype 
 class Gather:
     """Copies values of one open store's rows and captions. Maps each shard on first use."""
 
-    def __init__(self, store: OpenShards, *, plain_reads: bool = False) -> None:
+    def __init__(self, store: Store | Mixture, *, plain_reads: bool = False) -> None:
         """Reserve addresses for all files. With `plain_reads`, or if the system refuses, use plain reads for everything."""
         self._store = store
         self._files = FileGather(store)

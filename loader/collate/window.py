@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffers import Conditioning, RequestedColumn
     from bucketline.loader.collate.gather import Gather, GatherIndex
-    from bucketline.store import Bucket
-    from bucketline.store.read.store import OpenShards
+    from bucketline.loader.mixture import Mixture
+    from bucketline.store import Bucket, Store
     from bucketline.store.remote.cache.batch_lines import HeldLines
     from bucketline.store.shard.row_locator import Located
 
@@ -102,7 +102,7 @@ def _joined_rows(parts: Sequence[RaggedRows]) -> RaggedRows:
 class CopyPlanner:
     """Shared by all windows of a loader: the store, its gather, the settings and the buffer layouts."""
 
-    def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
+    def __init__(self, store: Store | Mixture, gather: Gather, conditioning: Conditioning) -> None:
         self.store, self.gather, self.conditioning = store, gather, conditioning
         self._layouts: dict[tuple[str, int, tuple[int, ...]], BufferLayout] = {}
 

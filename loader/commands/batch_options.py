@@ -131,7 +131,7 @@ class PlannedOptions(BatchOptions):
 
         `step`: that of a run of which the plan is wanted, since it may have changed; None: the last one, with the number 0.
         """
-        from bucketline.loader.mixture import open_shares
+        from bucketline.loader.mixture import open_weighted
 
         if self.of_run is None:
             machines = self.world_size.machines
@@ -139,7 +139,7 @@ class PlannedOptions(BatchOptions):
             lanes = {"lanes": machines} if mixes and machines is not None else {}
             rows = {"split": self.split.split, "remainder": self.split.remainder}
             config = self.for_loader(**rows, **lanes, **others)
-            return open_shares(self.stores, self.remote()), config, self.world_size.ranks, step or 0
+            return open_weighted(self.stores, self.remote()), config, self.world_size.ranks, step or 0
         from bucketline.loader.seen import open_plan, read_run
 
         run = read_run(self.of_run, "--run")
@@ -150,4 +150,4 @@ class PlannedOptions(BatchOptions):
         except StateError as error:
             raise StateError(f"--run {self.of_run}: {error}") from error
         number = 0 if step is None else step - line.shift
-        return found.shares, replace(found.config, **others), line.state.world_size, number
+        return found.stores, replace(found.config, **others), line.state.world_size, number

@@ -47,12 +47,12 @@ class Peek(PlannedOptions):
         from bucketline.store.report.facts import vae_of
 
         refuse_page(self.output)
-        shares, config, world_size, number = self.planned(self.step)
+        stores, config, world_size, number = self.planned(self.step)
         from bucketline.loader.peek import peek_page, read_step
 
-        batches = read_step(shares, config, number, world_size)
-        names = self.stores or tuple(str(share.store.place) for share in shares)
-        write_or_explain(self.output, peek_page(names, self.step, batches, dict(vae_of(shares[0].store))))
+        batches = read_step(stores, config, number, world_size)
+        names = self.stores or tuple(str(weighted.store.place) for weighted in stores)
+        write_or_explain(self.output, peek_page(names, self.step, batches, dict(vae_of(stores[0].store))))
         _, first, _ = batches[0]
         if self.json:
             print_json(

@@ -11,8 +11,9 @@ from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
 
 if TYPE_CHECKING:
+    from bucketline.loader.mixture import Mixture
     from bucketline.loader.plan.plan import Plan
-    from bucketline.store.read.store import OpenShards
+    from bucketline.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +50,14 @@ class PlanCommand(PlannedOptions):
         from bucketline.loader.plan.plan import make_plan, plan_counts
         from bucketline.store.format.block import LINE_BYTES
 
-        shares, config, world_size, _ = self.planned(epochs=None)
-        store = join(shares)
+        stores, config, world_size, _ = self.planned(epochs=None)
+        store = join(stores)
         cache_bytes = self.remote().cache_bytes if self.world_size.machines is not None else None
         plan = make_plan(store, config, world_size=world_size, cache_bytes=cache_bytes)
         report = plan_counts(plan, self.epochs, config.split)
         report["stores"] = [
-            {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
-            for share in shares
+            {"path": str(weighted.store.place), "generation": weighted.store.manifest.generation, "repeats": weighted.repeats}
+            for weighted in stores
         ]
         report["requests"] = sum(-(-file.entry.lmdb.num_bytes // LINE_BYTES) for file in store.files)
         report["small_buckets"] = plan.small_buckets(can_drop=False)  # who reads the report may have no --split
@@ -71,11 +72,11 @@ class PlanCommand(PlannedOptions):
         return 0
 
 
-def _batch(store: OpenShards, plan: Plan, step: int, world_size: int) -> dict[str, Any]:
-    shares = plan.draw([(step, rank) for rank in range(world_size)], world_size)
-    bucket = store.bucket(shares[0].bucket)
-    ids = [bucket.sample_ids(share.rows) for share in shares]
-    return {"step": step, "epoch": shares[0].epoch, "bucket": bucket.name, "ranks": ids}
+def _batch(store: Store | Mixture, plan: Plan, step: int, world_size: int) -> dict[str, Any]:
+    planned = plan.draw([(step, rank) for rank in range(world_size)], world_size)
+    bucket = store.bucket(planned[0].bucket)
+    ids = [bucket.sample_ids(part.rows) for part in planned]
+    return {"step": step, "epoch": planned[0].epoch, "bucket": bucket.name, "ranks": ids}
 
 
 def _print_report(report: dict[str, Any]) -> None:

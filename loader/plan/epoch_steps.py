@@ -238,8 +238,8 @@ class Cursor:
 # differ from pass to pass, also of a lane that has no other shards to combine them with.
 #
 # Only live row counts by shard are used, which the manifest has: no sidecar is read. A shard that a mixture repeats counts as
-# several, which are neighbours when they are dealt and apart when they are visited. Of a store of which a pass reads a share,
-# the runs are those of its first pass; in the others the rows of a run are as many that follow later (`shares`).
+# several, which are neighbours when they are dealt and apart when they are visited. Of a store of which a pass reads a
+# fraction, the runs are those of its first pass; in the others the rows of a run are as many that follow later (`parts`).
 #
 # Letters: n rows of a bucket, G its global batch, L lanes, h = G / L, S shards of a bucket, U of all buckets, K of a group.
 
@@ -373,13 +373,13 @@ class Lanes:
     def _lane_runs(self, span: Span) -> Iterator[tuple[int, int, int]]:
         """Yield (lane, index in the lane's part of the pass, count) of a span's positions."""
         size = self._sizes[span.bucket][1]
-        share, begin = size // self._lanes, self.offset(span.bucket, span.number)
+        per_lane, begin = size // self._lanes, self.offset(span.bucket, span.number)
         at, end = begin + span.first, begin + span.first + span.count
         while at < end:
             of_batch, within = divmod(at, size)
-            lane, in_lane = divmod(within, share)
-            count = min(end - at, share - in_lane)
-            yield lane, of_batch * share + in_lane - min(max(begin - lane * share, 0), share), count
+            lane, in_lane = divmod(within, per_lane)
+            count = min(end - at, per_lane - in_lane)
+            yield lane, of_batch * per_lane + in_lane - min(max(begin - lane * per_lane, 0), per_lane), count
             at += count
 
     def _window(self, span: Span, lane: int, index: int) -> _LaneWindow:

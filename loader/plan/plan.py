@@ -25,12 +25,13 @@ from bucketline.command_line import counted, human_bytes, machines_of
 from bucketline.errors import PlanError, UsageError
 from bucketline.forks import cached_property
 from bucketline.loader.config import LEAST_WINDOW, MOST_WINDOW_BYTES, SHARDS_AT_ONCE, USUAL_WINDOW, Remainder
+from bucketline.loader.mixture import Mixture
 from bucketline.loader.plan.epoch_steps import EpochSteps, Lanes, ShardRuns, Span
 from bucketline.loader.plan.order import extend_key, key_of, permute, permute_all
 from bucketline.option_value import expect
+from bucketline.store import Store
 from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.format.text import is_bucket
-from bucketline.store.read.store import OpenShards
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class PlanBucket:
     name: str
     num_rows: int  # that a pass reads
     global_batch: int
-    parts: tuple[StoreRows, ...] = ()  # if a pass reads a share of some store's rows: the stores' own, in order
+    parts: tuple[StoreRows, ...] = ()  # if a pass reads a fraction of some store's rows: the stores' own, in order
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.global_batch < 1:
@@ -323,17 +324,8 @@ def _sizes(buckets: Sequence[PlanBucket]) -> str:
     return f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
 
 
-def rows_per_pass(num_rows: int, share: float) -> int:
-    """Return how many of a store's rows in a bucket a pass reads; at least one, if it has any.
-
-    >>> rows_per_pass(10, 0.25), rows_per_pass(3, 0.1), rows_per_pass(10, 2.5)
-    (3, 1, 25)
-    """
-    return max(int(num_rows * share + 0.5), min(num_rows, 1))
-
-
 class PassRows:
-    """The rows of a bucket's passes, if a pass reads a share of a store's that is not a whole number of times all of them.
+    """The rows of a bucket's passes, if a pass reads a fraction of some store's.
 
     A pass of a bucket has `per_pass` places for such a store. The places of all passes, one after the other, go through all of
     the store's rows again and again, each time in another order: so every row comes once before any comes twice. A row's place
@@ -386,7 +378,7 @@ _SMALLER = 0.75  # of a window that needs too much
 class CacheNeeds:
     """The needs of each of some machines from its cache, to read a store by a plan."""
 
-    def __init__(self, store: OpenShards, plan: Plan, machines: int) -> None:
+    def __init__(self, store: Store | Mixture, plan: Plan, machines: int) -> None:
         self._store, self._plan, self._machines = store, plan, machines
         self.num_bytes = sum(file.entry.lmdb.num_bytes for file in store.files)  # of shards and added columns
         self.kept_bytes = sum(file.entry.meta.num_bytes for file in store.files)  # next to the shards; held whole
@@ -473,7 +465,7 @@ class CacheNeeds:
         )
 
 
-def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, world_size: int) -> None:
+def reserve_ring(builder: object, store: Store | Mixture, plan: Plan, rank: int, world_size: int) -> None:
     """Let the caches of stores in object storage leave as much to lines that pass through as the order needs.
 
     It counts while `builder` exists. Ranks of a machine that share a cache need the same, and count once.
@@ -489,7 +481,9 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, rank: int, worl
         source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
 
 
-def refuse_small_caches(store: OpenShards, plan: Plan, world_size: int) -> tuple[CacheNeeds, list[RemoteSource], int] | None:
+def refuse_small_caches(
+    store: Store | Mixture, plan: Plan, world_size: int
+) -> tuple[CacheNeeds, list[RemoteSource], int] | None:
     """Return the plan's needs, the stores in object storage and the least limit of their caches; None without such stores."""
     if all(shard.source is None for shard in store.shards):
         return None
@@ -518,7 +512,7 @@ def cache_for(num_bytes: int) -> int:
 # Make the plan of a store and a configuration: the buckets' batches, the lanes, and the window that a cache allows.
 
 
-def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1, cache_bytes: int | None = None) -> Plan:
+def make_plan(store: Store | Mixture, config: LoaderConfig, *, world_size: int = 1, cache_bytes: int | None = None) -> Plan:
     """Make the plan over one split of a store's generation, or of several joined stores.
 
     If `config.window` is None, the window is chosen by `cache_bytes`, the size of each machine's cache: by default by the
@@ -528,7 +522,7 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1, c
         PlanError: if the split has no rows.
         UsageError: if `store` is not an open one.
     """
-    expect("store", store, OpenShards, "an open store: make_plan(Store.open('photos.store'), config)")
+    expect("store", store, Store | Mixture, "an open store: make_plan(Store.open('photos.store'), config)")
     of_split = store.buckets(config.split)
     if not of_split:
         held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
@@ -544,7 +538,7 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1, c
             parts=parts,
         )
         for bucket in of_split
-        for parts in [bucket.shares()]
+        for parts in [bucket.parts()]
     )
     plan = Plan(
         seed=config.seed,
@@ -568,13 +562,13 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1, c
     return plan if window is None else replace(mixed, window=min(window, needs.most_window))
 
 
-def asked_window(store: OpenShards, plan: Plan) -> int | None:
+def asked_window(store: Store | Mixture, plan: Plan) -> int | None:
     """Return the window that a plan was made with: the usual one, if the plan has as much of it as there may be."""
     most = CacheNeeds(store, plan, 1).most_window
     return USUAL_WINDOW if plan.window == min(USUAL_WINDOW, most) else plan.window
 
 
-def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
+def plan_of(store: Store | Mixture, config: LoaderConfig, world_size: int) -> Plan:
     """Make the plan of a loader with this configuration. It is the same on every rank and in a service."""
     plan = make_plan(store, config, world_size=world_size)
     if plan.num_steps == 0 or not plan.has_steps:

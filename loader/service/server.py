@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.loader.mixture import StoreId
+    from bucketline.loader.mixture import Mixture, StoreId
     from bucketline.loader.service.sockets import HostPort, Security
-    from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
 END_S = 1.0  # for all clients to read the end of their iterations
@@ -45,18 +44,18 @@ _STOPPED = DeliveryError(
 class OpenStores:
     """Open stores, joined as a client reads them, and their memory map."""
 
-    shares: tuple[WeightedStore, ...]
-    store: OpenShards
+    stores: tuple[WeightedStore, ...]
+    rows: Store | Mixture
     gather: Gather
     num_users: int = 0
 
     def is_superseded(self) -> bool:
         """Return True if a newer generation of one of the stores has been published."""
-        return any(max(generations(s.store.path), default=-1) != s.store.manifest.generation for s in self.shares)
+        return any(max(generations(s.store.path), default=-1) != s.store.manifest.generation for s in self.stores)
 
     def is_lost(self) -> bool:
         """Return True if the cache of one of the stores was removed."""
-        return any(share.store.source is not None and share.store.source.is_removed for share in self.shares)
+        return any(weighted.store.source is not None and weighted.store.source.is_removed for weighted in self.stores)
 
 
 class ServedStores:
@@ -119,30 +118,30 @@ class ServedStores:
             )
         return self._arguments[store_id]
 
-    def open(self, stores: Sequence[StoreId], *, plain_reads: bool, using: ExitStack) -> OpenStores:
+    def open(self, requested: Sequence[StoreId], *, plain_reads: bool, using: ExitStack) -> OpenStores:
         """Return the generations of the stores that a client reads, opened once for all clients that read the same.
 
         They count as read until `using` ends.
         """
-        if not stores:
+        if not requested:
             raise DeliveryError("0 stores were requested, expected 1 or more")
-        arguments = [self._argument(one.store_id, one.path) for one in stores]
+        arguments = [self._argument(one.store_id, one.path) for one in requested]
         with self._lock:
-            key = (*((one.store_id, one.generation, one.repeats) for one in stores), plain_reads)
+            key = (*((one.store_id, one.generation, one.repeats) for one in requested), plain_reads)
             if key not in self._opened or self._opened[key].is_lost():
-                shares = tuple(
+                stores = tuple(
                     WeightedStore(store=self._open_store(argument, one.generation), repeats=one.repeats)
-                    for argument, one in zip(arguments, stores, strict=True)
+                    for argument, one in zip(arguments, requested, strict=True)
                 )
-                store = join(shares, plain_reads=plain_reads)
-                self._opened[key] = OpenStores(shares=shares, store=store, gather=Gather(store, plain_reads=plain_reads))
+                rows = join(stores, plain_reads=plain_reads)
+                self._opened[key] = OpenStores(stores=stores, rows=rows, gather=Gather(rows, plain_reads=plain_reads))
             found = self._opened[key]
             found.num_users += 1
         using.callback(self._count_down, found)
-        for one, share in zip(stores, found.shares, strict=True):
-            if share.store.manifest.digest != one.digest:
+        for one, weighted in zip(requested, found.stores, strict=True):
+            if (digest := weighted.store.manifest.digest) != one.digest:
                 raise StoreError(
-                    f"generation {one.generation} of {share.store.place} has the digest {share.store.manifest.digest}, the "
+                    f"generation {one.generation} of {weighted.store.place} has the digest {digest}, the "
                     f"client's of {one.path} has {one.digest}; these are two stores: use the same for both, and "
                     "restart a service whose store was replaced"
                 )
@@ -303,7 +302,7 @@ class Service:
     def _told(self, request: StoresRequest | NamesRequest, using: ExitStack) -> list[ServedManifest] | list[str]:
         if isinstance(request, StoresRequest):
             return self._stores.told(request)
-        rows = self._stores.open(request.stores, plain_reads=True, using=using).store
+        rows = self._stores.open(request.stores, plain_reads=True, using=using).rows
         return rows.ids_of([bytes.fromhex(one) for one in request.digests])
 
     def _begin(self, client: Client, request: Request, using: ExitStack) -> None:
@@ -311,11 +310,11 @@ class Service:
             raise DeliveryError(f"rank is {request.rank} of {request.world_size} ranks")
         config = client.permitted(wire.sent(request.config))
         opened = self._stores.open(request.stores, plain_reads=config.plain_reads, using=using)
-        plan = plan_of(opened.store, config, request.world_size)
+        plan = plan_of(opened.rows, config, request.world_size)
         if plan.digest != request.plan:
             raise DeliveryError(
                 f"the client's plan has the digest {request.plan}, the service's {plan.digest}; use one version of bucketline"
             )
-        builder = BatchBuilder(opened.store, plan, config, request.rank, request.world_size, gather=opened.gather)
-        reserve_ring(builder, opened.store, plan, request.rank, request.world_size)
+        builder = BatchBuilder(opened.rows, plan, config, request.rank, request.world_size, gather=opened.gather)
+        reserve_ring(builder, opened.rows, plan, request.rank, request.world_size)
         client.begin(builder, request)

@@ -117,14 +117,14 @@ class Bucket:
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return runs of consecutive row numbers that one shard holds, in row order: (shard, repeat, rows), `[N]` each.
 
-        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store. If a pass reads a share of
-        some store's rows, they are those of its first pass.
+        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store. If a pass reads a fraction
+        of some store's rows, they are those of its first pass.
         """
         live = self._ends - self._starts
         shard = np.flatnonzero(live)
         return shard, np.zeros_like(shard), live[shard]
 
-    def shares(self) -> tuple[StoreRows, ...]:
+    def parts(self) -> tuple[StoreRows, ...]:
         """Return each store's rows, if a pass does not read all rows of the bucket; otherwise nothing."""
         return ()
 
@@ -250,7 +250,7 @@ class Bucket:
 
 
 class OpenShards:
-    """A set of open shards with their buckets, rows and captions: the loader's view of one store or several."""
+    """Open shards with their buckets, rows and captions: what a store and a mixture of several have in common."""
 
     def __init__(
         self,

@@ -342,7 +342,7 @@ def test_several_loaders_read_at_once(store: Store, backend: Backend) -> None:
     with backend.reads(store) as loader:
         first = loader(config, rank=0, world_size=3)
         options, found = dict(backend.options), dict[int, list[object]]()
-        given = None if backend.name.endswith("only") else [share.store for share in first.shares]
+        given = None if backend.name.endswith("only") else [share.store for share in first.stores]
         options["generation"] = store.manifest.generation
 
         def read(rank: int) -> None:

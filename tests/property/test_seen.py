@@ -115,7 +115,7 @@ def record_a_run(draw: random.Random, stores: Stores, folder: Path) -> Recording
                     for n, batch in enumerate(islice(loader.forever(), part * accumulation)):
                         recording.note(batch, rank, accumulation, step + n // accumulation)
                     step += part
-                after, later = loader.state_dict(), list(loader.shares)
+                after, later = loader.state_dict(), list(loader.stores)
         state, shares, done = after, later, done + steps
     (folder / "state.json").write_text(json.dumps(state))
     return recording

@@ -106,9 +106,9 @@ def test_a_loop_may_renew_between_steps_and_knows_of_a_newer_generation_before_i
                 add_to(path, 1)
             if loader.renew():
                 break
-            assert loader.shares[0].store.manifest.generation == 1
+            assert loader.stores[0].store.manifest.generation == 1
         assert set(epochs) == {0}
-        assert (loader.epoch, loader.shares[0].store.manifest.generation) == (1, 2)
+        assert (loader.epoch, loader.stores[0].store.manifest.generation) == (1, 2)
         state = loader.state_dict()
         assert not loader.renew()
         assert next(batches).epoch == 1
@@ -130,7 +130,7 @@ def test_a_state_is_resumed_at_its_generation_and_the_next_epoch_reads_the_newes
     add_to(path, 1)
     with Loader(path, config_of(), follow=True) as loader:
         loader.load_state_dict(state)
-        assert loader.shares[0].store.manifest.generation == 1
+        assert loader.stores[0].store.manifest.generation == 1
         assert loader.state_dict() == state
         names = [{name[0] for batch in loader for name in loader.names(batch)} for _ in range(2)]
         assert names == [{"0"}, {"0", "1"}]
@@ -164,7 +164,7 @@ def test_a_generation_that_cannot_be_read_is_left_out_with_a_warning(tmp_path: P
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert abs(len(list(loader)) - expected) <= 2
-        assert loader.shares[0].store.manifest.generation == 1
+        assert loader.stores[0].store.manifest.generation == 1
         message = "has no rows in the split" if why == "no rows" else "pad_to is 10, and the longest caption of"
         assert [str(one.message).partition(":")[0] for one in caught] == ["generation 2 is not read"]
         assert message in str(caught[0].message)

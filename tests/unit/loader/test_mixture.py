@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from bucketline.errors import FingerprintError, StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader import ranks as ranks_of_loaders
-from bucketline.loader.mixture import StoreArgument, join, open_shares
+from bucketline.loader.mixture import StoreArgument, join, open_weighted
 from bucketline.loader.ranks import OtherRankFailedError
 from bucketline.store import Store
 from bucketline.store.format.block import sample_digest
@@ -48,8 +48,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Store, list[Sam
 
 def test_one_store_that_comes_once_is_not_wrapped(made: list[tuple[Store, list[Sample]]]) -> None:
     store = made[0][0]
-    assert join(open_shares(store)) is store
-    assert isinstance(join(open_shares(store.path)), Store)
+    assert join(open_weighted(store)) is store
+    assert isinstance(join(open_weighted(store.path)), Store)
 
 
 @given(
@@ -101,11 +101,11 @@ def test_rows_are_numbered_store_after_store_and_repeat_after_repeat(made: list[
 def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Store, list[Sample]]]) -> None:
     path = made[0][0].path
     with pytest.raises(UsageError, match=rf"are the same store .*: {path}:4"):
-        open_shares([path, WeightedStore(store=made[0][0], repeats=3)])
+        open_weighted([path, WeightedStore(store=made[0][0], repeats=3)])
     with pytest.raises(UsageError, match="no store is given"):
-        open_shares([])
+        open_weighted([])
     with pytest.raises(StoreError):
-        open_shares(f"{path}:")
+        open_weighted(f"{path}:")
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_a_word_for_a_store_ends_in_its_repeats_unless_a_path_of_that_name_is_th
     for none in ("0", "0.0"):
         with pytest.raises(UsageError, match=f"has {none} repeats, expected a number above 0"):
             StoreArgument.parse(f"a.store:{none}")
-    (share,) = open_shares(spelt)
+    (share,) = open_weighted(spelt)
     assert share.repeats == 3
     make_store(Path(spelt), samples_of(SECOND))
-    (share,) = open_shares(Path(spelt))
+    (share,) = open_weighted(Path(spelt))
     assert share.repeats == 1
     assert share.store.manifest.store_id == read_manifest(Path(spelt)).store_id
 
@@ -177,7 +177,7 @@ def publish_twice(path: Path) -> Path:
 
 
 def generation_of(loader: Loader) -> int:
-    return loader.shares[0].store.manifest.generation
+    return loader.stores[0].store.manifest.generation
 
 
 def test_a_rank_that_cannot_know_what_others_opened_is_refused_and_told_the_generation(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_an_open_store_is_read_at_its_generation(tmp_path: Path) -> None:
 def test_a_mixture_names_a_generation_for_each_store(tmp_path: Path) -> None:
     paths = [publish_twice(tmp_path / name) for name in ("a", "b")]
     with Loader(paths, CONFIG, rank=1, world_size=2, generation=(2, 1)) as loader:
-        assert [share.store.manifest.generation for share in loader.shares] == [2, 1]
+        assert [share.store.manifest.generation for share in loader.stores] == [2, 1]
         again = pickle.loads(pickle.dumps(loader))
         assert micros(again) == micros(loader)
         again.close()

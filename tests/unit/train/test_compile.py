@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bucketline.errors import TrainError
 from bucketline.loader import loader as loader_module
-from bucketline.loader.mixture import open_shares
+from bucketline.loader.mixture import open_weighted
 from bucketline.store import Store
 from bucketline.train import compile as compile_module
 from bucketline.train import data
@@ -325,8 +325,8 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
         add_to_store(folder / "tiny.store", samples(more, str(more)))
     opened, due = [Store.open(folder / "tiny.store", generation) for generation in (1, 2, 3)], iter([1, 2, 2, 2, 2, 2])
-    monkeypatch.setattr(data, "open_stores", lambda *_: open_shares(opened[0]))
-    monkeypatch.setattr(loader_module, "newest_generations", lambda *_: open_shares(opened[next(due)]))
+    monkeypatch.setattr(data, "open_stores", lambda *_: open_weighted(opened[0]))
+    monkeypatch.setattr(loader_module, "newest_generations", lambda *_: open_weighted(opened[next(due)]))
     assert train(asked, ALONE).steps_done == 20
     (first, validated), later = compiled_for[0], compiled_for[1:]
     assert (sorted(first), sorted(validated)) == (["train/128x128", "train/192x128"], ["val/128x128", "val/192x128"])

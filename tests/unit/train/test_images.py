@@ -194,7 +194,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     asked = packed.config(tmp_path / "run", model=bare, image_steps=3, **told_run)
     run = built(asked)
     run.close()
-    vae = images.drawing_vae(asked, run.loader.shares[0].store)
+    vae = images.drawing_vae(asked, run.loader.stores[0].store)
     assert vae is not None
     (one,) = prompt_batches(run._prompts, 4, 7.0, CPU, run.training.family)
     found = draw_latents(run.training, vae, one)

@@ -11,10 +11,10 @@ import pytest
 from bucketline.errors import StateError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.config import LEAST_WINDOW, USUAL_WINDOW
+from bucketline.loader.mixture import Mixture
 from bucketline.loader.plan import plan as cache_needs
 from bucketline.loader.plan.plan import CacheNeeds, Plan, cache_for, make_plan, plan_of
 from bucketline.store import Store
-from bucketline.store.read.store import OpenShards
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 from tests.kit import make_store, samples_of
 
@@ -40,7 +40,7 @@ def config(**more: Any) -> LoaderConfig:
     return LoaderConfig(**{"batch_size": 4, "window": 4096, **more})
 
 
-def most_at_once(store: OpenShards, plan: Plan, machines: int) -> int:
+def most_at_once(store: Store | Mixture, plan: Plan, machines: int) -> int:
     """Return the most bytes of lines that one machine's rows are in, over as many steps as read two windows of each lane."""
     parts = [plan.draw([(step, 0)], machines)[0] for step in range(plan.steps_before(1))]
     lines = list[set[tuple[int, int]]]()

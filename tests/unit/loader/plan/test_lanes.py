@@ -19,11 +19,11 @@ from bucketline.command_line import machines_of
 from bucketline.errors import PlanError, StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.config import SHARDS_AT_ONCE
-from bucketline.loader.mixture import join
+from bucketline.loader.mixture import join, rows_per_pass
 from bucketline.loader.plan import epoch_steps as lanes_module
 from bucketline.loader.plan.epoch_steps import ShardRuns
 from bucketline.loader.plan.order import Purpose, keys_of_rows, mix, normal, permute_all, uniform, uniform_on_host
-from bucketline.loader.plan.plan import PassRows, Plan, PlanBucket, make_plan, rows_per_pass
+from bucketline.loader.plan.plan import PassRows, Plan, PlanBucket, make_plan
 from bucketline.store import Store
 from bucketline.store.format.block import sample_digest
 from bucketline.store.read.store import StoreRows

@@ -239,9 +239,9 @@ def test_a_manifest_that_was_changed_on_the_way_and_another_store_are_errors(sto
     with Server(answer([["s", 1, changed]])) as found, pytest.raises(CorruptError, match=words):
         Loader(None, CONFIG, service=found.address())
     with Server(answer([["s", 1, data]])) as found, Loader(None, CONFIG, service=found.address()) as far:
-        assert far.shares[0].store.manifest == store.manifest
+        assert far.stores[0].store.manifest == store.manifest
         with pytest.raises(DeliveryError, match="it has other stores than were requested"):
-            far.shares[0].store.reopened(1)
+            far.stores[0].store.reopened(1)
 
 
 @pytest.mark.parametrize("names", [None, [1], ["a", "b"], {}, []])
