@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.forks import OwnerProcess
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.epoch_steps import EpochSteps
     from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.prefetch.stream import Stream
+    from bucketline.loader.service.ring import RingStream
     from bucketline.store.format.block import LatentKind
     from bucketline.store.remote.cache.fetch import FetchStats
 
@@ -233,16 +235,6 @@ class Stats:
 CLOSED = "close() was called"  # which ends an iterator without an error
 
 
-class Stream(Protocol):
-    """Filled micro-batches from a position to the end of all epochs."""
-
-    def next(self) -> tuple[FilledBuffer, Tensor] | None: ...
-
-    def note_queue(self, stats: Stats) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Reading(Enum):
     """How far the loader has read the present epoch, which decides what the next `for` reads."""
 
@@ -268,12 +260,12 @@ class EpochLoader(ABC):
         self._cursor = Cursor(step=0, micro_step=0, num_steps=self._steps.num_steps)
         self._iterator: object = None  # the present one
         self._ended_by = CLOSED  # why there is none, or another one
-        self._stream: Stream | None = None
+        self._stream: Stream | RingStream | None = None
         self._stream_owner = OwnerProcess()
         self._counts = Stats()
 
     @abstractmethod
-    def _begin_stream(self) -> Stream:
+    def _begin_stream(self) -> Stream | RingStream:
         """Begin to read at the cursor."""
 
     @abstractmethod
@@ -338,7 +330,7 @@ class EpochLoader(ABC):
                 )
         return True
 
-    def start(self) -> Stream:
+    def start(self) -> Stream | RingStream:
         """Begin to read ahead, unless that has begun; the next iteration continues from there if it begins at this batch."""
         if self._stream is None or not self._stream_owner.is_current:
             self._stream, self._stream_owner = self._begin_stream(), OwnerProcess()

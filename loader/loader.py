@@ -44,7 +44,7 @@ from bucketline.loader.mixture import (
 )
 from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.plan.plan import asked_window, plan_of, refuse_small_caches, reserve_ring
-from bucketline.loader.prefetch.stream import Buffers, ThreadStream
+from bucketline.loader.prefetch.stream import Buffers, read_ahead
 from bucketline.loader.ranks import agreed, expect_agreement, gathered, pinned
 from bucketline.loader.service.client import ServiceBackend, link_to, served_names, served_stores
 from bucketline.loader.service.sockets import AUTO, ServiceAddress
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader.batch import Batch
-    from bucketline.loader.iteration import Stream
     from bucketline.loader.mixture import Mixture, Stores
     from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.prefetch.stream import Stream
+    from bucketline.loader.service.ring import RingStream
     from bucketline.store import Store
     from bucketline.store.format.block import LatentKind
     from bucketline.store.remote.cache.fetch import FetchStats
@@ -251,7 +252,7 @@ class Loader(EpochLoader):
         self._open(stores, self.config, readable)
         return True
 
-    def _begin_stream(self) -> Stream:
+    def _begin_stream(self) -> Stream | RingStream:
         sources = [weighted.store.source for weighted in self.stores if weighted.store.source is not None]
         if self._backend is None and any(source.is_inherited for source in sources):
             # object storage cannot be read in a forked process
@@ -260,7 +261,7 @@ class Loader(EpochLoader):
             self._read_at(_generations(self.stores))
         if self._backend is not None:
             return self._backend.begin(self._cursor)
-        return ThreadStream(self._builder, self._buffers, self._cursor)
+        return read_ahead(self._builder, self._buffers, self._cursor)
 
     def _read_at(self, generations: Sequence[int]) -> None:
         stores = at_generations(self.stores, generations)

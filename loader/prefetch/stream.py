@@ -192,79 +192,6 @@ class CudaCopier:
             self._in_flight.popleft()[1]()
 
 
-# -------------------------------------------------------------------------------------------------------------------- delivery
-# Filled buffers of this process, and their copies on a CUDA device: each waits for its turn and the caller.
-
-FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
-
-
-class Buffers:
-    """A loader's buffers, made by its first iteration in each process: a parent's stay the parent's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._made_for = device, (-1, -1)
-
-    def get(self, buffer_bytes: int, num_buffers: int) -> tuple[BufferPool, CudaCopier | None]:
-        """Return buffers of `buffer_bytes`, and what copies them to the device."""
-        if self._made_for != (os.getpid(), buffer_bytes):
-            on_cuda = self._device.type == "cuda"
-            self._pool = BufferPool(buffer_bytes, num_buffers, pinned=on_cuda)
-            self._copier = CudaCopier(self._device) if on_cuda else None
-            self._made_for = os.getpid(), buffer_bytes  # last: after a failure or Ctrl-C above, the next iteration makes them
-        return self._pool, self._copier
-
-
-class Delivery:
-    """An iteration's filled buffers, of which at most `depth` are filled ahead; a copy to the device begins at once."""
-
-    def __init__(self, buffers: Buffers, buffer_bytes: int, num_buffers: int, depth: int) -> None:
-        self.pool, self._copier = buffers.get(buffer_bytes, num_buffers)
-        self._copying = threading.Lock()
-        self._ready: ReorderBuffer[tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]] = ReorderBuffer(
-            depth, FIRST_DEPTH
-        )  # with the copy on a CUDA device
-
-    def acquire(self) -> Tensor:
-        """Return a buffer to fill, `[buffer_bytes]` uint8."""
-        return self.pool.take()
-
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Let a filled buffer, or its copy on the device, wait for its turn and the caller; return False if nobody needs it."""
-        if self._copier is not None:
-            with self._copying:
-                copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self.pool.give_back, filled.buffer))
-            return self._ready.put(turn, (filled, copy))
-        is_wanted = self._ready.put(turn, (filled, None))
-        if not is_wanted:
-            self.pool.give_back(filled.buffer)
-        return is_wanted
-
-    def take(self, is_alive: Callable[[], bool]) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch and its bytes on the caller's device; see `ThreadStream.next`."""
-        ready = self._ready.take(is_alive)
-        if ready is None:
-            return None
-        filled, copy = ready
-        if copy is None or self._copier is None:
-            return filled, self.pool.lend(filled.buffer)
-        return filled, self._copier.receive(*copy)
-
-    def end(self, turn: int, failure: BaseException | None) -> None:
-        """End the iteration before this turn."""
-        self._ready.end(turn, failure)
-
-    def note_queue(self, stats: Stats) -> None:
-        """Set what is ready at this moment, and how often the caller had to wait."""
-        self._ready.note_queue(stats)
-        stats.buffers = self.pool.num_made
-
-    def close(self) -> None:
-        """Return the buffers that the caller has not popped to the pool."""
-        for filled, copy in self._ready.close():
-            if copy is None:
-                self.pool.give_back(filled.buffer)
-
-
 # --------------------------------------------------------------------------------------------------------------------- threads
 
 MIN_DEPTH, _MAX_DEPTH = 2, 64  # micro-batches
@@ -276,7 +203,7 @@ def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
 
 
 class Sink(Protocol):
-    """The place that filled buffers go to: the caller in this process (`Delivery`), or another process."""
+    """The place that filled buffers go to: a `Stream` of this process, or a `Ring` that another process reads."""
 
     def acquire(self) -> Tensor:
         """Return a buffer to fill, `[buffer_bytes]` uint8; never waits."""
@@ -287,8 +214,17 @@ class Sink(Protocol):
     def end(self, turn: int, failure: BaseException | None) -> None:
         """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release the threads that wait for room; nothing is delivered any more."""
+
+
+class Fillers(Protocol):
+    """The threads that fill a stream: `PrefetchThreads`, or the `FrameReceiver` of batches over TCP."""
+
+    def is_alive(self) -> bool: ...
+
+    def close(self) -> None:
+        """End the iteration; the threads are gone when this returns. A forked child has none."""
 
 
 class PrefetchThreads:
@@ -331,7 +267,7 @@ class PrefetchThreads:
         """End the iteration; the threads are gone when this returns. A forked child has none. Batches held stay valid."""
         if not self._owner.is_current:
             return
-        self._sink.close()
+        self._sink.release()
         self._readahead.stop()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -383,24 +319,94 @@ def _end_all() -> None:
         threads.close()
 
 
-class ThreadStream(PrefetchThreads):
-    """An iteration whose batches are filled by threads of this process."""
+# ---------------------------------------------------------------------------------------------------------------------- stream
+# The caller's end of an iteration: filled buffers, and their copies on a CUDA device, each waiting for its turn.
 
-    def __init__(self, builder: BatchBuilder, buffers: Buffers, cursor: Cursor) -> None:
-        """Start the threads."""
-        depth = depth_of(builder.config, builder.buffer_bytes)
-        self._delivery = Delivery(buffers, builder.buffer_bytes, depth + 1 + builder.config.threads, depth)
-        super().__init__(builder, cursor, self._delivery)
-        self.start()
+FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
+
+
+class Buffers:
+    """A loader's buffers, made by its first iteration in each process: a parent's stay the parent's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._made_for = device, (-1, -1)
+
+    def get(self, buffer_bytes: int, num_buffers: int) -> tuple[BufferPool, CudaCopier | None]:
+        """Return buffers of `buffer_bytes`, and what copies them to the device."""
+        if self._made_for != (os.getpid(), buffer_bytes):
+            on_cuda = self._device.type == "cuda"
+            self._pool = BufferPool(buffer_bytes, num_buffers, pinned=on_cuda)
+            self._copier = CudaCopier(self._device) if on_cuda else None
+            self._made_for = os.getpid(), buffer_bytes  # last: after a failure or Ctrl-C above, the next iteration makes them
+        return self._pool, self._copier
+
+
+class Stream:
+    """One iteration's micro-batches, of which at most `depth` are filled ahead; a copy to the device begins at once.
+
+    Threads of this process fill them: prefetch threads read a store (`read_ahead`), or one receives from a service over TCP.
+    """
+
+    def __init__(self, buffers: Buffers, buffer_bytes: int, depth: int, num_threads: int) -> None:
+        """Fill nothing yet: `fillers` does, to whom this is the sink."""
+        self.fillers: Fillers | None = None
+        self.pool, self._copier = buffers.get(buffer_bytes, depth + 1 + num_threads)
+        self._copying = threading.Lock()
+        self._ready: ReorderBuffer[tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]] = ReorderBuffer(
+            depth, FIRST_DEPTH
+        )  # with the copy on a CUDA device
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
         """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end."""
-        return self._delivery.take(self.is_alive)
+        ready = self._ready.take(self.is_alive)
+        if ready is None:
+            return None
+        filled, copy = ready
+        if copy is None or self._copier is None:
+            return filled, self.pool.lend(filled.buffer)
+        return filled, self._copier.receive(*copy)
 
     def note_queue(self, stats: Stats) -> None:
         """Set what is ready at this moment, and how often the caller had to wait since the stream began."""
-        self._delivery.note_queue(stats)
+        self._ready.note_queue(stats)
+        stats.buffers = self.pool.num_made
+
+    def close(self) -> None:
+        """End the iteration; its threads are gone when this returns. Batches held stay valid."""
+        if self.fillers is not None:
+            self.fillers.close()
+            self.fillers = None  # they know this stream, and hold maps of the stores
+
+    def is_alive(self) -> bool:
+        return self.fillers is not None and self.fillers.is_alive()
+
+    def acquire(self) -> Tensor:
+        return self.pool.take()
+
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        if self._copier is not None:
+            with self._copying:
+                copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self.pool.give_back, filled.buffer))
+            return self._ready.put(turn, (filled, copy))
+        is_needed = self._ready.put(turn, (filled, None))
+        if not is_needed:
+            self.pool.give_back(filled.buffer)
+        return is_needed
+
+    def end(self, turn: int, failure: BaseException | None) -> None:
+        self._ready.end(turn, failure)
 
     def release(self) -> None:
-        """Let no more be delivered; the threads end soon."""
-        self._delivery.close()
+        """Let no more be delivered, and return the buffers that the caller has not popped to the pool."""
+        for filled, copy in self._ready.close():
+            if copy is None:
+                self.pool.give_back(filled.buffer)
+
+
+def read_ahead(builder: BatchBuilder, buffers: Buffers, cursor: Cursor) -> Stream:
+    """Return a stream from a position, that prefetch threads fill; they are started."""
+    depth = depth_of(builder.config, builder.buffer_bytes)
+    stream = Stream(buffers, builder.buffer_bytes, depth, builder.config.threads)
+    stream.fillers = prefetch = PrefetchThreads(builder, cursor, stream)
+    prefetch.start()
+    return stream

@@ -13,7 +13,7 @@ from bucketline.loader.service import wire
 from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.ring import RingStream
 from bucketline.loader.service.sockets import connected
-from bucketline.loader.service.tcp import FrameStream, TcpLink
+from bucketline.loader.service.tcp import TcpLink, received
 from bucketline.loader.service.wire import Answer, NamesRequest, Request, ServedManifest, StoresRequest
 from bucketline.store import Store
 from bucketline.store.format.manifest import Manifest, parse_manifest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.mixture import StoreId
     from bucketline.loader.plan.epoch_steps import Cursor
+    from bucketline.loader.prefetch.stream import Stream
     from bucketline.loader.service.sockets import ServiceAddress
     from bucketline.store.remote.urls import RemoteArguments
 
@@ -65,13 +66,13 @@ class ServiceBackend:
         """Request other batches from the same service, from the next iteration on."""
         self._request = request
 
-    def begin(self, cursor: Cursor) -> RingStream | FrameStream:
+    def begin(self, cursor: Cursor) -> Stream | RingStream:
         """Connect and send the request."""
         request = replace(self._request, cursor=cursor)
         answer = self.link.ask(wire.message_of(request))
         try:
             if isinstance(self.link, TcpLink):
-                return FrameStream(self.link, request, answer, self._buffers)
+                return received(self.link, request, answer, self._buffers)
             return RingStream(answer, CudaCopier(self._device) if self._device.type == "cuda" else None)
         except BaseException:
             answer.close()

@@ -278,7 +278,7 @@ class Ring:
         with self._changed:
             self._changed.notify_all()
 
-    def close(self, failure: BaseException | None = None) -> None:
+    def release(self, failure: BaseException | None = None) -> None:
         """Release the threads that wait for room; the iteration ends with the failure, if there is one."""
         with self._changed:
             if failure is not None:
@@ -335,7 +335,7 @@ class RingClient(Client):
     def stop(self, failure: DeliveryError) -> None:
         """End the client's iteration with the failure after the ready batches; `run` returns soon."""
         if self._ring is not None:
-            self._ring.close(failure)
+            self._ring.release(failure)
         self.shut()
 
     def counted(self) -> Counter[str]:
@@ -381,7 +381,7 @@ class RingStream:
         self._close_fd = weakref.finalize(self, os.close, self._fd)
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch; see `ThreadStream.next`."""
+        """Return the next micro-batch; see `Stream.next`."""
         if self._is_closed:
             return None
         if self._copier is not None:
@@ -496,7 +496,7 @@ class RingStream:
             return True
 
     def note_queue(self, stats: Stats) -> None:
-        """See `ThreadStream.note_queue`."""
+        """See `Stream.note_queue`."""
         words = self._control.words
         stats.ready = max(0, words[Word.ANNOUNCED] - words[Word.TAKEN]) + len(self._copied)
         stats.buffers, stats.waits, stats.depth = words[Word.BUFFERS], words[Word.WAITS], self._response.depth

@@ -23,7 +23,7 @@ from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import JoinableThread, OwnerProcess
 from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.iteration import Stats
-from bucketline.loader.prefetch.stream import Buffers, Delivery, ThreadStream, depth_of
+from bucketline.loader.prefetch.stream import Buffers, Stream, depth_of, read_ahead
 from bucketline.loader.service import sockets, wire
 from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, LostError, Response
 
@@ -54,7 +54,7 @@ class FrameClient(Client):
     def __init__(self, sock: socket.socket, host: str, security: Security) -> None:
         super().__init__(sock, security.token, host)
         self._context = security.context
-        self._stream: ThreadStream | None = None
+        self._stream: Stream | None = None
         self._failure: BucketlineError | None = None  # with which the service stops
         self._layout = b""  # that was sent last
 
@@ -81,7 +81,7 @@ class FrameClient(Client):
             raise DeliveryError(
                 f"a batch has up to {builder.buffer_bytes} bytes, the server allows {MAX_BATCH_BYTES}; use smaller batches"
             )
-        self._stream = ThreadStream(builder, Buffers(torch.device("cpu")), request.cursor)
+        self._stream = read_ahead(builder, Buffers(torch.device("cpu")), request.cursor)
         self.answer(Response(buffer_bytes=builder.buffer_bytes, depth=depth_of(builder.config, builder.buffer_bytes)))
 
     def run(self) -> None:
@@ -281,28 +281,28 @@ class _Tries:
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
 
-class FrameStream:
-    """An iteration whose batches a server sends to a thread of this process."""
+def received(link: TcpLink, request: Request, answer: Answer, buffers: Buffers) -> Stream:
+    """Return a stream that is filled with what the server sends that has answered; it is being received."""
+    buffer_bytes = answer.response().buffer_bytes
+    stream = Stream(buffers, buffer_bytes, depth_of(request.config, buffer_bytes), num_threads=1)
+    stream.fillers = FrameReceiver(link, request, answer, stream)
+    return stream
 
-    def __init__(self, link: TcpLink, request: Request, answer: Answer, buffers: Buffers) -> None:
-        """Begin to receive from the server that has answered."""
-        self._link, self._request = link, request
-        buffer_bytes = answer.response().buffer_bytes
-        depth = depth_of(request.config, buffer_bytes)
-        self._delivery = Delivery(buffers, buffer_bytes, depth + 2, depth)
+
+class FrameReceiver:
+    """A thread that fills a stream with the batches that a server sends."""
+
+    def __init__(self, link: TcpLink, request: Request, answer: Answer, stream: Stream) -> None:
+        """Start the thread."""
+        self._link, self._request, self._stream = link, request, stream
         self._owner, self._over = OwnerProcess(), threading.Event()
         self._sock = answer.sock
         self._turn = 0
         self._thread = JoinableThread(self._run, args=(answer,), name="bucketline-receiver")
         self._thread.start()
 
-    def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch and its bytes on the caller's device; see `ThreadStream.next`."""
-        return self._delivery.take(self._thread.is_alive)
-
-    def note_queue(self, stats: Stats) -> None:
-        """See `ThreadStream.note_queue`."""
-        self._delivery.note_queue(stats)
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def _run(self, answer: Answer) -> None:
         failure: BaseException | None = None
@@ -312,7 +312,7 @@ class FrameStream:
             failure = error
         except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
             failure = DeliveryError(f"the receiving thread failed: {type(error).__name__}: {error}")
-        self._delivery.end(self._turn, failure)
+        self._stream.end(self._turn, failure)
 
     def _receive(self, first: Answer) -> None:
         answer: Answer | None = first
@@ -333,18 +333,18 @@ class FrameStream:
             answer = None
 
     def _receive_all(self, answer: Answer) -> None:
-        frames = FrameReader(answer.sock, min(answer.response().buffer_bytes, self._delivery.pool.buffer_bytes))
+        frames = FrameReader(answer.sock, min(answer.response().buffer_bytes, self._stream.pool.buffer_bytes))
         while frames.next():
-            cursor, buffer = self._request.cursor, self._delivery.acquire()
+            cursor, buffer = self._request.cursor, self._stream.acquire()
             try:
                 filled = frames.batch(buffer)
                 if (filled.step, filled.micro_step) != (cursor.step, cursor.micro_step):
                     expected = f"step {cursor.step}, micro-batch {cursor.micro_step}"
                     raise LostError(f"step {filled.step}, micro-batch {filled.micro_step} came, expected {expected}")
             except BaseException:
-                self._delivery.pool.give_back(buffer)
+                self._stream.pool.give_back(buffer)
                 raise
-            if not self._delivery.put(self._turn, filled):
+            if not self._stream.put(self._turn, filled):
                 return
             self._turn += 1
             after = cursor.after(filled.step, filled.micro_step, self._request.config.accumulation)
@@ -355,7 +355,7 @@ class FrameStream:
         if not self._owner.is_current:
             return
         self._over.set()
-        self._delivery.close()
+        self._stream.release()
         sockets.shut(self._sock)
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -17,7 +17,7 @@ from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, loader, make_plan
 from bucketline.loader.collate.buffers import BufferPool
 from bucketline.loader.plan.plan import plan_of
-from bucketline.loader.prefetch.stream import ThreadStream
+from bucketline.loader.prefetch.stream import Stream
 from bucketline.store import Store
 from tests.epoch_oracle import Oracle, epochs_of, micros, rows_of
 from tests.kit import add_samples, make_store, samples_of, store_writer
@@ -171,14 +171,14 @@ def test_an_iterator_that_was_at_its_end_or_closed_is_not_blamed(tiny: Store) ->
 
 
 def test_the_stream_stays_open_between_two_epochs(tiny: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[ThreadStream] = []
-    begin = ThreadStream.__init__
+    begun: list[Stream] = []
+    begin = Stream.__init__
 
-    def noted(self: ThreadStream, *arguments: Any, **named: Any) -> None:
+    def noted(self: Stream, *arguments: Any, **named: Any) -> None:
         begun.append(self)
         begin(self, *arguments, **named)
 
-    monkeypatch.setattr(ThreadStream, "__init__", noted)
+    monkeypatch.setattr(Stream, "__init__", noted)
     with Loader(tiny, LoaderConfig(batch_size=BATCH, epochs=4)) as loader:
         epochs_of(loader, 3)
         assert len(list(islice(loader, len(loader)))) == len(oracle(tiny, epochs=4).epoch(3))
@@ -191,17 +191,17 @@ def test_a_failure_of_the_loader_itself_is_continued_at_the_same_batch(tiny: Sto
     with Loader(tiny, LoaderConfig(batch_size=BATCH)) as loader:
         batches = iter(loader)
         taken = micros(islice(batches, 2))
-        take = ThreadStream.next
+        take = Stream.next
 
-        def fails(_: ThreadStream) -> None:
+        def fails(_: Stream) -> None:
             raise DeliveryError("the server is gone")
 
-        monkeypatch.setattr(ThreadStream, "next", fails)
+        monkeypatch.setattr(Stream, "next", fails)
         with pytest.raises(DeliveryError):
             next(batches)
-        monkeypatch.setattr(ThreadStream, "next", take)
+        monkeypatch.setattr(Stream, "next", take)
         assert taken + micros(loader) == expected.epoch(0)
-        monkeypatch.setattr(ThreadStream, "next", lambda _: None)  # ends before the epoch does
+        monkeypatch.setattr(Stream, "next", lambda _: None)  # ends before the epoch does
         with pytest.raises(DeliveryError, match=r"the batches ended before step 4, and the epoch has steps to 8"):
             next(iter(loader))
 
