@@ -288,20 +288,20 @@ class Batch:
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the batch's tensors by field name; the target is `latents`, other entries of a mapping `columns.ROLE` etc."""
-        found = {LATENTS if role == TARGET else COLUMN_PREFIX + role: tensor for role, tensor in self.columns.items()}
+        tensors = {LATENTS if role == TARGET else COLUMN_PREFIX + role: tensor for role, tensor in self.columns.items()}
         for name in _TENSORS:
-            found[name] = getattr(self, name)
+            tensors[name] = getattr(self, name)
         for name, tensor in self.present.items():
-            found[BATCH_PRESENT_PREFIX + name] = tensor
+            tensors[BATCH_PRESENT_PREFIX + name] = tensor
         for name, tensor in self.text_fixed.items():
-            found[FIXED_PREFIX + name] = tensor
-        for name, own in self.ragged.items():
-            found |= _ragged_by_name(BATCH_RAGGED_PREFIX + name, own)
+            tensors[FIXED_PREFIX + name] = tensor
+        for name, group in self.ragged.items():
+            tensors |= _ragged_by_name(BATCH_RAGGED_PREFIX + name, group)
         if self.class_labels is not None:
-            found["class_labels"] = self.class_labels
+            tensors["class_labels"] = self.class_labels
         if self.tokens_scale is not None:
-            found[TOKENS_SCALE] = self.tokens_scale
-        return found
+            tensors[TOKENS_SCALE] = self.tokens_scale
+        return tensors
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the batch on a device, or this batch if it is there already. Frameworks expect this name."""
@@ -337,31 +337,31 @@ _TENSORS = (
 
 def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch's fields from the tensors of `by_name`: those with a prefix are grouped under it."""
-    found: dict[str, Any] = {"columns": {}, "present": {}, "text_fixed": {}}
+    batch_fields: dict[str, Any] = {"columns": {}, "present": {}, "text_fixed": {}}
     ragged: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
-        group, dot, own = name.partition(".")
+        group, dot, rest = name.partition(".")
         if dot and group == "ragged":
-            whose, _, field_name = own.partition(".")
+            of_group, _, field_name = rest.partition(".")
             kind, dot, column = field_name.partition(".")
-            entry = ragged.setdefault(whose, {"columns": {}, "fixed": {}})
+            entry = ragged.setdefault(of_group, {"columns": {}, "fixed": {}})
             if dot:
                 entry[kind][column] = tensor
             else:
                 entry[kind] = tensor
         elif dot:
-            found[group][own] = tensor
+            batch_fields[group][rest] = tensor
         elif name == LATENTS:
-            found["columns"][TARGET] = tensor
+            batch_fields["columns"][TARGET] = tensor
         else:
-            found[name] = tensor
+            batch_fields[name] = tensor
     if ragged:
-        found["ragged"] = {name: RaggedBatch(**own) for name, own in ragged.items()}
-    return found
+        batch_fields["ragged"] = {name: RaggedBatch(**entry) for name, entry in ragged.items()}
+    return batch_fields
 
 
-def _ragged_by_name(prefix: str, own: RaggedBatch) -> dict[str, Tensor]:
-    found = {f"{prefix}.columns.{name}": tensor for name, tensor in own.columns.items()}
-    found |= {f"{prefix}.fixed.{name}": tensor for name, tensor in own.fixed.items()}
-    found |= {f"{prefix}.lengths": own.lengths, f"{prefix}.mask": own.mask}
-    return found if own.present is None else {**found, f"{prefix}.present": own.present}
+def _ragged_by_name(prefix: str, group: RaggedBatch) -> dict[str, Tensor]:
+    tensors = {f"{prefix}.columns.{name}": tensor for name, tensor in group.columns.items()}
+    tensors |= {f"{prefix}.fixed.{name}": tensor for name, tensor in group.fixed.items()}
+    tensors |= {f"{prefix}.lengths": group.lengths, f"{prefix}.mask": group.mask}
+    return tensors if group.present is None else {**tensors, f"{prefix}.present": group.present}

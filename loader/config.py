@@ -210,13 +210,13 @@ class LoaderConfig(ReadOptions):
         if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):
             raise UsageError(f"{self._named('row_weights')} is {self.row_weights}, expected numbers, 0 or more")
         self._expect_at_least(1, *SIZES, "batch_multiple", "epochs", "lanes", "pad_to", "pad_multiple")
-        given = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
-        if not given:
+        sizes = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
+        if not sizes:
             *others, last = map(self._named, SIZES)
             raise UsageError(f"no batch size given: pass {', '.join(others)} or {last}")
-        if len(given) > 1:
+        if len(sizes) > 1:
             raise UsageError(
-                f"the batch size is set by {' and '.join(given)}, expected exactly one of {', '.join(map(self._named, SIZES))}"
+                f"the batch size is set by {' and '.join(sizes)}, expected exactly one of {', '.join(map(self._named, SIZES))}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(
@@ -269,7 +269,7 @@ class LoaderConfig(ReadOptions):
     def deciding(self) -> dict[str, Json]:
         """Return the fields that decide what is delivered, besides the global batch, as JSON values."""
         values: dict[str, Json] = {
-            one.name: getattr(self, one.name) for one in fields(self) if one.metadata.get("decides", True)
+            option.name: getattr(self, option.name) for option in fields(self) if option.metadata.get("decides", True)
         }
         if not self.window:
             del values["lanes"]

@@ -69,7 +69,7 @@ class LoaderState:
 
     @property
     def generations(self) -> tuple[int, ...]:
-        return tuple(one.generation for one in self.stores)
+        return tuple(store.generation for store in self.stores)
 
 
 # Between steps, the same global batch may be divided differently among the ranks.
@@ -136,16 +136,16 @@ def saved_choices(saved: LoaderState, plan: Plan) -> dict[str, int | None]:
 
 def are_of(state: LoaderState, stores: tuple[StoreId, ...]) -> bool:
     """Return True if a state is of these stores, at whatever generations."""
-    named = [[(one.store_id, one.repeats) for one in every] for every in (state.stores, stores)]
+    named = [[(store.store_id, store.repeats) for store in every] for every in (state.stores, stores)]
     return named[0] == named[1]
 
 
 def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Json]]:
     """Yield (name, value) of the fields that must match, in the same order for both states; None for one that is absent."""
     yield "stores.count", len(state.stores)
-    for number, one in enumerate(state.stores[: len(other.stores)]):
+    for number, store in enumerate(state.stores[: len(other.stores)]):
         for name in ("store_id", "generation", "repeats", "digest"):
-            yield name if len(state.stores) == 1 else f"stores[{number}].{name}", getattr(one, name)
+            yield name if len(state.stores) == 1 else f"stores[{number}].{name}", getattr(store, name)
     yield "global_batch", state.global_batch
     for name in sorted({*state.settings, *other.settings}, key=lambda name: (name != "window", name)):  # it decides on lanes
         yield name, state.settings.get(name)
@@ -212,8 +212,8 @@ class Stats:
         """The fraction of the time that the caller waited."""
         return self.waited_s / self.seconds if self.seconds else 0.0
 
-    def count(self, filled: FilledBuffer, asked: float) -> None:
-        """Count a micro-batch that is delivered now; the time since it was `asked` for is waiting."""
+    def count(self, filled: FilledBuffer, since: float) -> None:
+        """Count a micro-batch that is delivered now, for which the caller has waited `since` then."""
         samples = filled.fields[0].shape[0]
         self.batches += 1
         self.samples += samples
@@ -221,9 +221,9 @@ class Stats:
         self.by_bucket[filled.bucket] = self.by_bucket.get(filled.bucket, 0) + samples
         now = time.perf_counter()
         if self.begun is None:
-            self.begun = asked
+            self.begun = since
         self.seconds = now - self.begun
-        self.waited_s += now - asked
+        self.waited_s += now - since
 
     def copy(self, fetched: tuple[FetchStats, ...] = ()) -> Stats:
         """Return a copy that counts no more."""
@@ -341,7 +341,7 @@ class EpochLoader(ABC):
         step, micro_step = self._cursor.step, self._cursor.micro_step
         try:
             stream = self.start()
-            asked = time.perf_counter()
+            begun = time.perf_counter()
             if (delivered := stream.next()) is None:
                 raise DeliveryError(
                     f"the batches ended before step {step}, and the epoch has steps to {self._span.end - 1}; was the loader "
@@ -356,7 +356,7 @@ class EpochLoader(ABC):
         except Exception:  # a MemoryError too
             self._reading = Reading.CHOSEN  # the caller did not leave the epoch: the next iteration continues at this batch
             raise
-        self._counts.count(filled, asked)
+        self._counts.count(filled, begun)
         return delivered
 
     @property
@@ -408,31 +408,31 @@ class EpochLoader(ABC):
             self._cursor = Cursor(step=span.first, micro_step=0, num_steps=self._steps.num_steps)
         self._span, self._reading = span, Reading.CHOSEN
 
-    def _resume(self, found: LoaderState) -> None:
-        step, epochs = found.step, self._steps.epochs
+    def _resume(self, state: LoaderState) -> None:
+        step, epochs = state.step, self._steps.epochs
         if self.config.rewind and step == self._steps.num_steps:
             step = 0
-        span = self._steps.span(found.epoch if epochs is None else min(found.epoch, epochs))
+        span = self._steps.span(state.epoch if epochs is None else min(state.epoch, epochs))
         if not (span.first <= step < span.end or span.first == step == span.end):  # by another plan, or of other epochs
             is_over = self._steps.num_steps is not None and step >= self._steps.num_steps
             span = self._steps.span(epochs if is_over and epochs is not None else self._steps.number_at(step))
         self._span, self._reading = span, Reading.CHOSEN
-        self._cursor = Cursor(step=step, micro_step=found.micro_step, num_steps=self._steps.num_steps)
+        self._cursor = Cursor(step=step, micro_step=state.micro_step, num_steps=self._steps.num_steps)
 
-    def _expect_position(self, found: LoaderState) -> None:
+    def _expect_position(self, state: LoaderState) -> None:
         """Check that a saved position means the same by this loader's `epochs`."""
-        epochs, here = self._steps.epochs, (found.step, found.micro_step)
-        is_same = found.epochs == epochs
-        if not is_same and found.epochs is not None and here > (self._steps.steps_before(found.epochs), 0):
+        epochs, here = self._steps.epochs, (state.step, state.micro_step)
+        is_same = state.epochs == epochs
+        if not is_same and state.epochs is not None and here > (self._steps.steps_before(state.epochs), 0):
             raise StateError(
-                f"the state is of a loader with epochs={found.epochs}, whose last batches were padded, and this one has "
-                f"epochs={epochs}, which would read their rows again; resume it with epochs={found.epochs}, or begin with "
-                f"set_epoch({found.epochs}) and without a state"
+                f"the state is of a loader with epochs={state.epochs}, whose last batches were padded, and this one has "
+                f"epochs={epochs}, which would read their rows again; resume it with epochs={state.epochs}, or begin with "
+                f"set_epoch({state.epochs}) and without a state"
             )
         end = None if epochs is None else self._steps.num_steps if is_same else self._steps.steps_before(epochs)
         if end is not None and here > (end, 0):
             raise StateError(
-                f"the state is at step {found.step} of a loader with epochs={found.epochs}, and this one ends after {end} "
+                f"the state is at step {state.step} of a loader with epochs={state.epochs}, and this one ends after {end} "
                 f"steps (epochs={epochs}); give more epochs"
             )
 

@@ -19,6 +19,7 @@ from bucketline.errors import BucketlineError, StateError, UsageError
 from bucketline.loader.batch import RecordedScale
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffers import latent_kind, make_conditioning
+from bucketline.loader.collate.gather import Gather
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.iteration import (
     CLOSED,
@@ -215,7 +216,8 @@ class Loader(EpochLoader):
         elif self._service is not None:
             self._backend = self._backend_at(self._service)
         else:
-            self._builder = BatchBuilder(self._rows, plan, config, self._rank, self._world_size)
+            gather = Gather(self._rows, plain_reads=config.plain_reads)
+            self._builder = BatchBuilder(self._rows, gather, plan, config, self._rank, self._world_size)
             reserve_ring(self._builder, self._rows, plan, self._rank, self._world_size)
 
     def _backend_at(self, address: ServiceAddress) -> ServiceBackend:
@@ -244,7 +246,7 @@ class Loader(EpochLoader):
             readable = self._readable(stores, self.config)
         except BucketlineError as error:
             why = str(error)
-        refused = [one for one in gathered(why) if one is not None]
+        refused = [reason for reason in gathered(why) if reason is not None]
         if readable is None or refused:
             warnings.warn(f"generation {', '.join(map(str, numbers))} is not read: {refused[0]}", stacklevel=2)
             return False
@@ -311,8 +313,8 @@ class Loader(EpochLoader):
             self._read_at(parsed.generations)
         saved = {name: value for name, value in saved_choices(parsed, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
-            asked = replace(self.config, **saved)  # type: ignore[arg-type]
-            self._set_plan(asked, plan_of(self._rows, asked, self._world_size))
+            config = replace(self.config, **saved)  # type: ignore[arg-type]
+            self._set_plan(config, plan_of(self._rows, config, self._world_size))
         check_state(parsed, self._state())
         self._expect_position(parsed)
         self._resume(parsed)
@@ -331,14 +333,14 @@ class Loader(EpochLoader):
         Raises:
             StateError: if the state is damaged, or was saved within a step.
         """
-        found = parse_state(state)
-        if found.micro_step:
+        parsed = parse_state(state)
+        if parsed.micro_step:
             raise StateError(
-                f"the state was saved within a step (micro-batch {found.micro_step} of {found.accumulation}), and a new plan "
+                f"the state was saved within a step (micro-batch {parsed.micro_step} of {parsed.accumulation}), and a new plan "
                 "begins between steps; resume it by its own plan"
             )
         self._end_iteration("start_anew() was called")
-        self._resume(found)
+        self._resume(parsed)
 
     def _state(self) -> LoaderState:
         return LoaderState(
@@ -417,11 +419,11 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise UsageError(f"device is {device!r:.80}, {expected}")
     try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError, OverflowError) as error:
         raise UsageError(f"device is {device!r:.80}, {expected}") from error
-    if found.type not in ("cpu", "cuda") or (found.index or 0) < 0:
+    if chosen.type not in ("cpu", "cuda") or (chosen.index or 0) < 0:
         raise UsageError(f"device is {device!r:.80}, {expected}")
-    if found.type == "cuda" and (found.index or 0) >= (num_gpus := torch.cuda.device_count()):
-        raise UsageError(f"device is {found}, and this process sees {counted(num_gpus, 'GPU')}, {expected}; see nvidia-smi")
-    return found
+    if chosen.type == "cuda" and (chosen.index or 0) >= (num_gpus := torch.cuda.device_count()):
+        raise UsageError(f"device is {chosen}, and this process sees {counted(num_gpus, 'GPU')}, {expected}; see nvidia-smi")
+    return chosen

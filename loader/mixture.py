@@ -126,18 +126,18 @@ class StoreArgument(OptionValue):
         >>> StoreArgument.parse("s3://me@host/photos.store:3@0.5")
         StoreArgument(path='s3://me@host/photos.store', repeats=3, weight=0.5)
         """
-        place, repeats, weight = _ends(text)
-        if not place:
+        location, repeats, weight = _ends(text)
+        if not location:
             raise UsageError(f"{option} is '', expected a path or a URL")
         if not is_url(text):
-            refuse_misspelt(place)
-        if any(_cut(place, sign)[1] for sign in ":@"):
+            refuse_misspelt(location)
+        if any(_cut(location, sign)[1] for sign in ":@"):
             expected = "its repeats once, and its weight once: photos.store:3@0.5"
             raise UsageError(f"{option} is {redacted_store(text)}, expected {expected}")
         if not float(repeats or 1):
-            raise UsageError(f"{redacted(place)} has {repeats} repeats, expected {_REPEATS}")
+            raise UsageError(f"{redacted(location)} has {repeats} repeats, expected {_REPEATS}")
         return cls(
-            path=place if is_url(text) else Path(place),
+            path=location if is_url(text) else Path(location),
             repeats=int(float(repeats or 1)) if float(repeats or 1) % 1 == 0 else float(repeats or 1),
             weight=float(weight) if weight else None,
         )
@@ -168,14 +168,14 @@ def redacted_store(text: str) -> str:
 
 def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list[StoreArgument]:
     """Parse store arguments; a folder that was packed from a data set file stands for its stores, each with its repeats."""
-    found = []
-    for given in (StoreArgument.parse(str(text), option) for text in texts):
-        mixed = None if isinstance(given.path, str) else read_mixture(given.path)
-        if mixed is None or isinstance(given.path, str):
-            found.append(given)
+    arguments = []
+    for store in (StoreArgument.parse(str(text), option) for text in texts):
+        mixed = None if isinstance(store.path, str) else read_mixture(store.path)
+        if mixed is None or isinstance(store.path, str):
+            arguments.append(store)
         else:
-            found += [replace(given, path=given.path / one.name, repeats=given.repeats * one.repeats) for one in mixed]
-    return found
+            arguments += [replace(store, path=store.path / part.name, repeats=store.repeats * part.repeats) for part in mixed]
+    return arguments
 
 
 def open_weighted(stores: Stores, remote: RemoteOptions | None = None) -> tuple[WeightedStore, ...]:
@@ -325,14 +325,14 @@ class _RepeatedBucket(Bucket):
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         shard, _, live = super().runs()
         store = np.repeat(np.arange(len(self._num_shards)), self._num_shards)[shard]
-        found = []
+        runs_by_store = []
         for number, times in enumerate(self._times):
-            own, count = store == number, math.ceil(times)
-            ends = np.cumsum(np.tile(live[own], count))
+            is_of_store, count = store == number, math.ceil(times)
+            ends = np.cumsum(np.tile(live[is_of_store], count))
             rows = np.diff(np.minimum(ends, rows_per_pass(int(self._own_rows[number]), times)), prepend=0)
-            runs = np.stack([np.tile(shard[own], count), np.repeat(np.arange(count), own.sum()), rows])
-            found.append(runs[:, rows > 0])
-        shard, repeat, rows = np.concatenate(found, axis=1)
+            of_store = np.stack([np.tile(shard[is_of_store], count), np.repeat(np.arange(count), is_of_store.sum()), rows])
+            runs_by_store.append(of_store[:, rows > 0])
+        shard, repeat, rows = np.concatenate(runs_by_store, axis=1)
         return shard, repeat, rows
 
     def first_rows(self, shard: int) -> list[int]:
@@ -356,18 +356,18 @@ def rows_per_pass(num_rows: int, repeats: float) -> int:
     return max(int(num_rows * repeats + 0.5), min(num_rows, 1))
 
 
-def _expect_alike(one: Store, other: Store) -> None:
+def _expect_alike(first: Store, second: Store) -> None:
     """Raise an error if two stores cannot be mixed: different encoders, text columns or image processing."""
-    made, present = (
+    settings, others = (
         {
             **store.manifest.settings(),
             "rules": {name: rule for name, rule in store.manifest.rules.items() if name not in _FREE_RULES},
             "max_captions": None,  # which the columns of each bucket have
         }
-        for store in (one, other)
+        for store in (first, second)
     )
-    if difference := first_difference(made, present, ""):
-        _refuse(one, other, *difference)
+    if difference := first_difference(settings, others, ""):
+        _refuse(first, second, *difference)
 
 
 def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
@@ -375,9 +375,9 @@ def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
     holders: dict[str, tuple[Store, BucketEntry]] = {}
     for store in stores:
         for entry in store.manifest.buckets:
-            holder, held = holders.setdefault(entry.name, (store, entry))
-            before, own = (_form_of(one) for one in (held, entry))
-            if difference := first_difference(before, own, f"buckets.{entry.name}"):
+            holder, first_entry = holders.setdefault(entry.name, (store, entry))
+            first_form, form = (_form_of(bucket) for bucket in (first_entry, entry))
+            if difference := first_difference(first_form, form, f"buckets.{entry.name}"):
                 _refuse(holder, store, *difference)
     return [entry for _, (_, entry) in sorted(holders.items())]
 
@@ -389,11 +389,11 @@ def _joined_added(stores: Sequence[Store]) -> dict[str, dict[str, BlockSpec]]:
     for store in stores:
         for name, specs in store.manifest.added_specs.items():
             for bucket, spec in specs.items():
-                held = joined.setdefault(name, {}).setdefault(bucket, spec)
+                first_spec = joined.setdefault(name, {}).setdefault(bucket, spec)
                 holder = holders.setdefault((name, bucket), store)
-                if held.columns != spec.columns:
-                    before, own = (encode(one.manifest.added[name].buckets[bucket]) for one in (holder, store))
-                    _refuse(holder, store, f"added.{name}.buckets.{bucket}", before, own)
+                if first_spec.columns != spec.columns:
+                    first_form, form = (encode(each.manifest.added[name].buckets[bucket]) for each in (holder, store))
+                    _refuse(holder, store, f"added.{name}.buckets.{bucket}", first_form, form)
     return joined
 
 
@@ -401,8 +401,8 @@ def _form_of(bucket: BucketEntry) -> Json:
     return {"axes": encode(bucket.axes), "columns": encode(bucket.columns)}
 
 
-def _refuse(one: Store, other: Store, field: str, value: object, other_value: object) -> None:
+def _refuse(first: Store, second: Store, field: str, first_value: object, second_value: object) -> None:
     raise FingerprintError(
-        f"{one.place} and {other.place} cannot be read together: {field} is {value!s:.200} in the first and "
-        f"{other_value!s:.200} in the second; pack one of them again with the other's settings, or train on one"
+        f"{first.place} and {second.place} cannot be read together: {field} is {first_value!s:.200} in the first and "
+        f"{second_value!s:.200} in the second; pack one of them again with the other's settings, or train on one"
     )

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 def read_step(stores: Sequence[WeightedStore], config: LoaderConfig, step: int, world_size: int) -> list[Peeked]:
     """Return every rank's micro-batches of a step, read by a loader that begins there."""
-    found = []
+    peeked = []
     for rank in range(world_size):
         with Loader(tuple(stores), config, rank=rank, world_size=world_size) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step, "micro_step": 0})
             for batch, _ in zip(loader.forever(), range(config.accumulation), strict=False):
                 chosen = captions_of([weighted.store for weighted in loader.stores], batch, loader.config.caption_dropout)
-                each = zip(chosen, batch.flipped.tolist(), batch.weight.tolist(), strict=True)
+                delivered = zip(chosen, batch.flipped.tolist(), batch.weight.tolist(), strict=True)
                 rows = [
-                    {"id": one.id, "caption": one.text, "num_captions": one.num_captions, "flipped": flipped, "weight": weight}
-                    for one, flipped, weight in each
+                    {"id": c.id, "caption": c.text, "num_captions": c.num_captions, "flipped": flipped, "weight": weight}
+                    for c, flipped, weight in delivered
                 ]
-                found.append((rank, batch, rows))
-    return found
+                peeked.append((rank, batch, rows))
+    return peeked
 
 
 def _latents(batch: Batch) -> NDArray[Any] | None:
@@ -55,13 +55,13 @@ def _latents(batch: Batch) -> NDArray[Any] | None:
 def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: dict[str, Any]) -> bytes:
     """Return the contact sheet; `vae`: what the store records of its VAE."""
     latents = [_latents(batch) for _, batch, _ in batches]
-    made, how = latent_images([latent for own in latents if own is not None for latent in own], vae)
-    images = iter(made)
+    drawn, note = latent_images([latent for of_batch in latents if of_batch is not None for latent in of_batch], vae)
+    images = iter(drawn)
     groups = []
-    for (rank, batch, rows), own in zip(batches, latents, strict=True):
+    for (rank, batch, rows), of_batch in zip(batches, latents, strict=True):
         cards = [
             Card(
-                images=[next(images)] if own is not None else (),
+                images=[next(images)] if of_batch is not None else (),
                 title=row["id"],
                 notes=_notes(row),
                 captions=[row["caption"] or "(the empty caption)"],
@@ -86,7 +86,7 @@ def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: 
             Section(
                 anchor="batch",
                 title="What is delivered",
-                note=f"Latents {how}." if made else "",
+                note=f"Latents {note}." if drawn else "",
                 body=parts.gallery(groups, "Search ids and captions", "wide"),
             ),
             Section(anchor="step", title="The step", body=parts.table(("", ""), facts, texts=2)),
@@ -95,12 +95,12 @@ def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: 
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
-    said = {
+    values = {
         "flipped": row["flipped"],
         "padding, weight 0": row["weight"] == 0,
         f"one of {row['num_captions']} captions": row["num_captions"] > 1,
     }
-    return [note for note, holds in said.items() if holds]
+    return [note for note, holds in values.items() if holds]
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan section

@@ -101,11 +101,11 @@ def agreed(
     with fail_together():
         stores = opened()
     every = gathered(_identities(stores))
-    ids = [[(one.store_id, one.repeats) for one in own] for own in every]
+    ids = [[(store.store_id, store.repeats) for store in stores_of] for stores_of in every]
     _expect_alike(every, ids, "give all ranks the same stores, in the same order, with the same repeats")
-    if any(own != every[0] for own in every):
+    if any(stores_of != every[0] for stores_of in every):
         with fail_together():
-            stores = at_generations(stores, [one.generation for one in every[0]])
+            stores = at_generations(stores, [store.generation for store in every[0]])
         every = gathered(_identities(stores))
         _expect_alike(every, every, "check that all ranks see the same files")
     return stores
@@ -114,17 +114,17 @@ def agreed(
 def _expect_alike(every: Sequence[Sequence[StoreId]], parts: Sequence[object], remedy: str) -> None:
     for rank, part in enumerate(parts):
         if part != parts[0]:
-            own, first = (
+            here, first = (
                 ", ".join(f"{s.store_id} x {s.repeats} (generation {s.generation}, digest {s.digest})" for s in stores)
                 for stores in (every[rank], every[0])
             )
-            raise StoreError(f"rank {rank} has opened the store {own}, and rank 0 the store {first}; {remedy}")
+            raise StoreError(f"rank {rank} has opened the store {here}, and rank 0 the store {first}; {remedy}")
 
 
 def pinned(stores: Sequence[WeightedStore], generation: int | Sequence[int]) -> tuple[WeightedStore, ...]:
     """Return stores at the generations that a caller gave, one for each store."""
     numbers = tuple(generation) if isinstance(generation, list | tuple) else (generation,)
-    if len(numbers) != len(stores) or any(type(one) is not int for one in numbers):
+    if len(numbers) != len(stores) or any(type(number) is not int for number in numbers):
         raise UsageError(
             f"generation is {generation!r:.100}, expected a number for each of {len(stores)} stores, such as "
             f"{tuple(weighted.store.manifest.generation for weighted in stores)}, the newest now"

@@ -64,8 +64,8 @@ class PlanLine(NamedTuple):
 
     def is_planned_as(self, other: PlanLine) -> bool:
         """Return True if both have the same plan, on the same ranks."""
-        one, two = (replace(line.state, step=0, micro_step=0, epoch=0) for line in (self, other))
-        return one == two
+        mine, theirs = (replace(line.state, step=0, micro_step=0, epoch=0) for line in (self, other))
+        return mine == theirs
 
 
 def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
@@ -77,11 +77,11 @@ def append_plan(path: Path, loader: Loader, step: int | None = None) -> None:
     state = parse_state(loader.state_dict())
     new = PlanLine(state.step if step is None else step, state)
     lines = read_plans(path) if path.exists() else []
-    kept = [one for one in lines if one.step < new.step]
+    kept = [line for line in lines if line.step < new.step]
     if not kept or not (kept[-1].is_planned_as(new) and kept[-1].shift == new.shift):
         kept.append(new)
     if kept != lines:
-        text = "".join(json.dumps({"step": one.step, "loader": state_as_json(one.state)}) + "\n" for one in kept)
+        text = "".join(json.dumps({"step": line.step, "loader": state_as_json(line.state)}) + "\n" for line in kept)
         write_durably(path, text.encode())
 
 
@@ -108,10 +108,10 @@ class RecordedRun(NamedTuple):
 
     def line_of(self, step: int) -> PlanLine:
         """Return the line of a step; of one that is still to come, the last one."""
-        found = [one for one in self.lines if one.step <= step]
-        if not found:
+        lines = [line for line in self.lines if line.step <= step]
+        if not lines:
             raise StateError(f"nothing is recorded of step {step}; the plans begin at step {self.lines[0].step}")
-        return found[-1]
+        return lines[-1]
 
     def given(self, stores: Sequence[str], remote: RemoteOptions | None = None) -> dict[str, Path | str]:
         """Return the places of stores that have moved, by store id."""
@@ -143,21 +143,21 @@ def read_run(path: Path, option: str = "the run") -> RecordedRun:
 
 
 def _run_of_folder(folder: Path) -> RecordedRun:
-    found = _CHECKPOINT.fullmatch(folder.resolve().name)
-    run = folder.resolve().parents[1] if found else folder
-    names = [found] if found else [_CHECKPOINT.fullmatch(one.name) for one in run.glob(f"{CHECKPOINTS}/*")]
+    checkpoint = _CHECKPOINT.fullmatch(folder.resolve().name)
+    run = folder.resolve().parents[1] if checkpoint else folder
+    names = [checkpoint] if checkpoint else [_CHECKPOINT.fullmatch(path.name) for path in run.glob(f"{CHECKPOINTS}/*")]
     lines = read_plans(run / PLANS)
     if not lines:
         raise StateError(f"{run / PLANS} has no line")
-    return RecordedRun(lines, max((int(one[1]) for one in names if one), default=0))
+    return RecordedRun(lines, max((int(name[1]) for name in names if name), default=0))
 
 
 def _run_of_state(file: Path) -> RecordedRun:
     state, plans = parse_state(json.loads(file.read_bytes())), file.with_name(PLANS)
-    own = PlanLine(0, replace(state, step=0, micro_step=0))
-    lines = (read_plans(plans) if plans.exists() else []) or [own]
+    sought = PlanLine(0, replace(state, step=0, micro_step=0))
+    lines = (read_plans(plans) if plans.exists() else []) or [sought]
     # a state may be older than the last lines, whose plans may number steps otherwise
-    planned = [one for one in lines if one.is_planned_as(own) and one.state.step <= state.step]
+    planned = [line for line in lines if line.is_planned_as(sought) and line.state.step <= state.step]
     if not planned:
         raise StateError(f"no line of {plans} is of the plan that the state at step {state.step} has; name the run's own state")
     return RecordedRun(lines, planned[-1].shift + state.step)
@@ -177,14 +177,14 @@ class RecordedPlan:
 def open_plan(line: PlanLine, moved: Mapping[str, Path | str], remote: RemoteOptions | None = None) -> RecordedPlan:
     """Open the stores of a plan at its generations, and make it again. `moved`: the places of stores, by store id."""
     state, stores = line.state, []
-    for one in state.stores:
-        path = moved.get(one.store_id, one.path)
-        store = Store.open(path, one.generation, remote=remote)
-        if store.manifest.store_id != one.store_id:
+    for stored in state.stores:
+        path = moved.get(stored.store_id, stored.path)
+        store = Store.open(path, stored.generation, remote=remote)
+        if store.manifest.store_id != stored.store_id:
             raise StateError(
-                f"{path} is the store {store.manifest.store_id}, and the run read {one.store_id}; name where that is now"
+                f"{path} is the store {store.manifest.store_id}, and the run read {stored.store_id}; name where that is now"
             )
-        stores.append(WeightedStore(store=store, repeats=one.repeats))
+        stores.append(WeightedStore(store=store, repeats=stored.repeats))
     config = LoaderConfig(**state.batch, **state.settings, accumulation=state.accumulation, epochs=state.epochs)  # type: ignore[arg-type]
     rows = join(stores)
     plan = make_plan(rows, config, world_size=state.world_size)
@@ -228,7 +228,7 @@ class Seen:
         self.parts: list[tuple[RecordedPlan, range]] = []  # each plan, and its own numbers of the run's steps
         first = min(run.lines[0].step, run.steps)
         self.unknown = [f"steps 0 to {first - 1} cannot be told: no line tells of them"] if first else []
-        ends = [min(one.step, run.steps) for one in run.lines[1:]]
+        ends = [min(following.step, run.steps) for following in run.lines[1:]]
         for line, end in zip(run.lines, [*ends, run.steps], strict=True):
             if line.step < end:
                 try:
@@ -238,33 +238,33 @@ class Seen:
 
     def find(self, sample_ids: Sequence[str]) -> list[tuple[list[Sighting], list[str]]]:
         """Return each sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""
-        found: list[list[Sighting]] = [[] for _ in sample_ids]
+        sightings: list[list[Sighting]] = [[] for _ in sample_ids]
         buckets: list[dict[str, None]] = [{} for _ in sample_ids]
         for part, steps in self.parts:
-            rows: dict[str, dict[int, tuple[int, WeightedStore, SampleRecord]]] = {one.name: {} for one in part.plan.buckets}
+            rows: dict[str, dict[int, tuple[int, WeightedStore, SampleRecord]]] = {b.name: {} for b in part.plan.buckets}
             for at, name in enumerate(sample_ids):
                 for weighted, ordinal, record in _records(part, sample_digest(name)):
                     buckets[at][record.bucket] = None
                     if record.bucket in rows:
                         numbers = part.rows.bucket(record.bucket).numbers_of(ordinal, record.row)
                         rows[record.bucket] |= dict.fromkeys(numbers, (at, weighted, record))
-            wanted = {name: np.array(list(own), dtype=np.int64) for name, own in rows.items() if own}
-            for name, values in _sightings(part, steps, wanted) if wanted else ():
-                for row, how in zip(values[0].tolist(), _conditions(part, name, *values), strict=True):
+            sought = {name: np.array(list(numbers), dtype=np.int64) for name, numbers in rows.items() if numbers}
+            for name, values in _sightings(part, steps, sought) if sought else ():
+                for row, condition in zip(values[0].tolist(), _conditions(part, name, *values), strict=True):
                     at, weighted, record = rows[name][row]
-                    found[at].append(_sighting(part, weighted, record, how))
-        for one in found:
-            one.sort(key=lambda sighting: (sighting.step, sighting.position))
-        return list(zip(found, map(list, buckets), strict=True))
+                    sightings[at].append(_sighting(part, weighted, record, condition))
+        for of_sample in sightings:
+            of_sample.sort(key=lambda sighting: (sighting.step, sighting.position))
+        return list(zip(sightings, map(list, buckets), strict=True))
 
     def every_sample(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield (id, count, first step, last step) of each sample in the splits that the run read; steps are -1 if never."""
         from bucketline.store.read.samples import Selection, live_samples
 
-        parts = [one for part, steps in self.parts for one in _counts(part, steps)]
+        parts = [pair for part, steps in self.parts for pair in _counts(part, steps)]
         if not parts:
             return
-        keys, counted = np.concatenate([keys for keys, _ in parts]), np.concatenate([own for _, own in parts], axis=1)
+        keys, counted = np.concatenate([keys for keys, _ in parts]), np.concatenate([counts for _, counts in parts], axis=1)
         digests, which = np.unique(keys, return_inverse=True)
         total = _nothing_seen(len(digests))
         _add(total, which, *counted)
@@ -285,7 +285,7 @@ class Seen:
 
 
 def _sightings(
-    part: RecordedPlan, steps: range, wanted: Mapping[str, NDArray[np.int64] | None]
+    part: RecordedPlan, steps: range, sought: Mapping[str, NDArray[np.int64] | None]
 ) -> Iterator[tuple[str, NDArray[np.int64]]]:
     """Yield (bucket, (row, step, epoch, position), `[4, V]`) of some rows of buckets, by the plan's steps; None: of all.
 
@@ -294,16 +294,16 @@ def _sightings(
     chunk = max(1, min(_CHUNK_STEPS, _CHUNK_ROWS // max(bucket.global_batch for bucket in part.plan.buckets)))
     for at in range(steps.start, steps.stop, chunk):
         by_bucket: dict[str, list[PlannedStep]] = {}
-        for one in part.plan.draw([(step, 0) for step in range(at, min(at + chunk, steps.stop))]):
-            if one.bucket in wanted:
-                by_bucket.setdefault(one.bucket, []).append(one)
+        for planned in part.plan.draw([(step, 0) for step in range(at, min(at + chunk, steps.stop))]):
+            if planned.bucket in sought:
+                by_bucket.setdefault(planned.bucket, []).append(planned)
         for name, drawn in by_bucket.items():
-            rows, numbers = wanted[name], np.concatenate([one.rows for one in drawn])
-            found = np.concatenate([one.weight for one in drawn]) > 0
-            found &= np.isin(numbers, rows) if rows is not None else True
-            which, position = np.divmod(np.flatnonzero(found), len(drawn[0].rows))
-            step, epoch = np.array([(one.step, one.epoch) for one in drawn], dtype=np.int64).T[:, which]
-            yield name, np.stack([numbers[found], step, epoch, position])
+            rows, numbers = sought[name], np.concatenate([planned.rows for planned in drawn])
+            is_sighting = np.concatenate([planned.weight for planned in drawn]) > 0
+            is_sighting &= np.isin(numbers, rows) if rows is not None else True
+            which, position = np.divmod(np.flatnonzero(is_sighting), len(drawn[0].rows))
+            step, epoch = np.array([(planned.step, planned.epoch) for planned in drawn], dtype=np.int64).T[:, which]
+            yield name, np.stack([numbers[is_sighting], step, epoch, position])
 
 
 def _records(part: RecordedPlan, digest: bytes) -> Iterator[tuple[WeightedStore, int, SampleRecord]]:
@@ -334,9 +334,9 @@ def _conditions(part: RecordedPlan, name: str, *values: NDArray[np.int64]) -> It
     yield from zip(*(each.tolist() for each in (step, epoch, position, caption, crop, flipped)), strict=True)
 
 
-def _sighting(part: RecordedPlan, weighted: WeightedStore, record: SampleRecord, how: tuple[Any, ...]) -> Sighting:
-    step, epoch, position, caption, crop, flipped = how
-    global_batch = next(one.global_batch for one in part.plan.buckets if one.name == record.bucket)
+def _sighting(part: RecordedPlan, weighted: WeightedStore, record: SampleRecord, condition: tuple[Any, ...]) -> Sighting:
+    step, epoch, position, caption, crop, flipped = condition
+    global_batch = next(bucket.global_batch for bucket in part.plan.buckets if bucket.name == record.bucket)
     rank, within = divmod(position, global_batch // part.line.state.world_size)
     has_text = caption >= 0 and bool(record.captions)  # a sample without captions has the empty one stored as its own
     return Sighting(
@@ -360,7 +360,7 @@ def _counts(part: RecordedPlan, steps: range) -> Iterator[tuple[NDArray[np.bytes
     from bucketline.store.read.samples import live_positions
 
     buckets = [part.rows.bucket(planned.name) for planned in part.plan.buckets]
-    counted = {one.name: _nothing_seen(one.num_rows) for one in buckets}
+    counted = {bucket.name: _nothing_seen(bucket.num_rows) for bucket in buckets}
     for name, (row, step, *_) in _sightings(part, steps, dict.fromkeys(counted)):
         _add(counted[name], row, 1, step + part.line.shift, step + part.line.shift)
     for bucket in buckets:
@@ -378,5 +378,5 @@ def _nothing_seen(num: int) -> NDArray[np.int64]:
 
 def _add(total: NDArray[np.int64], which: NDArray[np.int64], *counted: NDArray[np.int64] | int) -> None:
     """Add counts, first and last steps to those `which`, `[3, N]`."""
-    for ufunc, own, values in zip((np.add, np.minimum, np.maximum), total, counted, strict=True):
-        ufunc.at(own, which, values)
+    for ufunc, sums, values in zip((np.add, np.minimum, np.maximum), total, counted, strict=True):
+        ufunc.at(sums, which, values)

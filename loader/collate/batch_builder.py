@@ -50,11 +50,11 @@ def verify_batch(store: Store | Mixture, gather: Gather, copy_plan: CopyPlan, bu
     flipped = tensors["flipped"].numpy()
     for requested in copy_plan.columns:
         delivered = as_bytes(tensors[requested.field])
-        for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
-            if own.any() and name in located.added:  # which has the checksum of its value and of the row's id
-                check_added(store, located.where(own), name, delivered[own], whole[ID][own])
-            elif own.any() and delivered.size:
-                whole[name][own] = delivered[own]
+        for name, is_chosen in ((requested.name, ~flipped), (requested.mirrored, flipped)):
+            if is_chosen.any() and name in located.added:  # which has the checksum of its value and of the row's id
+                check_added(store, located.where(is_chosen), name, delivered[is_chosen], whole[ID][is_chosen])
+            elif is_chosen.any() and delivered.size:
+                whole[name][is_chosen] = delivered[is_chosen]
     check_rows(store, located, whole)
     for rows in copy_plan.entries:
         _check_entries(store, copy_plan, rows, tensors)
@@ -63,26 +63,26 @@ def verify_batch(store: Store | Mixture, gather: Gather, copy_plan: CopyPlan, bu
 def _check_entries(store: Store | Mixture, copy_plan: CopyPlan, rows: RaggedRows, tensors: Mapping[str, Tensor]) -> None:
     """Compare the entries of a group with those read and verified one by one; a row without one has zeros."""
     group, spec = rows.group, rows.group.spec
-    tokens = {own.name: as_bytes(tensors[group.token_field(own.name)]) for own in group.shown.tokens}
-    fixed = {own.name: as_bytes(tensors[group.fixed_field(own.name)]) for own in group.shown.fixed}
+    tokens = {column.name: as_bytes(tensors[group.token_field(column.name)]) for column in group.shown.tokens}
+    fixed = {column.name: as_bytes(tensors[group.fixed_field(column.name)]) for column in group.shown.fixed}
     ordinals, numbers = (
-        rows.each_row(own, -1)[copy_plan.begin : copy_plan.end].tolist() for own in (rows.located.shard, rows.located.row)
+        rows.each_row(values, -1)[copy_plan.begin : copy_plan.end].tolist() for values in (rows.located.shard, rows.located.row)
     )
     for n, (shard, number) in enumerate(zip(ordinals, numbers, strict=True)):
         if number < 0:
-            is_same = not any(np.any(found[n]) for found in (*tokens.values(), *fixed.values()))
+            is_same = not any(np.any(values[n]) for values in (*tokens.values(), *fixed.values()))
         else:
             expected = store.entry(spec, shard, number)
             expected = delivered(spec, expected) if group.shown == spec.delivered else expected
-            is_same = all(_begins_with(found[n], expected.tokens[name]) for name, found in tokens.items())
-            is_same &= all(found[n].tobytes() == expected.fixed[name] for name, found in fixed.items())
+            is_same = all(_begins_with(values[n], expected.tokens[name]) for name, values in tokens.items())
+            is_same &= all(values[n].tobytes() == expected.fixed[name] for name, values in fixed.items())
         if not is_same:
             where = f"shard {store.shards[shard].name}, " if number >= 0 else ""
             raise CorruptError(f"{where}{spec.label} {number}: it changed while it was read")
 
 
-def _begins_with(found: NDArray[np.uint8], own: bytes) -> bool:
-    return found[: len(own)].tobytes() == own and not np.any(found[len(own) :])
+def _begins_with(values: NDArray[np.uint8], expected: bytes) -> bool:
+    return values[: len(expected)].tobytes() == expected and not np.any(values[len(expected) :])
 
 
 def name_sample(store: Store | Mixture, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:
@@ -103,9 +103,10 @@ def _name(store: Store | Mixture, bucket: Bucket, row: int) -> str:
     ordinal, first = bucket.shard_of(row)
     shard = store.shards[ordinal]
     with suppress(StoreError):
-        own = int(store.table.live_rows(bucket.name, np.array([ordinal]), np.array([row - first]))[0])
-        name = shard.name_of(bucket.name, own)
-        return f"row {own} in shard {shard.name}" if name is None else f"sample {name!r:.200}, row {own} in shard {shard.name}"
+        live_row = int(store.table.live_rows(bucket.name, np.array([ordinal]), np.array([row - first]))[0])
+        name = shard.name_of(bucket.name, live_row)
+        where = f"row {live_row} in shard {shard.name}"
+        return where if name is None else f"sample {name!r:.200}, {where}"
     return f"live row {row - first} in shard {shard.name}"
 
 
@@ -116,26 +117,18 @@ class BatchBuilder:
     """Fills buffers with the micro-batches of one rank. Any thread may `fill`; all else is called by one thread at a time."""
 
     def __init__(
-        self,
-        store: Store | Mixture,
-        plan: Plan,
-        config: LoaderConfig,
-        rank: int,
-        world_size: int,
-        *,
-        gather: Gather | None = None,
+        self, store: Store | Mixture, gather: Gather, plan: Plan, config: LoaderConfig, rank: int, world_size: int
     ) -> None:
-        """Compute the layouts of batches. `gather`: a `Gather` over the same store to share; by default a new one."""
-        self._store, self._plan, self.config = store, plan, config
+        """Compute the layouts of batches. `gather`: over the same store; several builders may share one."""
+        self._store, self._gather, self._plan, self.config = store, gather, plan, config
         self._rank, self._num_parts = rank, world_size * config.accumulation
-        self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._row_weights = None  # [shards] float32
         if config.row_weights:
             self._row_weights = np.array(config.row_weights, dtype=np.float32)[store.store_of_shards()]
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
         self._requested, self._groups = conditioning.columns, conditioning.groups
-        names = {name for one in conditioning.columns for name in (one.name, one.mirrored)}
+        names = {name for column in conditioning.columns for name in (column.name, column.mirrored)}
         self._added = sorted(names & store.added.keys())
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = self._planner.longest()
@@ -200,15 +193,15 @@ class BatchBuilder:
 
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""
-        for own in (batch.located, *batch.located.added.values()):
-            spec = own.spec or batch.bucket.spec
-            begin, end = own.data - spec.header_bytes, own.data + own.rows * spec.row_bytes
-            batch.lines.append(lines.hold(own.shard, begin, end, priority))
+        for located in (batch.located, *batch.located.added.values()):
+            spec = located.spec or batch.bucket.spec
+            begin, end = located.data - spec.header_bytes, located.data + located.rows * spec.row_bytes
+            batch.lines.append(lines.hold(located.shard, begin, end, priority))
 
     def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Choose the captions of rows that are present, and request the lines of their blocks and of ragged entries'."""
-        for own in self._entries(batch):
-            batch.lines.append(lines.hold(own.located.shard, own.located.data, own.located.ends(), priority))
+        for entries in self._entries(batch):
+            batch.lines.append(lines.hold(entries.located.shard, entries.located.data, entries.located.ends(), priority))
 
     def _window(self, batches: Sequence[PendingBatch]) -> Window:
         """Return the window of micro-batches; the window of a single one is kept until that is released."""
@@ -233,24 +226,25 @@ class BatchBuilder:
         if self.config.verify:
             self._gather.ahead(batch.located)
             return
-        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested), *(group.number for group in self._groups)}
+        names = {*SMALL_COLUMNS, CAPTIONS, *(column.present for column in self._requested)}
+        names |= {group.number for group in self._groups}
         if not self.config.flip:
-            own |= {one.name for one in self._requested}
-        self._gather.ahead(batch.located, [column for column in batch.bucket.spec.columns if column.name in own])
+            names |= {column.name for column in self._requested}
+        self._gather.ahead(batch.located, [column for column in batch.bucket.spec.columns if column.name in names])
         if self.config.flip:
             for values in self._window([batch]).columns():
                 self._gather.ahead_at(values.shard, values.offsets, values.num_bytes)
 
     def ask_starts(self, batch: PendingBatch) -> None:
         """Choose the captions from rows that were requested before, and ask the kernel to read their `starts`."""
-        for own in self._entries(batch):
-            self._gather.ahead_starts(own.located)
+        for entries in self._entries(batch):
+            self._gather.ahead_starts(entries.located)
 
     def ask_tokens(self, batch: PendingBatch) -> None:
         """Ask the kernel to read the captions' tokens and ragged entries', located by `starts` that were requested before."""
-        for own in self._entries(batch):
-            for column in own.group.spec.tokens:
-                self._gather.ahead_tokens(own.located, column)
+        for entries in self._entries(batch):
+            for column in entries.group.spec.tokens:
+                self._gather.ahead_tokens(entries.located, column)
 
     def _entries(self, batch: PendingBatch) -> list[RaggedRows]:
         """Return a micro-batch's entries by group, for which its captions are drawn the first time."""
@@ -276,12 +270,12 @@ class BatchBuilder:
         try:
             memory = buffer.numpy()
             for name, source in copy_plan.large.items():
-                own = layout.gathered[name]
+                field = layout.gathered[name]
                 if isinstance(source, PlainRead):
-                    out = memory[own.begin : own.begin + own.num_bytes].reshape(len(batch.keys), -1)
+                    out = memory[field.begin : field.begin + field.num_bytes].reshape(len(batch.keys), -1)
                     self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
                 else:
-                    self._gather.take(source, memory, own.begin)
+                    self._gather.take(source, memory, field.begin)
             if layout.is_dequantised:
                 dequantise_field(buffer, layout.gathered[TOKENS], layout.gathered[TOKENS_SCALE], layout.by_name[TOKENS])
             memory.data[layout.small_begin : layout.num_bytes] = copy_plan.small.data
@@ -308,14 +302,14 @@ class BatchBuilder:
 
     def _read_row(self, batch: PendingBatch, n: int) -> None:
         """Read one row of a micro-batch, its caption and its entries with plain reads, only to check that they are readable."""
-        one = slice(n, n + 1)
+        only = slice(n, n + 1)
         located = batch.located.part(n, n + 1)
-        weight, keys = batch.weight[one], batch.keys[one]
-        own = replace(batch, rows=batch.rows[one], weight=weight, keys=keys, located=located, entries=None, window=None)
+        weight, keys = batch.weight[only], batch.keys[only]
+        single = replace(batch, rows=batch.rows[only], weight=weight, keys=keys, located=located, entries=None, window=None)
         files = FileGather(self._store)
-        for place in (located, *located.added.values()):
-            for column in (place.spec or batch.bucket.spec).columns:
-                files.rows(place, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
-        for entries in Window(self._planner, [own]).entries():
+        for block in (located, *located.added.values()):
+            for column in (block.spec or batch.bucket.spec).columns:
+                files.rows(block, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
+        for entries in Window(self._planner, [single]).entries():
             for shard, row in zip(entries.located.shard.tolist(), entries.located.row.tolist(), strict=True):
                 self._store.entry(entries.group.spec, shard, row)

@@ -297,9 +297,9 @@ def make_layout(
         *((BATCH_PRESENT_PREFIX + role, torch.bool, (num_rows,)) for role in optional),
     ]
     for group, length in groups:
-        own = group.shown
-        large += [(group.token_field(c.name), _dtype_of(own, c), (num_rows, length, *c.shape)) for c in own.tokens]
-        large += [(group.fixed_field(c.name), _dtype_of(own, c), (num_rows, *c.shape)) for c in own.fixed]
+        spec = group.shown
+        large += [(group.token_field(c.name), _dtype_of(spec, c), (num_rows, length, *c.shape)) for c in spec.tokens]
+        large += [(group.fixed_field(c.name), _dtype_of(spec, c), (num_rows, *c.shape)) for c in spec.fixed]
         small += [] if group.is_text else [(f"{group.prefix}lengths", torch.int32, (num_rows,))]
         small += [(group.mask, torch.bool, (num_rows, length))]
         small += [(f"{group.prefix}present", torch.bool, (num_rows,))] if group.optional else []
@@ -491,13 +491,13 @@ def _requested_columns(store: Store | Mixture, buckets: Sequence[Bucket], config
     for role in config.columns:
         name = stored_name(role)
         mirrored = stored_name(flipped_role(role)) if config.flip and role != AUDIO else name
-        for bucket, own in names.items():
+        for bucket, of_bucket in names.items():
             _refuse_lacking(store, [name, mirrored], bucket)
-            if name not in own or role_of(name) != role or role.endswith(FLIPPED_SUFFIX):
-                known = sorted(map(role_of, own - _FIXED))
-                roles = [one for one in known if not one.endswith(FLIPPED_SUFFIX) and not one.startswith(PRESENT_PREFIX)]
+            if name not in of_bucket or role_of(name) != role or role.endswith(FLIPPED_SUFFIX):
+                stored = sorted(map(role_of, of_bucket - _FIXED))
+                roles = [role for role in stored if not role.endswith(FLIPPED_SUFFIX) and not role.startswith(PRESENT_PREFIX)]
                 raise UsageError(f"columns has {role!r:.80}, and {store.where} has {roles} in {bucket}; expected some of these")
-            if mirrored not in own:
+            if mirrored not in of_bucket:
                 together = "" if role == TARGET else f": its {role} would not be that of a flipped row"
                 raise UsageError(
                     f"flip is {config.flip}, and {store.where} has no {mirrored} in {bucket}{together}; expected 0, "
@@ -510,7 +510,7 @@ def _requested_columns(store: Store | Mixture, buckets: Sequence[Bucket], config
                 field=LATENTS if role == TARGET else COLUMN_PREFIX + role,
                 name=name,
                 mirrored=mirrored,
-                present=present if any(present in own for own in names.values()) else None,
+                present=present if any(present in of_bucket for of_bucket in names.values()) else None,
             )
         )
     return tuple(requested)
@@ -529,15 +529,15 @@ def _refuse_lacking(store: Store | Mixture, names: Sequence[str], bucket: str) -
 def latent_kind(store: Store | Mixture) -> LatentKind:
     """Return the kind of a store's latents from its manifest; `MODE` if the manifest does not name one."""
     vae = store.encoders.get("vae")
-    said = vae.get("latents") if isinstance(vae, dict) else None
-    if said is None:
+    recorded = vae.get("latents") if isinstance(vae, dict) else None
+    if recorded is None:
         return LatentKind.MODE
-    if said not in set(LatentKind):
+    if recorded not in set(LatentKind):
         raise StoreError(
-            f"{store.where}: its manifest has encoders.vae.latents {said!r:.40}, expected one of {', '.join(LatentKind)}; "
+            f"{store.where}: its manifest has encoders.vae.latents {recorded!r:.40}, expected one of {', '.join(LatentKind)}; "
             "update bucketline"
         )
-    return LatentKind(str(said))
+    return LatentKind(str(recorded))
 
 
 EMPTY = -1
@@ -574,8 +574,8 @@ def captions_of(stores: Sequence[Store], batch: Batch, dropout: float = 0.0) -> 
 
 def _record(stores: Sequence[Store], digest: bytes) -> tuple[str, tuple[str, ...]]:
     for store in stores:
-        if found := store.find_digest(digest):
-            return found[1].id, found[1].captions[: store.manifest.max_captions]
+        if entry := store.find_digest(digest):
+            return entry[1].id, entry[1].captions[: store.manifest.max_captions]
     raise AssertionError(f"no sample has the digest {digest.hex()} of a batch's row")
 
 

@@ -156,11 +156,11 @@ class Gather:
         if self.map(shard):
             self._range.ask_ahead(self._range.first_byte[shard] + offsets, num_bytes)
 
-    def is_resident(self, what: PlainRead) -> bool:
+    def is_resident(self, read: PlainRead) -> bool:
         """Return whether values are in the page cache; True if they are not mapped, since readahead is impossible then."""
-        if not self.map(what.shard):
+        if not self.map(read.shard):
             return True
-        return self._range.is_resident(self._range.first_byte[what.shard] + what.offsets, what.num_bytes)
+        return self._range.is_resident(self._range.first_byte[read.shard] + read.offsets, read.num_bytes)
 
     def ahead(self, located: Located, columns: Sequence[Column] | None = None) -> None:
         """Ask the kernel to read some rows from the disk, all columns or the given ones; return immediately.
@@ -171,17 +171,17 @@ class Gather:
         if not self.map(located.shard):
             return
         spec = located.spec or self._store.specs[located.bucket]
-        wanted = spec.columns if columns is None else columns
+        requested = spec.columns if columns is None else columns
         first_byte = self._range.first_byte[located.shard]
-        for column in wanted:
+        for column in requested:
             if column.row_bytes >= _SMALL_BYTES:
                 self._range.ask_ahead(first_byte + located.offsets(spec, column.name), column.row_bytes)
-        names = {column.name for column in wanted}
+        names = {column.name for column in requested}
         for is_small, run in groupby(spec.columns, lambda column: column.row_bytes < _SMALL_BYTES):
-            own = list(run)
-            if is_small and not names.isdisjoint(column.name for column in own):
-                begin = first_byte + located.data + located.rows * spec.prefix_bytes[own[0].name]
-                num_bytes = sum(column.row_bytes for column in own) * int(located.rows.max(initial=0))
+            adjacent = list(run)
+            if is_small and not names.isdisjoint(column.name for column in adjacent):
+                begin = first_byte + located.data + located.rows * spec.prefix_bytes[adjacent[0].name]
+                num_bytes = sum(column.row_bytes for column in adjacent) * int(located.rows.max(initial=0))
                 self._range.ask_ahead(np.unique(begin), num_bytes)
 
     def ahead_starts(self, located: LocatedEntries) -> None:

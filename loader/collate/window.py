@@ -89,9 +89,9 @@ class RaggedRows:
         """Return values of the entries for all rows, `[N]`."""
         if self.has is None:
             return values
-        found = np.full(len(self.has), absent, dtype=np.int64)
-        found[self.has] = values
-        return found
+        each = np.full(len(self.has), absent, dtype=np.int64)
+        each[self.has] = values
+        return each
 
 
 def _joined_rows(parts: Sequence[RaggedRows]) -> RaggedRows:
@@ -115,8 +115,8 @@ class CopyPlanner:
         key = (bucket.name, num_rows, lengths)
         if key not in self._layouts:
             requested = self.conditioning.columns
-            columns = {one.field: bucket.column(one.name) for one in requested}
-            optional = [one.role for one in requested if one.present is not None]
+            columns = {column.field: bucket.column(column.name) for column in requested}
+            optional = [column.role for column in requested if column.present is not None]
             groups = list(zip(self.conditioning.groups, lengths, strict=True))
             self._layouts[key] = make_layout(columns, optional, groups, num_rows)
         return self._layouts[key]
@@ -142,15 +142,15 @@ class Window:
 
     def _offsets(self, column: str) -> NDArray[np.int64]:
         """Return the byte offset in its file of each row's value of a column, `[N]`."""
-        at = self._places_of(column)
-        known = {batch.bucket.name: self._store.spec_with(column, batch.bucket.name) for batch in self.batches}
-        places = {name: (spec.prefix_bytes[column], spec.column(column).row_bytes) for name, spec in known.items()}
-        if len(known) == 1:
-            ((prefix, row_bytes),) = places.values()
-            return at.data + at.rows * prefix + at.row_in_block * row_bytes
-        own = [places[batch.bucket.name] for batch in self.batches]
-        prefixes, widths = (self._each_row(values) for values in zip(*own, strict=True))
-        offsets: NDArray[np.int64] = at.data + at.rows * prefixes + at.row_in_block * widths
+        places = self._places_of(column)
+        specs = {batch.bucket.name: self._store.spec_with(column, batch.bucket.name) for batch in self.batches}
+        sizes = {name: (spec.prefix_bytes[column], spec.column(column).row_bytes) for name, spec in specs.items()}
+        if len(specs) == 1:
+            ((prefix, row_bytes),) = sizes.values()
+            return places.data + places.rows * prefix + places.row_in_block * row_bytes
+        of_batches = [sizes[batch.bucket.name] for batch in self.batches]
+        prefixes, widths = (self._each_row(values) for values in zip(*of_batches, strict=True))
+        offsets: NDArray[np.int64] = places.data + places.rows * prefixes + places.row_in_block * widths
         return offsets
 
     def _places_of(self, column: str) -> _Places:
@@ -170,11 +170,11 @@ class Window:
         """Return the locations of the columns requested, each row's own or its mirror image's, of a window of one bucket."""
         conditioning, bucket = self._planner.conditioning, self.batches[0].bucket
         flipped = conditioning.flips(self._keys)
-        found = []
-        for one in conditioning.columns:
-            shard, offsets = self._values(one, flipped)
-            found.append(PlainRead(shard=shard, offsets=offsets, num_bytes=bucket.column(one.name).row_bytes))
-        return found
+        reads = []
+        for column in conditioning.columns:
+            shard, offsets = self._values(column, flipped)
+            reads.append(PlainRead(shard=shard, offsets=offsets, num_bytes=bucket.column(column.name).row_bytes))
+        return reads
 
     def _values(self, column: RequestedColumn, flipped: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the file of each row's value of a column that is requested, and its byte offset there, `[N]` each."""
@@ -190,9 +190,9 @@ class Window:
 
         `stored`: small columns of the rows that were read, `[N, row_bytes]`, those with the numbers of entries among them.
         """
-        known = [batch.entries for batch in self.batches if batch.entries is not None]
-        if len(known) == len(self.batches):
-            return [_joined_rows(own) for own in zip(*known, strict=True)]
+        drawn = [batch.entries for batch in self.batches if batch.entries is not None]
+        if len(drawn) == len(self.batches):
+            return [_joined_rows(of_group) for of_group in zip(*drawn, strict=True)]
         captions = self._captions()
         return [self._entries(group, captions, stored) for group in self._planner.conditioning.groups]
 
@@ -221,21 +221,21 @@ class Window:
         for places in (self._own, *(self._places_of(name) for name in self.batches[0].located.added)):
             plainly = not self._gather.map(places.shard) or plainly
         flipped = conditioning.flips(self._keys)
-        optional = {one.present: one.role for one in conditioning.columns if one.present is not None}
+        optional = {column.present: column.role for column in conditioning.columns if column.present is not None}
         numbers = [group.number for group in conditioning.groups if group.number is not None]
         stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional, *numbers)}
         values = self._small_values(stored, flipped)
         values |= {BATCH_PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
         entries = self.entries(stored)
         counts: dict[str, NDArray[np.int64]] = {}
-        copies = [self._copies(own, values, counts, plainly=plainly) for own in entries]
+        copies = [self._copies(rows, values, counts, plainly=plainly) for rows in entries]
         layouts = [
             self._planner.layout(batch.bucket, len(batch.keys), lengths)
             for batch, lengths in zip(self.batches, zip(*(lengths for lengths, _ in copies), strict=True), strict=True)
         ]
         small = self._small(layouts, values, counts)
         columns = self._columns(flipped, plainly=plainly)
-        fields = {name: each for _, own in copies for name, each in own.items()}
+        fields = {name: each for _, rows in copies for name, each in rows.items()}
         copy_plans = [
             CopyPlan(
                 batch=batch,
@@ -253,16 +253,16 @@ class Window:
         return sorted(copy_plans, key=attrgetter("batch.step", "batch.micro_step"))
 
     def _columns(self, flipped: NDArray[np.bool_], *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
-        found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
+        copies: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
         buckets = list(_runs([batch.bucket.name for batch in self.batches]))
         for column in self._planner.conditioning.columns:
             shard, offsets = self._values(column, flipped)
             for first, last in buckets:
                 row_bytes = self.batches[first].bucket.column(column.name).row_bytes
                 each = self._each(shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
-                for own, what in zip(found[first:last], each, strict=True):
-                    own[column.field] = what
-        return found
+                for of_batch, source in zip(copies[first:last], each, strict=True):
+                    of_batch[column.field] = source
+        return copies
 
     def _each(
         self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int, ends: list[int], *, plainly: bool
@@ -323,17 +323,17 @@ class Window:
                 PlainRead(shard=shard[a:b], offsets=offsets[a:b], num_bytes=count[a:b] * row_bytes)
                 for a, b in pairwise(self._ends)
             ]
-        found: list[GatherIndex | PlainRead] = []
+        sources: list[GatherIndex | PlainRead] = []
         for m, last in _runs(lengths):
             begin, end, length = self._ends[m], self._ends[last], lengths[m]
             if bool((count[begin:end] == length).all()):  # no padding: a caption is one piece
-                found += self._each(shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
+                sources += self._each(shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
                 continue
             gather_index = self._gather.padded_index(shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
-            found += [
+            sources += [
                 gather_index.part((a - begin) * length, (b - begin) * length) for a, b in pairwise(self._ends[m : last + 1])
             ]
-        return found
+        return sources
 
     def _small_values(self, stored: Mapping[str, NDArray[np.uint8]], flipped: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
         buckets = [batch.bucket for batch in self.batches]
@@ -373,7 +373,7 @@ class Window:
 
         `counts`: the token counts of all rows, `[N]`, by the mask that they are delivered as.
         """
-        found: list[NDArray[np.uint8]] = []
+        filled: list[NDArray[np.uint8]] = []
         forms = [
             (len(batch.keys), *(layout.by_name[name].shape[1] for name in counts))
             for batch, layout in zip(self.batches, layouts, strict=True)
@@ -389,8 +389,8 @@ class Window:
                 field = layout.by_name[name]
                 at = field.begin - layout.small_begin
                 whole[:, at : at + field.num_bytes] = np.ascontiguousarray(own).reshape(last - m, -1).view(np.uint8)
-            found.extend(whole)
-        return found
+            filled.extend(whole)
+        return filled
 
 
 class _Places:

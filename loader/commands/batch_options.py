@@ -37,7 +37,7 @@ class BatchSize(OptionValue):
 
     def sizes(self) -> dict[str, int]:
         """Return the fields of `LoaderConfig` that it sets."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        return {option.name: value for option in fields(self) if (value := getattr(self, option.name)) != option.default}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class BatchOptions(OrderOptions):
 
     def for_loader(self, **others: object) -> LoaderConfig:
         """Return a loader's configuration with the options that both have, and with the `others`."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name in LoaderConfig.__dataclass_fields__}
-        return LoaderConfig(**{**own, "batch_size": None, **self.sizes(), **others})
+        names = [option.name for option in fields(self) if option.name in LoaderConfig.__dataclass_fields__]
+        return LoaderConfig(**{**{name: getattr(self, name) for name in names}, "batch_size": None, **self.sizes(), **others})
 
 
 _OF_A_RUN = ("batch_size", "accumulation", "seed", "window", "world_size", "split", "caption_dropout", "flip")
@@ -146,8 +146,8 @@ class PlannedOptions(BatchOptions):
         remote = self.remote()
         try:
             line = run.line_of(run.steps if step is None else step)
-            found = open_plan(line, run.given(self.stores, remote), remote)
+            recorded = open_plan(line, run.given(self.stores, remote), remote)
         except StateError as error:
             raise StateError(f"--run {self.of_run}: {error}") from error
         number = 0 if step is None else step - line.shift
-        return found.stores, replace(found.config, **others), line.state.world_size, number
+        return recorded.stores, replace(recorded.config, **others), line.state.world_size, number

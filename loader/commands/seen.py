@@ -66,8 +66,8 @@ class SeenCommand(RemoteArguments):
             self._print_all(seen)
         else:
             faults += self._print_each(seen, run.steps)
-        for one in faults:
-            print(f"error: {printable(one)}", file=sys.stderr)
+        for fault in faults:
+            print(f"error: {printable(fault)}", file=sys.stderr)
         return 1 if faults else 0
 
     def _ids(self) -> list[str]:
@@ -82,20 +82,20 @@ class SeenCommand(RemoteArguments):
     def _print_each(self, seen: Seen, steps: int) -> list[str]:
         """Print the steps of each sample; return what is wrong with ids that the run's stores do not have."""
         ids = self._ids()
-        found = [(sample_id, *one) for sample_id, one in zip(ids, seen.find(ids), strict=True)]
+        samples = [(sample_id, *sighted) for sample_id, sighted in zip(ids, seen.find(ids), strict=True)]
         if self.json:
-            samples = [
+            encoded = [
                 {"id": sample_id, "count": len(sightings), "buckets": buckets, "seen": encode(sightings)}
-                for sample_id, sightings, buckets in found
+                for sample_id, sightings, buckets in samples
             ]
-            print_json({"steps": steps, "samples": samples, "unknown": seen.unknown})
-        for sample_id, sightings, buckets in found if not self.json else ():
+            print_json({"steps": steps, "samples": encoded, "unknown": seen.unknown})
+        for sample_id, sightings, buckets in samples if not self.json else ():
             where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
             times = {0: "never seen", 1: "seen once"}.get(len(sightings), f"seen {len(sightings)} times")
             print(f"{one_line(sample_id)}: {times} in {counted(steps, 'step')}, {where}")
-            for one in sightings:
-                print(f"  {printable(_said(one))}")
-        missing = [repr(sample_id) for sample_id, _, buckets in found if not buckets]
+            for sighting in sightings:
+                print(f"  {printable(_line_of(sighting))}")
+        missing = [repr(sample_id) for sample_id, _, buckets in samples if not buckets]
         named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
         about = f"no generation that the run read has {named}; ids are paths in the source, with their extension"
         return [about] if missing else []
@@ -112,10 +112,11 @@ class SeenCommand(RemoteArguments):
         print(f"{counted(total, 'sample')}: id, times seen, first and last step", file=sys.stderr)
 
 
-def _said(one: Sighting) -> str:
-    caption = "the empty caption" if one.text is None else f"caption {one.caption} ({one_line(one.text)!s:.80})"
-    flipped = ", flipped" if one.flipped else ""
+def _line_of(sighting: Sighting) -> str:
+    caption = "the empty caption" if sighting.text is None else f"caption {sighting.caption} ({one_line(sighting.text)!s:.80})"
+    flipped = ", flipped" if sighting.flipped else ""
     return (
-        f"step {one.step} (epoch {one.epoch}) on rank {one.rank}, micro-batch {one.micro_step}, position {one.position}: "
-        f"{caption}, crop at {one.crop[0]}, {one.crop[1]}{flipped}; {one.store} generation {one.generation}"
+        f"step {sighting.step} (epoch {sighting.epoch}) on rank {sighting.rank}, micro-batch {sighting.micro_step}, "
+        f"position {sighting.position}: {caption}, crop at {sighting.crop[0]}, {sighting.crop[1]}{flipped}; "
+        f"{sighting.store} generation {sighting.generation}"
     )

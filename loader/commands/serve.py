@@ -49,8 +49,8 @@ class Serve(RemoteArguments):
         import time
         from contextlib import ExitStack, nullcontext
 
-        place, path = self._places()
-        security = self._security(place)
+        host_port, path = self._places()
+        security = self._security(host_port)
         from bucketline.loader.service.server import Service
         from bucketline.loader.service.sockets import accept_all, listen
 
@@ -61,7 +61,7 @@ class Serve(RemoteArguments):
                 from bucketline.loader.service.metrics import metrics_served
 
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
-            far = using.enter_context(nullcontext() if place is None else service.listening(place, security))
+            far = using.enter_context(nullcontext() if host_port is None else service.listening(host_port, security))
             stop_fd = using.enter_context(_stop_signals())
             near = using.enter_context(nullcontext() if path is None else listen(path))
             at = f" at {shown(str(path))}" if path is not None else ""
@@ -96,8 +96,9 @@ class Serve(RemoteArguments):
 
         if not 0 < self.every < 1e9:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
-        found = [place_of(one, "--at", "unix:PATH or tcp://HOST:PORT") for one in self.at]
-        ports, paths = [one for one in found if isinstance(one, tuple)], [one for one in found if isinstance(one, Path)]
+        addresses = [place_of(address, "--at", "unix:PATH or tcp://HOST:PORT") for address in self.at]
+        ports = [address for address in addresses if isinstance(address, tuple)]
+        paths = [address for address in addresses if isinstance(address, Path)]
         if len(ports) > 1 or len(paths) > 1:
             raise UsageError(f"--at is {' and '.join(self.at)}, expected one unix:PATH and one tcp://HOST:PORT at most")
         for name, value in (("token-file", self.token_file), ("certificate", " ".join(map(str, self.certificate)))):
@@ -109,10 +110,10 @@ class Serve(RemoteArguments):
             raise UsageError(f"--certificate has {len(self.certificate)} files, expected the chain, and its key if apart")
         return ports[0] if ports else None, paths[0] if paths else None
 
-    def _security(self, place: HostPort | None) -> Security:
+    def _security(self, host_port: HostPort | None) -> Security:
         from bucketline.loader.service.sockets import Security, is_loopback, read_token, server_context
 
-        if place is not None and not self.certificate and not is_loopback(place[0]):
+        if host_port is not None and not self.certificate and not is_loopback(host_port[0]):
             _say("warning: without --certificate, batches are sent unencrypted")
         token = None if self.token_file is None else read_token(self.token_file)
         return Security(token=token, context=server_context(*self.certificate) if self.certificate else None)
@@ -126,9 +127,10 @@ def summary(stats: dict[str, Any]) -> str:
     amount = f"{counted(stats['samples'], 'sample')} and {human_bytes(stats['bytes'])} delivered"
     failed = f"{stats['errors']} ended with an error, {stats['refused']} refused"
     lines = [f"{', '.join(stats['stores'])}: {now} now, {stats['clients_so_far']} since the start; {amount}; {failed}"]
-    for url, own in stats["fetched"].items():
-        got = f"{human_bytes(own['bytes_fetched'])} in {counted(own['requests'], 'request')}, {own['retries']} repeated"
-        lines.append(f"  {url}: fetched {got}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
+    for url, counts in stats["fetched"].items():
+        num_bytes, requests = human_bytes(counts["bytes_fetched"]), counted(counts["requests"], "request")
+        got = f"{num_bytes} in {requests}, {counts['retries']} repeated"
+        lines.append(f"  {url}: fetched {got}; waited {counts['waited_s']:.1f} s in {counted(counts['waits'], 'wait')}")
     return "\n".join(lines)
 
 

@@ -56,34 +56,34 @@ class Epoch:
 
         The padded batches follow all others.
         """
-        places, others = [step - self.first for step in steps], self.ends[-1]
-        ordered = iter(self._ordered([place for place in places if place < others], window, key))
-        return [next(ordered) if place < others else self._padded_batch(self.padded[place - others]) for place in places]
+        positions, full = [step - self.first for step in steps], self.ends[-1]
+        ordered = iter(self._ordered([position for position in positions if position < full], window, key))
+        return [next(ordered) if at < full else self._padded_batch(self.padded[at - full]) for at in positions]
 
     def _padded_batch(self, bucket: int) -> tuple[int, int]:
         """Return (bucket, batch) of a bucket's padded batch: the one after its last."""
         return bucket, self.before[bucket] + self.ends[bucket] - (self.ends[bucket - 1] if bucket else 0)
 
-    def _ordered(self, places: list[int], window: int | None, key: int) -> list[tuple[int, int]]:
-        if not places:
+    def _ordered(self, positions: list[int], window: int | None, key: int) -> list[tuple[int, int]]:
+        if not positions:
             return []
         if window:
-            return [self._in_turn(place, key) for place in places]
+            return [self._in_turn(position, key) for position in positions]
         if window is None:
-            places = permute(np.array(places, dtype=np.int64), self.ends[-1], key).tolist()
-        return [self._batch(place) for place in places]
+            positions = permute(np.array(positions, dtype=np.int64), self.ends[-1], key).tolist()
+        return [self._batch(position) for position in positions]
 
-    def _batch(self, place: int) -> tuple[int, int]:
-        bucket = bisect_right(self.ends, place)
-        return bucket, self.before[bucket] + place - (self.ends[bucket - 1] if bucket else 0)
+    def _batch(self, position: int) -> tuple[int, int]:
+        bucket = bisect_right(self.ends, position)
+        return bucket, self.before[bucket] + position - (self.ends[bucket - 1] if bucket else 0)
 
-    def _in_turn(self, place: int, key: int) -> tuple[int, int]:
+    def _in_turn(self, position: int, key: int) -> tuple[int, int]:
         """Walk down a binary tree of the buckets. The left half's batches are spread evenly over a node's `total` batches.
 
         With a shift s below `total`, floor((k x left + s) / total) of the first k batches belong to the left half. This count
         starts at 0, ends at `left`, and grows by 0 or 1 per step, so each half's batches are numbered without gaps.
         """
-        low, high, number = 0, len(self.ends), place
+        low, high, number = 0, len(self.ends), position
         begin, end = 0, self.ends[-1]  # of the node's batches
         while high - low > 1:
             middle = (low + high) // 2
@@ -144,7 +144,7 @@ class EpochSteps:
 
     def without_batch(self) -> str:
         """Return a message that says why an epoch has no batch, and what to do."""
-        rows, size = max(self.sizes, key=lambda one: one[0] / one[1])
+        rows, size = max(self.sizes, key=lambda bucket: bucket[0] / bucket[1])
         return (
             f"this epoch has no batch: by remainder='carry' its rows wait until they fill a global batch, which takes {size}, "
             f"and the bucket that is nearest to that has {counted(rows, 'row')}; use a smaller batch, fewer GPUs, or "
@@ -161,16 +161,16 @@ class EpochSteps:
 
     def at(self, step: int) -> Epoch:
         """Return the epoch that has a step: a cached one, the one after a cached one, or the result of a binary search."""
-        known = list(self._known.values())
-        for epoch in known:
+        cached = list(self._known.values())
+        for epoch in cached:
             if epoch.first <= step < epoch.end:
                 return epoch
-        following = (self.span(epoch.number + 1) for epoch in known if epoch.end == step)
-        found = next((epoch for epoch in following if step < epoch.end), None) or self.span(self.number_at(step))
+        following = (self.span(epoch.number + 1) for epoch in cached if epoch.end == step)
+        sought = next((epoch for epoch in following if step < epoch.end), None) or self.span(self.number_at(step))
         if len(self._known) >= _KEPT_EPOCHS:
             self._known.clear()
-        self._known[found.number] = found
-        return found
+        self._known[sought.number] = sought
+        return sought
 
     @cached_property
     def _known(self) -> dict[int, Epoch]:
@@ -321,11 +321,11 @@ class Lanes:
 
     def lane_pass(self, number: int, lane: int) -> LanePass:
         """Return the rows that a lane reads in a pass."""
-        if (found := self._passes.get((number, lane))) is None:
+        if (lane_pass := self._passes.get((number, lane))) is None:
             for old in [at for at in list(self._passes) if abs(at[0] - number) > 1]:
                 self._passes.pop(old, None)
-            found = self._passes[number, lane] = LanePass(self, number, lane)
-        return found
+            lane_pass = self._passes[number, lane] = LanePass(self, number, lane)
+        return lane_pass
 
     def offset(self, bucket: int, number: int) -> int:
         """Return the place of a pass's first position in a global batch."""

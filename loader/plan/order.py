@@ -271,8 +271,8 @@ def normal(keys: Tensor, purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
 
 
 def _words(keys: Tensor, purpose: Purpose) -> Tensor:
-    own = int(mix(np.array([purpose], dtype=np.uint64)).view(np.int64)[0])
-    return _mix(keys ^ own)
+    word = int(mix(np.array([purpose], dtype=np.uint64)).view(np.int64)[0])
+    return _mix(keys ^ word)
 
 
 def _mix(values: Tensor) -> Tensor:

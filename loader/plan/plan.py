@@ -105,7 +105,7 @@ class Plan:
             self._check_lanes()
 
     def _check_lanes(self) -> None:
-        if [int(one.num_rows.sum()) for one in self.runs] != [bucket.num_rows for bucket in self.buckets]:
+        if [int(runs.num_rows.sum()) for runs in self.runs] != [bucket.num_rows for bucket in self.buckets]:
             raise PlanError("the rows of the shards are not those of the buckets")
         for bucket in self.buckets:
             if bucket.global_batch % self.lanes:
@@ -264,9 +264,9 @@ class Plan:
                 padding = n % size
             at = padding + (at - n) % n if at >= n else at
         while count > 0:
-            taken = min(count, n - at)
-            spans.append(self.span(bucket, number_of_pass, at, taken))
-            count, at = count - taken, padding
+            num_rows = min(count, n - at)
+            spans.append(self.span(bucket, number_of_pass, at, num_rows))
+            count, at = count - num_rows, padding
             number_of_pass += carries
         return real
 
@@ -342,16 +342,16 @@ class PassRows:
         part_of = np.searchsorted(self._ends, numbers, side="right")
         rows = np.empty_like(numbers)
         for at, part in enumerate(self._parts):
-            own = np.flatnonzero(part_of == at)
-            if not len(own):
+            of_part = np.flatnonzero(part_of == at)
+            if not len(of_part):
                 continue
-            within = numbers[own] - (int(self._ends[at]) - part.per_pass)
+            within = numbers[of_part] - (int(self._ends[at]) - part.per_pass)
             before, begin = divmod(pass_number * part.per_pass, part.num_rows)  # Python's integers: passes may be many
             rounds, places = np.divmod(within + begin, part.num_rows)
             for number in np.unique(rounds).tolist() if self._is_mixed else ():
                 of_round, key = rounds == number, extend_key(extend_key(extend_key(self._key, _ROUND), at), before + number)
                 places[of_round] = permute(places[of_round], part.num_rows, key)
-            rows[own] = part.first + places
+            rows[of_part] = part.first + places
         return rows
 
 
@@ -399,16 +399,16 @@ class CacheNeeds:
         within a line. A batch of a bucket may take more rows than a window has of it. In stored order, one such run of a batch;
         if all rows are shuffled, a line or two of each row.
         """
-        plan, rows = self._plan, sum(one.num_rows for one in self._plan.buckets)
+        plan, rows = self._plan, sum(bucket.num_rows for bucket in self._plan.buckets)
         if not window:
-            batch = -(-max(one.global_batch for one in plan.buckets) // self._machines)
+            batch = -(-max(bucket.global_batch for bucket in plan.buckets) // self._machines)
             lines = (1 if window == 0 else batch) * LINES_OF_RUN + batch * self._row_bytes / LINE_BYTES
             return min(_AT_ONCE * math.ceil(lines) * LINE_BYTES, self.num_bytes)
         shards = max(1, plan.lane_order.num_units // plan.lanes)
         num_groups = max(1, min(shards // SHARDS_AT_ONCE, rows // plan.lanes // window))
-        of_window = sum(max(window * one.num_rows / rows, one.global_batch / plan.lanes) for one in plan.buckets)
+        of_window = sum(max(window * bucket.num_rows / rows, bucket.global_batch / plan.lanes) for bucket in plan.buckets)
         # rows of a bucket of at most a batch are anywhere
-        rare = max((one.global_batch for one in plan.buckets if one.num_rows <= one.global_batch), default=0) / plan.lanes
+        rare = max((b.global_batch for b in plan.buckets if b.num_rows <= b.global_batch), default=0) / plan.lanes
         lines = shards / num_groups * self._regions + LINES_OF_RUN * rare
         return int(self._lanes * (_AT_ONCE * of_window * self._row_bytes + lines * LINE_BYTES))
 
@@ -436,7 +436,7 @@ class CacheNeeds:
         if cache_bytes >= self.share_bytes:
             return most
         buckets, lanes = self._plan.buckets, self._plan.lanes
-        of_batch = sum(one.num_rows for one in buckets) / lanes * max(one.global_batch / one.num_rows for one in buckets)
+        of_batch = sum(b.num_rows for b in buckets) / lanes * max(b.global_batch / b.num_rows for b in buckets)
         least = self.in_use(min(most, int(max(of_batch, SHARDS_AT_ONCE * LINE_BYTES / self._row_bytes, LEAST_WINDOW))))
         room = min(max(cache_bytes * KEPT_BY_RING, RING_OF_USE * least), cache_bytes - self.kept_bytes)
         window = most
@@ -457,11 +457,11 @@ class CacheNeeds:
         order = {None: "with all rows shuffled", 0: "in stored order"}.get(window, f"in windows of {window} rows")
         needed = cache_for(self.whole_bytes) if window is None else self.ring_bytes + self.kept_bytes
         fewer = "mix fewer rows at a time (--window)" if window else "use smaller batches (--batch-size)"
-        other = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
+        remedy = f"set a window (--window {USUAL_WINDOW})" if window is None else fewer
         return (
             f"the cache may hold {human_bytes(cache_bytes)}, and {self._store.where} has {human_bytes(self.num_bytes)}: "
             f"{order}, lines would be fetched again and again; have a cache of {-(-needed >> 20)}MiB (--cache-bytes), or "
-            f"{other}"
+            f"{remedy}"
         )
 
 
@@ -470,9 +470,9 @@ def reserve_ring(builder: object, store: Store | Mixture, plan: Plan, rank: int,
 
     It counts while `builder` exists. Ranks of a machine that share a cache need the same, and count once.
     """
-    if (found := refuse_small_caches(store, plan, world_size)) is None:
+    if (refused := refuse_small_caches(store, plan, world_size)) is None:
         return
-    needs, sources, limit = found
+    needs, sources, limit = refused
     machines = machines_of(world_size)
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
@@ -525,9 +525,9 @@ def make_plan(store: Store | Mixture, config: LoaderConfig, *, world_size: int =
     expect("store", store, Store | Mixture, "an open store: make_plan(Store.open('photos.store'), config)")
     of_split = store.buckets(config.split)
     if not of_split:
-        held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
+        splits = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
         raise PlanError(
-            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held}); pack "
+            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {splits}); pack "
             "into it, or name a split that has rows"
         )
     buckets = tuple(
@@ -552,7 +552,8 @@ def make_plan(store: Store | Mixture, config: LoaderConfig, *, world_size: int =
         cache_bytes = config.remote().cache_bytes
     if config.window == 0 or (config.window is None and cache_bytes is None):
         return plan
-    runs = [ShardRuns(shard=shard, repeat=repeat, num_rows=rows) for shard, repeat, rows in (own.runs() for own in of_split)]
+    columns = [bucket.runs() for bucket in of_split]
+    runs = [ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in columns]
     machines = machines_of(world_size)
     mixed = replace(plan, window=config.window or USUAL_WINDOW, lanes=config.lanes or machines, runs=tuple(runs))
     needs = CacheNeeds(store, mixed, machines)

@@ -243,7 +243,7 @@ class Readahead:
             if self._lines is not None and not isinstance(pending, StoreError):
                 self._lines.pop()
             if self._asked[0]:
-                self._asked = [max(0, asked - 1) for asked in self._asked]
+                self._asked = [max(0, count - 1) for count in self._asked]
             yield self._planned.popleft()
             begun = time.monotonic()
             cold.note()
@@ -257,9 +257,9 @@ class Readahead:
             bool(self._pending) and not isinstance(self._pending[0], StoreError) and self._builder.is_resident(self._pending[0])
         )
 
-    def _locate(self, wanted: int) -> None:
-        """Locate more until more than `wanted` are."""
-        while len(self._pending) <= wanted:
+    def _locate(self, count: int) -> None:
+        """Locate more until more than `count` are."""
+        while len(self._pending) <= count:
             pairs = list(islice(self._order, self._window))
             try:
                 self._pending.extend(self._builder.locate(pairs))
@@ -268,7 +268,7 @@ class Readahead:
             if len(pairs) < self._window:
                 return
             self._window = min(8 * self._window, WINDOW)
-            if wanted == 0 or self._window < WINDOW:
+            if count == 0 or self._window < WINDOW:
                 return
 
     def _locate_one(self, pair: tuple[int, int]) -> PendingBatch | StoreError:

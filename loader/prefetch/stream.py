@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.iteration import Stats
     from bucketline.loader.plan.epoch_steps import Cursor
+    from bucketline.loader.service.tcp import FrameReceiver
 
 
 # -------------------------------------------------------------------------------------------------------------- reorder buffer
@@ -218,15 +219,6 @@ class Sink(Protocol):
         """Release the threads that wait for room; nothing is delivered any more."""
 
 
-class Fillers(Protocol):
-    """The threads that fill a stream: `PrefetchThreads`, or the `FrameReceiver` of batches over TCP."""
-
-    def is_alive(self) -> bool: ...
-
-    def close(self) -> None:
-        """End the iteration; the threads are gone when this returns. A forked child has none."""
-
-
 class PrefetchThreads:
     """The threads of one iteration. They know nothing of the loader, so that a dropped loader ends them."""
 
@@ -322,6 +314,7 @@ def _end_all() -> None:
 # ---------------------------------------------------------------------------------------------------------------------- stream
 # The caller's end of an iteration: filled buffers, and their copies on a CUDA device, each waiting for its turn.
 
+_Ready: TypeAlias = "tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]"  # with the copy on a CUDA device
 FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
 
 
@@ -349,17 +342,14 @@ class Stream:
 
     def __init__(self, buffers: Buffers, buffer_bytes: int, depth: int, num_threads: int) -> None:
         """Fill nothing yet: `fillers` does, to whom this is the sink."""
-        self.fillers: Fillers | None = None
+        self.fillers: PrefetchThreads | FrameReceiver | None = None
         self.pool, self._copier = buffers.get(buffer_bytes, depth + 1 + num_threads)
         self._copying = threading.Lock()
-        self._ready: ReorderBuffer[tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]] = ReorderBuffer(
-            depth, FIRST_DEPTH
-        )  # with the copy on a CUDA device
+        self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
         """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end."""
-        ready = self._ready.take(self.is_alive)
-        if ready is None:
+        if (ready := self._ready.take(self.is_alive)) is None:
             return None
         filled, copy = ready
         if copy is None or self._copier is None:

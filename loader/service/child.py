@@ -68,10 +68,10 @@ class ChildLink:
             listening.bind("")  # the system finds a name that no other socket has, and no file
             listening.listen(128)
             self._address = listening.getsockname()
-            given = [theirs.fileno(), listening.fileno()]
-            command = [sys.executable, "-P", "-m", "bucketline.loader.service.child", *map(str, given), *self._arguments]
+            descriptors = [theirs.fileno(), listening.fileno()]
+            command = [sys.executable, "-P", "-m", "bucketline.loader.service.child", *map(str, descriptors), *self._arguments]
             null = subprocess.DEVNULL
-            self._process = subprocess.Popen(command, pass_fds=given, stdin=null, stdout=null)
+            self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=null, stdout=null)
         self._name = f"the private service (process {self._process.pid})"
         self._stop = weakref.finalize(self, _stop, channel, self._process, self._owner)
         try:

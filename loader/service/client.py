@@ -116,16 +116,16 @@ def _told(link: Link, request: StoresRequest | NamesRequest) -> Answer:
 
 
 def served_stores(link: Link, request: StoresRequest) -> tuple[WeightedStore, ...]:
-    answer, found = _told(link, request), []
-    for place, repeats, text in answer.parsed(tuple[ServedManifest, ...]):
+    answer, stores = _told(link, request), []
+    for where, repeats, text in answer.parsed(tuple[ServedManifest, ...]):
         data = text.encode(errors="replace")  # JSON can have half a surrogate pair, which is not text
-        manifest = parse_manifest(data, f"the manifest of {place} from {answer.name}")
-        found.append(WeightedStore(store=ServedStore(place, manifest, link), repeats=repeats))
-    manifests = [one.store.manifest for one in found]
-    is_requested = request.store_id is None or [request.store_id] == [one.store_id for one in manifests]
-    if not found or not is_requested or request.generation not in (None, manifests[0].generation):
+        manifest = parse_manifest(data, f"the manifest of {where} from {answer.name}")
+        stores.append(WeightedStore(store=ServedStore(where, manifest, link), repeats=repeats))
+    manifests = [weighted.store.manifest for weighted in stores]
+    is_requested = request.store_id is None or [request.store_id] == [manifest.store_id for manifest in manifests]
+    if not stores or not is_requested or request.generation not in (None, manifests[0].generation):
         raise DeliveryError(f"the answer of {answer.name} is invalid: it has other stores than were requested")
-    return tuple(found)
+    return tuple(stores)
 
 
 def served_names(link: Link, stores: Sequence[StoreId], digests: Sequence[bytes]) -> list[str]:

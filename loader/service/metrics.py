@@ -67,17 +67,17 @@ class _ServiceCollector:
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
         yield GaugeMetricFamily("bucketline_connected_clients", "Clients that read now.", value=stats["clients"])
-        for key, (name, what) in _COUNTS.items():
-            yield CounterMetricFamily(f"bucketline_{name}", what, value=stats[key])
-        for key, (name, what) in _FETCHED.items():
-            family = CounterMetricFamily(f"bucketline_{name}", what, labels=("url",))
-            for url, own in stats["fetched"].items():
-                family.add_metric([url], own[key])
+        for key, (name, meaning) in _COUNTS.items():
+            yield CounterMetricFamily(f"bucketline_{name}", meaning, value=stats[key])
+        for key, (name, meaning) in _FETCHED.items():
+            family = CounterMetricFamily(f"bucketline_{name}", meaning, labels=("url",))
+            for url, counts in stats["fetched"].items():
+                family.add_metric([url], counts[key])
             yield family
         seconds = HistogramMetricFamily(
             "bucketline_fetch_seconds", "From the request of a line to its arrival.", labels=("url",)
         )
-        for url, own in stats["fetched"].items():
+        for url, counts in stats["fetched"].items():
             bounds = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]
-            seconds.add_metric([url], list(zip(bounds, accumulate(own["fetch_latencies"]), strict=True)), own["fetch_s"])
+            seconds.add_metric([url], list(zip(bounds, accumulate(counts["fetch_latencies"]), strict=True)), counts["fetch_s"])
         yield seconds

@@ -122,8 +122,8 @@ class ControlPage:
         if self.words[Word.HAS_ENDED]:
             return
         if failure is not None:
-            told = wire.failure_as_json(failure)
-            text = json.dumps({**told, "message": told["message"][: _FAILURE_BYTES // 16]}).encode()
+            message = wire.failure_as_json(failure)
+            text = json.dumps({**message, "message": message["message"][: _FAILURE_BYTES // 16]}).encode()
             self._failure[: len(text)] = text
             self.words[Word.FAILURE_BYTES] = len(text)
         fence()
@@ -140,12 +140,12 @@ def stride_of(buffer_bytes: int) -> int:
 
 def map_shared(fd: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     """Map a part of a file for reading and writing, `[num_bytes]`. Views keep the map. Unlike `mmap`, holds no descriptor."""
-    found = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
-    if found is None or found == ctypes.c_void_p(-1).value:
+    address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    if address is None or address == ctypes.c_void_p(-1).value:
         raise DeliveryError(f"{num_bytes} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    buffer = (ctypes.c_uint8 * num_bytes).from_address(found)
+    buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
     # not at exit: batches may still be in use then
-    weakref.finalize(buffer, _libc.munmap, found, num_bytes).atexit = False
+    weakref.finalize(buffer, _libc.munmap, address, num_bytes).atexit = False
     return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
 

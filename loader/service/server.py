@@ -81,15 +81,15 @@ class ServedStores:
 
     @property
     def places(self) -> list[str]:
-        return [str(one.path) for one in self._arguments.values()]
+        return [str(argument.path) for argument in self._arguments.values()]
 
     def fetched(self) -> dict[str, Any]:
         """Return what was fetched of each store in object storage, as JSON values."""
-        return {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()}
+        return {url: {**asdict(source.stats()), "store_bytes": source.num_bytes} for url, source in self._sources.items()}
 
     def told(self, request: StoresRequest) -> list[ServedManifest]:
         """Return the manifests that a client requests."""
-        found = []
+        manifests = []
         for store_id in self._arguments if request.store_id is None else [request.store_id]:
             argument = self._argument(store_id, f"the store {store_id}")
             store = self._open_store(argument, request.generation)
@@ -101,8 +101,8 @@ class ServedStores:
             if store.source is None:
                 refuse_lost_shards(store.folder, store.manifest, sidecars=False)  # one stat per shard
             manifest = dump_manifest(store.manifest).decode()
-            found.append(ServedManifest(place=str(store.place), repeats=argument.repeats, manifest=manifest))
-        return found
+            manifests.append(ServedManifest(place=str(store.place), repeats=argument.repeats, manifest=manifest))
+        return manifests
 
     def _open_store(self, argument: StoreArgument, generation: int | None) -> Store:
         store = Store.open(argument.path, generation, remote=self._remote, reads_rows=generation is not None)
@@ -125,31 +125,31 @@ class ServedStores:
         """
         if not requested:
             raise DeliveryError("0 stores were requested, expected 1 or more")
-        arguments = [self._argument(one.store_id, one.path) for one in requested]
+        arguments = [self._argument(request.store_id, request.path) for request in requested]
         with self._lock:
-            key = (*((one.store_id, one.generation, one.repeats) for one in requested), plain_reads)
+            key = (*((request.store_id, request.generation, request.repeats) for request in requested), plain_reads)
             if key not in self._opened or self._opened[key].is_lost():
                 stores = tuple(
-                    WeightedStore(store=self._open_store(argument, one.generation), repeats=one.repeats)
-                    for argument, one in zip(arguments, requested, strict=True)
+                    WeightedStore(store=self._open_store(argument, request.generation), repeats=request.repeats)
+                    for argument, request in zip(arguments, requested, strict=True)
                 )
                 rows = join(stores, plain_reads=plain_reads)
                 self._opened[key] = OpenStores(stores=stores, rows=rows, gather=Gather(rows, plain_reads=plain_reads))
-            found = self._opened[key]
-            found.num_users += 1
-        using.callback(self._count_down, found)
-        for one, weighted in zip(requested, found.stores, strict=True):
-            if (digest := weighted.store.manifest.digest) != one.digest:
+            opened = self._opened[key]
+            opened.num_users += 1
+        using.callback(self._count_down, opened)
+        for request, weighted in zip(requested, opened.stores, strict=True):
+            if (digest := weighted.store.manifest.digest) != request.digest:
                 raise StoreError(
-                    f"generation {one.generation} of {weighted.store.place} has the digest {digest}, the "
-                    f"client's of {one.path} has {one.digest}; these are two stores: use the same for both, and "
+                    f"generation {request.generation} of {weighted.store.place} has the digest {digest}, the "
+                    f"client's of {request.path} has {request.digest}; these are two stores: use the same for both, and "
                     "restart a service whose store was replaced"
                 )
-        return found
+        return opened
 
-    def _count_down(self, found: OpenStores) -> None:
+    def _count_down(self, opened: OpenStores) -> None:
         with self._lock:
-            found.num_users -= 1
+            opened.num_users -= 1
 
     def let_go(self) -> None:
         """Unmap superseded generations that no client reads, so that removed files are freed.
@@ -157,7 +157,7 @@ class ServedStores:
         A client may still request one: as long as its files exist, it is opened again.
         """
         with self._lock:
-            left = [key for key, found in self._opened.items() if not found.num_users and found.is_superseded()]
+            left = [key for key, opened in self._opened.items() if not opened.num_users and opened.is_superseded()]
             for key in left:
                 del self._opened[key]
         if left:
@@ -187,9 +187,9 @@ class Service:
         self._take_in(RingClient(sock))
 
     @contextmanager
-    def listening(self, place: HostPort, security: Security) -> Iterator[socket.socket]:
+    def listening(self, address: HostPort, security: Security) -> Iterator[socket.socket]:
         """Listen for clients on other machines until the block ends; what is accepted goes to `take_in_far`."""
-        host, port = place
+        host, port = address
         if security.token is None and not is_loopback(host):
             raise UsageError(
                 f"--at tcp://{host}:{port} can be reached from other machines; give --token-file FILE, which clients must have "
@@ -197,7 +197,7 @@ class Service:
             )
         self._security = security
         try:
-            sock = socket.create_server(place, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            sock = socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
         with sock:
@@ -226,18 +226,18 @@ class Service:
 
     def _make_room_for(self, stranger: Client) -> None:
         """If strangers have all their slots, end the oldest connection of the host that has most. Call under the lock."""
-        others = [one for one in self._clients if type(one) is type(stranger) and one.is_stranger]
-        if len(others) >= stranger.max_strangers:
-            num_of = Counter(one.host for one in others)
-            found = max(others, key=lambda one: num_of[one.host])  # the first of these
-            found.is_stranger = False
-            found.shut()
+        strangers = [client for client in self._clients if type(client) is type(stranger) and client.is_stranger]
+        if len(strangers) >= stranger.max_strangers:
+            num_of = Counter(client.host for client in strangers)
+            oldest = max(strangers, key=lambda client: num_of[client.host])  # the first of these
+            oldest.is_stranger = False
+            oldest.shut()
 
     def _admit(self, client: Client) -> None:
         """Let a client that has proved that it has the token have a slot of its kind; a far one tries again if none is free."""
         with self._lock:
             client.is_stranger = False
-            if sum(one.is_known and type(one) is type(client) for one in self._clients) >= client.max_clients:
+            if sum(other.is_known and type(other) is type(client) for other in self._clients) >= client.max_clients:
                 raise FullError(f"the service has {client.max_clients} clients, its maximum")
             client.is_known = True
 
@@ -303,7 +303,7 @@ class Service:
         if isinstance(request, StoresRequest):
             return self._stores.told(request)
         rows = self._stores.open(request.stores, plain_reads=True, using=using).rows
-        return rows.ids_of([bytes.fromhex(one) for one in request.digests])
+        return rows.ids_of([bytes.fromhex(digest) for digest in request.digests])
 
     def _begin(self, client: Client, request: Request, using: ExitStack) -> None:
         if not 0 <= request.rank < request.world_size:
@@ -315,6 +315,6 @@ class Service:
             raise DeliveryError(
                 f"the client's plan has the digest {request.plan}, the service's {plan.digest}; use one version of bucketline"
             )
-        builder = BatchBuilder(opened.rows, plan, config, request.rank, request.world_size, gather=opened.gather)
+        builder = BatchBuilder(opened.rows, opened.gather, plan, config, request.rank, request.world_size)
         reserve_ring(builder, opened.rows, plan, request.rank, request.world_size)
         client.begin(builder, request)

@@ -41,14 +41,14 @@ HostPort: TypeAlias = tuple[str, int]
 
 def host_port(text: str) -> HostPort:
     """Return the host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`, which is one of the loopback interface."""
-    found = _HOST_PORT.fullmatch(text)
-    if found is None or int(found[2]) > _MAX_PORT:
-        place = text.rpartition("@")[2]  # what stands before it may be a token
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or int(match[2]) > _MAX_PORT:
+        shown = text.rpartition("@")[2]  # what stands before it may be a token
         raise UsageError(
-            f"{place:.200} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400 or "
+            f"{shown:.200} is not an address, expected HOST:PORT with a port up to {_MAX_PORT}, such as {_LOOPBACK}:9400 or "
             "[::1]:9400"
         )
-    return (found[1] or _LOOPBACK).strip("[]"), int(found[2])
+    return (match[1] or _LOOPBACK).strip("[]"), int(match[2])
 
 
 def place_of(text: str, name: str, expected: str) -> Path | HostPort:
@@ -135,23 +135,23 @@ def listen(path: Path) -> Iterator[socket.socket]:
             finally:
                 os.umask(before)
             sock.listen(128)
-            made = path.lstat()
+            status = path.lstat()
         try:
             yield sock
         finally:
-            if _is_at(path, made):
+            if _is_at(path, status):
                 path.unlink(missing_ok=True)
 
 
 def _expect_own_folder(folder: Path) -> None:
     """Refuse a folder in which another user could replace our socket."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise UsageError(f"cannot open {folder}, the folder of the socket: {error.strerror}") from error
-    if found.st_uid not in _trusted():
-        raise UsageError(f"{folder}, the folder of the socket, belongs to user {found.st_uid}; use your own folder")
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if status.st_uid not in _trusted():
+        raise UsageError(f"{folder}, the folder of the socket, belongs to user {status.st_uid}; use your own folder")
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise UsageError(f"{folder}, the folder of the socket, is writable by everybody; use your own folder")
 
 
@@ -169,11 +169,11 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             raise UsageError(f"cannot open {path}, the lock of the socket: {error.strerror}; remove it") from error
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid not in _trusted():
-                raise UsageError(f"{path}, the lock of the socket, belongs to user {found.st_uid}; name another path")
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in _trusted():
+                raise UsageError(f"{path}, the lock of the socket, belongs to user {status.st_uid}; name another path")
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_at(path, found):  # else who had it before has removed it
+            if _is_at(path, status):  # else who had it before has removed it
                 try:
                     yield
                 finally:
@@ -183,9 +183,9 @@ def _locked(path: Path) -> Iterator[None]:
             os.close(fd)
 
 
-def _is_at(path: Path, made: os.stat_result) -> bool:
+def _is_at(path: Path, status: os.stat_result) -> bool:
     with suppress(OSError):
-        return os.path.samestat(path.lstat(), made)
+        return os.path.samestat(path.lstat(), status)
     return False
 
 

@@ -87,14 +87,14 @@ class FrameClient(Client):
     def run(self) -> None:
         """Send batches until all are sent, the client leaves or `stop` is called."""
         assert self._stream is not None
-        failure, asked = None, time.perf_counter()
+        failure, begun = None, time.perf_counter()
         try:
             while (delivered := self._stream.next()) is not None:
-                self.counts["waited_us"] += int(1e6 * (time.perf_counter() - asked))
+                self.counts["waited_us"] += int(1e6 * (time.perf_counter() - begun))
                 self._send(*delivered)
                 self.count(delivered[0])
                 del delivered
-                asked = time.perf_counter()
+                begun = time.perf_counter()
         except OSError:
             return  # the client has left
         except BucketlineError as error:
@@ -193,17 +193,17 @@ class FrameReader:
 def _expect_batch(layout: bytes) -> None:
     """Check that a layout has a batch's columns, by an empty batch of them; raise what making it raises."""
     bucket, _, fields = wire.parse_layout(layout)
-    empty = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in fields}
+    empty = {field.name: torch.empty(field.shape, dtype=field.dtype, device="meta") for field in fields}
     Batch(step=0, micro_step=0, epoch=0, bucket=bucket, **as_fields(empty))
 
 
 def _failure_in(text: bytearray) -> BucketlineError:
     """Return the failure that ends an iteration; one of delivery may be over once the client has connected again."""
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    failure = wire.failure_of(found if isinstance(found, dict) else {"message": "the server failed without a message"})
+        message = None
+    failure = wire.failure_of(message if isinstance(message, dict) else {"message": "the server failed without a message"})
     return LostError(str(failure)) if isinstance(failure, DeliveryError) else failure
 
 

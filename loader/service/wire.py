@@ -178,12 +178,12 @@ class Answer:
         return _parsed(kind, self.message.get("answer"), f"the answer of {self.name}")
 
     def response(self) -> Response:
-        found = self.parsed(Response)
-        if not (0 < found.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or found.depth < 1:
+        response = self.parsed(Response)
+        if not (0 < response.buffer_bytes <= MAX_BATCH_BYTES or self.fds) or response.depth < 1:
             raise DeliveryError(
-                f"the answer of {self.name} is invalid: buffer_bytes is {found.buffer_bytes} and depth {found.depth}"
+                f"the answer of {self.name} is invalid: buffer_bytes is {response.buffer_bytes} and depth {response.depth}"
             )
-        return found
+        return response
 
     def close(self) -> None:
         """Close the connection, and the descriptors that came."""
@@ -199,22 +199,22 @@ def ask(sock: socket.socket, name: str, message: Mapping[str, Any], token: bytes
     """
     fds: list[int] = []
     try:
-        found = receive(sock, GREETING_S)
-        if "nonce" in found:
+        received = receive(sock, GREETING_S)
+        if "nonce" in received:
             try:
-                send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(found["nonce"]))})
+                send(sock, {**message, "protocol": PROTOCOL, "proof": proof_of(token, str(received["nonce"]))})
             except OSError as error:
                 raise LostError(f"{name} has ended before it was asked: {error.strerror or error}") from error
             max_bytes = MAX_MESSAGE_BYTES if message["ask"] == "batches" else MAX_ANSWER_BYTES
-            found = receive(sock, ANSWER_S, fds if sock.family == socket.AF_UNIX else None, max_bytes=max_bytes)
-        elif "error" not in found:
+            received = receive(sock, ANSWER_S, fds if sock.family == socket.AF_UNIX else None, max_bytes=max_bytes)
+        elif "error" not in received:
             raise LostError(f"the greeting of {name} is invalid; is it a service of the same bucketline?")
-        if "error" in found:
-            raise failure_of(found)
+        if "error" in received:
+            raise failure_of(received)
     except BaseException:
         Answer(sock=sock, name=name, message={}, fds=fds).close()
         raise
-    return Answer(sock=sock, name=name, message=found, fds=fds)
+    return Answer(sock=sock, name=name, message=received, fds=fds)
 
 
 def message_of(request: AnyRequest) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def parse_request(message: Mapping[str, Any]) -> AnyRequest:
         raise DeliveryError(
             f"the client uses protocol version {version!r}, the service version {PROTOCOL}; use the same bucketline"
         )
-    kind = _KINDS.get(str(asked := entries.pop("ask", None)))
+    kind = _KINDS.get(str(verb := entries.pop("ask", None)))
     if kind is None:
-        raise DeliveryError(f"the client's message requests {asked!r:.100}, expected one of {', '.join(_KINDS)}")
+        raise DeliveryError(f"the client's message requests {verb!r:.100}, expected one of {', '.join(_KINDS)}")
     return _parsed(kind, entries, "the client's message")
 
 
@@ -245,7 +245,7 @@ def _parsed(kind: type[T], message: object, item: str) -> T:
 def failure_as_json(error: BaseException) -> dict[str, str]:
     is_known = isinstance(error, BucketlineError)
     kinds = type(error).__mro__ if is_known else (DeliveryError,)  # the nearest class that a client knows
-    kind = next(one.__name__ for one in kinds if one is FullError or getattr(errors, one.__name__, None) is one)
+    kind = next(known.__name__ for known in kinds if known is FullError or getattr(errors, known.__name__, None) is known)
     text = str(error) if is_known else f"the service failed: {type(error).__name__}: {error}"
     return {"error": kind, "message": text[: MAX_MESSAGE_BYTES // 16]}
 
@@ -253,8 +253,8 @@ def failure_as_json(error: BaseException) -> dict[str, str]:
 def failure_of(message: Mapping[str, Any]) -> BucketlineError:
     """Return the failure in a message, with the class that it had in the service."""
     kind = FullError if message.get("error") == FullError.__name__ else getattr(errors, str(message.get("error")), None)
-    known = isinstance(kind, type) and issubclass(kind, BucketlineError)
-    return (kind if known and kind is not None else DeliveryError)(str(message.get("message")))
+    is_ours = isinstance(kind, type) and issubclass(kind, BucketlineError)
+    return (kind if is_ours and kind is not None else DeliveryError)(str(message.get("message")))
 
 
 def proof_of(token: bytes | None, nonce: str) -> str:
@@ -333,16 +333,16 @@ _MOST_LAYOUTS = 4096
 def layout_of(filled: FilledBuffer) -> bytes:
     """Return the bucket, bytes and fields of a filled buffer; equal fields are one object, whose layout is made once."""
     key = id(filled.fields), filled.bucket, filled.num_bytes
-    known = _layouts.get(key)
-    if known is None:
-        found = [
+    cached = _layouts.get(key)
+    if cached is None:
+        described = [
             [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
             for field in filled.fields
         ]
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
-        known = _layouts[key] = filled.fields, json.dumps([filled.bucket, filled.num_bytes, found]).encode()
-    return known[1]
+        cached = _layouts[key] = filled.fields, json.dumps([filled.bucket, filled.num_bytes, described]).encode()
+    return cached[1]
 
 
 def head_of(filled: FilledBuffer, layout: bytes) -> bytes:
@@ -353,29 +353,29 @@ def head_of(filled: FilledBuffer, layout: bytes) -> bytes:
 
 def filled_as_laid_out(buffer: Tensor, position: Sequence[int], layout: bytes) -> FilledBuffer:
     """Return the description of a buffer from a layout; `position` is the step, micro step and epoch of its head."""
-    bucket, num_bytes, found = parse_layout(layout)
+    bucket, num_bytes, fields = parse_layout(layout)
     step, micro_step, epoch = position
     return FilledBuffer(
-        buffer=buffer, fields=found, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
+        buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
     )
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def parse_layout(layout: bytes) -> tuple[str, int, list[Field]]:
     """Return the bucket, bytes and fields of a layout. One that is invalid raises a ValueError, TypeError or RecursionError."""
-    bucket, num_bytes, found = json.loads(layout)
-    placed = [_field(*one) for one in found]
-    if any(one.begin + one.num_bytes > num_bytes for one in placed):
+    bucket, num_bytes, described = json.loads(layout)
+    placed = [_field(*field) for field in described]
+    if any(field.begin + field.num_bytes > num_bytes for field in placed):
         raise ValueError(f"it has a tensor beyond its {num_bytes} bytes")
     return bucket, num_bytes, placed
 
 
 def _field(name: str, dtype: str, shape: list[int], begin: int, num_bytes: int) -> Field:
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise TypeError(f"{dtype} is not a dtype")
     if any(type(number) is not int or number < 0 for number in (*shape, begin, num_bytes)) or begin % ALIGN_BYTES:
         raise ValueError(f"{name} has the shape {shape} and {num_bytes} bytes from {begin}")
-    if num_bytes != found.itemsize * math.prod(shape):
+    if num_bytes != torch_dtype.itemsize * math.prod(shape):
         raise ValueError(f"{name} has {num_bytes} bytes for {dtype} {shape}")
-    return Field(name=name, dtype=found, shape=tuple(shape), begin=begin, num_bytes=num_bytes)
+    return Field(name=name, dtype=torch_dtype, shape=tuple(shape), begin=begin, num_bytes=num_bytes)
