@@ -275,7 +275,7 @@ class BatchBuilder:
                     out = memory[field.begin : field.begin + field.num_bytes].reshape(len(batch.keys), -1)
                     self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
                 else:
-                    self._gather.take(source, memory, field.begin)
+                    self._gather.copy(source, memory, field.begin)
             if layout.is_dequantised:
                 dequantise_field(buffer, layout.gathered[TOKENS], layout.gathered[TOKENS_SCALE], layout.by_name[TOKENS])
             memory.data[layout.small_begin : layout.num_bytes] = copy_plan.small.data

@@ -180,7 +180,7 @@ class BufferPool:
         """Buffers that this pool knows: free, being filled, ready or held."""
         return self._made
 
-    def take(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """Return a free buffer, `[buffer_bytes]` uint8."""
         try:
             while self._free.qsize() > self._num_buffers:  # a caller held many and let them go
@@ -193,7 +193,7 @@ class BufferPool:
                 return torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=True)
             return torch.from_numpy(_in_huge_pages(self.buffer_bytes))
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool that was not lent, or whose copy is done."""
         self._free.put(buffer)
 
@@ -206,7 +206,7 @@ class BufferPool:
 
 # --------------------------------------------------------------------------------------------------------------- buffer layout
 
-COPY_ALIGN_BYTES = 16  # where a copy may begin; see `Gather.take`
+COPY_ALIGN_BYTES = 16  # where a copy may begin; see `Gather.copy`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ class Gather:
         if not self.map(shard):
             self._files.read(shard, offsets, row_bytes, out)
         elif out.size:
-            self.take(self.index_of(shard, offsets, row_bytes), out)
+            self.copy(self.index_of(shard, offsets, row_bytes), out)
         return out
 
     def read_plainly(
@@ -144,7 +144,7 @@ class Gather:
         item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes)
         return self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
 
-    def take(self, gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int = 0) -> None:
+    def copy(self, gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int = 0) -> None:
         """Copy the rows of a gather index into `memory`, bytes, starting at `begin`, which must be a multiple of 16."""
         # numpy makes the views, because torch would release and reacquire Python's lock for each
         form, starts = gather_index.form, gather_index.starts

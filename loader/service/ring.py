@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BUFFERS = 1 << 16
-FREE, TAKEN = 0, 1
+FREE, IN_USE = 0, 1
 _WORDS, _ANNOUNCEMENTS, _FAILURE_BYTES = 64, 1024, 1 << 16
 _ANNOUNCED_AT = 8 * _WORDS
 _STATES_AT = _ANNOUNCED_AT + 4 * _ANNOUNCEMENTS
@@ -77,7 +77,7 @@ class Word(IntEnum):
     FAILURE_BYTES = 9  # of the failure's text; 0 if all batches were announced
     BUFFERS = 10  # by the service: number of buffers
     SERVICE_WAITS = 16  # by the service: wake it when there is room
-    TAKEN = 24  # by the client: micro-batches popped so far
+    POPPED = 24  # by the client: micro-batches popped so far
     CLIENT_WAITS = 32  # by the client: wake it when there is news
     WAITS = 33  # by the client: how often it had to wait for a micro-batch
     WAITED_US = 34  # by the client: for how long, in microseconds
@@ -208,7 +208,7 @@ class Ring:
                 self._buffers.append(self.memory.add(number))
             self.control.words[Word.BUFFERS] = len(self._buffers)
             fence()
-            states[number] = TAKEN
+            states[number] = IN_USE
             tensors = torch.from_numpy(self._buffers[number][HEAD_BYTES:])[: self.memory.buffer_bytes]
             self._number_at[tensors.data_ptr()] = number
             return tensors
@@ -251,7 +251,7 @@ class Ring:
         return self._turn != begun
 
     def _has_room(self, turn: int) -> bool:
-        return turn - self.control.words[Word.TAKEN] < self._depth
+        return turn - self.control.words[Word.POPPED] < self._depth
 
     def _wait_for_room(self, turn: int) -> None:
         self._waiting += 1
@@ -371,7 +371,7 @@ class RingStream:
         self._buffers: dict[int, NDArray[np.uint8]] = {}
         self._may_register = True
         self._registered: list[NDArray[np.uint8]] = []
-        self._taken = self._announced = 0
+        self._popped = self._announced = 0
         self._copied: list[tuple[FilledBuffer, Tensor, torch.cuda.Event]] = []
         self._low_water = self._response.depth * 3 // 4
         self._poll = select.poll()
@@ -386,7 +386,7 @@ class RingStream:
             return None
         if self._copier is not None:
             return self._next_on_device(self._copier)
-        if self._taken == self._announced and not self._wait():
+        if self._popped == self._announced and not self._wait():
             return None
         filled, number = self._pop()
         return filled, torch.from_numpy(self._lend(number))
@@ -394,7 +394,7 @@ class RingStream:
     def _pop(self) -> tuple[FilledBuffer, int]:
         """Pop the next announced micro-batch; return its description and the number of its buffer."""
         words = self._control.words
-        number = self._control.announced(self._taken)
+        number = self._control.announced(self._popped)
         buffer = self._buffers.get(number)
         if buffer is None:
             buffer = self._buffers[number] = self._map(number)
@@ -407,10 +407,10 @@ class RingStream:
             raise DeliveryError(f"{self._name} sent a damaged batch: {error}; is it of the same bucketline?") from error
         if filled.num_bytes > self._response.buffer_bytes:
             raise DeliveryError(f"{self._name} sent a batch of {filled.num_bytes} bytes in {self._response.buffer_bytes}")
-        self._taken += 1
-        words[Word.TAKEN] = self._taken
+        self._popped += 1
+        words[Word.POPPED] = self._popped
         fence()
-        if words[Word.SERVICE_WAITS] and self._announced - self._taken <= self._low_water:
+        if words[Word.SERVICE_WAITS] and self._announced - self._popped <= self._low_water:
             _wake(self._sock)
         return filled, number
 
@@ -434,10 +434,10 @@ class RingStream:
     def _next_on_device(self, copier: CudaCopier) -> tuple[FilledBuffer, Tensor] | None:
         """Start copying the next few ready micro-batches to the device, and return the first."""
         while len(self._copied) <= COPIED_AHEAD:
-            if self._taken == self._announced:
+            if self._popped == self._announced:
                 self._announced = self._control.words[Word.ANNOUNCED]
                 fence()
-            if self._taken == self._announced and (self._copied or not self._wait()):
+            if self._popped == self._announced and (self._copied or not self._wait()):
                 break
             filled, number = self._pop()
             buffer = torch.from_numpy(self._buffers[number])[HEAD_BYTES:]
@@ -463,7 +463,7 @@ class RingStream:
                 has_ended = words[Word.HAS_ENDED]
                 fence()
                 self._announced = words[Word.ANNOUNCED]
-                if self._announced != self._taken:
+                if self._announced != self._popped:
                     fence()
                     return True
                 if has_ended:
@@ -498,7 +498,7 @@ class RingStream:
     def note_queue(self, stats: Stats) -> None:
         """See `Stream.note_queue`."""
         words = self._control.words
-        stats.ready = max(0, words[Word.ANNOUNCED] - words[Word.TAKEN]) + len(self._copied)
+        stats.ready = max(0, words[Word.ANNOUNCED] - words[Word.POPPED]) + len(self._copied)
         stats.buffers, stats.waits, stats.depth = words[Word.BUFFERS], words[Word.WAITS], self._response.depth
         stats.is_waiting = bool(words[Word.CLIENT_WAITS])
 

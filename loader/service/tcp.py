@@ -342,7 +342,7 @@ class FrameReceiver:
                     expected = f"step {cursor.step}, micro-batch {cursor.micro_step}"
                     raise LostError(f"step {filled.step}, micro-batch {filled.micro_step} came, expected {expected}")
             except BaseException:
-                self._stream.pool.give_back(buffer)
+                self._stream.pool.release(buffer)
                 raise
             if not self._stream.put(self._turn, filled):
                 return

@@ -218,7 +218,7 @@ def end_thread(bench: Bench) -> Outcome:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
         assert thread.ident is not None
         stream: Any = loader._stream
-        assert wait_until(lambda: stream._delivery._ready._fillers_waiting)
+        assert wait_until(lambda: stream._ready._producers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         until_error(batches, first, DeliveryError, r"a prefetch thread was ended by SystemExit\(\)")
         goes_on(loader)

@@ -25,7 +25,7 @@ from tests.leftovers import wait_until
 
 def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before() -> None:
     pool = BufferPool(256, 2, pinned=False)
-    buffer = pool.take()
+    buffer = pool.acquire()
     address = buffer.data_ptr()
     fields, _ = buffer_offsets([("a", torch.int32, (4,)), ("b", torch.float16, (8,))])
     tensors = carve(pool.lend(buffer), fields)
@@ -33,22 +33,22 @@ def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before
     view = tensors["b"][2:4].view(torch.uint8)
     del tensors["a"]
     gc.collect()
-    assert pool.take().data_ptr() != address
+    assert pool.acquire().data_ptr() != address
     tensors.clear()
     gc.collect()
     assert pool._free.qsize() == 0  # a view of a view still holds it
     del view
     assert pool._free.qsize() == 1
-    assert pool.take().data_ptr() == address
+    assert pool.acquire().data_ptr() == address
 
 
 def test_taking_never_waits_and_what_is_too_much_is_let_go() -> None:
     pool = BufferPool(64, 2, pinned=False)
-    held = [pool.lend(pool.take()) for _ in range(20)]
+    held = [pool.lend(pool.acquire()) for _ in range(20)]
     assert len({tensor.data_ptr() for tensor in held}) == 20
     held.clear()
     assert pool._free.qsize() == 20
-    pool.take()
+    pool.acquire()
     assert pool._free.qsize() <= 2
 
 
@@ -95,7 +95,7 @@ def test_buffers_that_were_filled_and_not_taken_come_back_when_the_loop_is_left(
 
 def test_large_buffers_begin_at_a_huge_page_and_are_as_long_as_asked_for() -> None:
     for num_bytes in (100, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES - 5, 5 * HUGE_PAGE_BYTES // 2):
-        buffer = BufferPool(num_bytes, 2, pinned=False).take()
+        buffer = BufferPool(num_bytes, 2, pinned=False).acquire()
         buffer.fill_(7)
         assert (len(buffer), int(buffer[-1])) == (num_bytes, 7)
         assert num_bytes < HUGE_PAGE_BYTES or buffer.data_ptr() % HUGE_PAGE_BYTES == 0

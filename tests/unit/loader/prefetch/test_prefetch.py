@@ -257,10 +257,10 @@ def test_a_failure_is_raised_after_what_came_before_it_and_again_when_asked_agai
     buffer: ReorderBuffer[int] = ReorderBuffer(4)
     buffer.put(0, 1)
     buffer.end(1, ValueError("sample x"))
-    assert buffer.take() == 1
+    assert buffer.pop() == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="sample x"):
-            buffer.take()
+            buffer.pop()
 
 
 def test_closing_lets_a_waiting_filler_go() -> None:
@@ -274,18 +274,18 @@ def test_closing_lets_a_waiting_filler_go() -> None:
 
     thread = threading.Thread(target=fill)
     thread.start()
-    assert buffer.take() == 0
+    assert buffer.pop() == 0
     buffer.close()
     thread.join(timeout=30)
     assert not thread.is_alive()
     assert outcomes[-1] is False
-    assert buffer.take() is None
+    assert buffer.pop() is None
 
 
 def test_closing_lets_a_waiting_taker_go() -> None:
     buffer: ReorderBuffer[int] = ReorderBuffer(1)
     found: list[int | None] = []
-    thread = threading.Thread(target=lambda: found.append(buffer.take()))
+    thread = threading.Thread(target=lambda: found.append(buffer.pop()))
     thread.start()
     buffer.close()
     thread.join(timeout=30)
@@ -311,9 +311,9 @@ def test_several_threads_hand_over_in_turn_and_a_failure_waits_for_its_own() -> 
     threads = [threading.Thread(target=fill) for _ in range(4)]
     for thread in threads:
         thread.start()
-    found = [buffer.take() for _ in range(300)]
+    found = [buffer.pop() for _ in range(300)]
     with pytest.raises(ValueError, match="at 300"):
-        buffer.take()
+        buffer.pop()
     for thread in threads:
         thread.join(timeout=30)
     assert found == list(range(300))
@@ -324,9 +324,9 @@ def test_several_threads_hand_over_in_turn_and_a_failure_waits_for_its_own() -> 
 def test_a_filling_side_that_is_gone_without_a_word_is_an_error() -> None:
     buffer: ReorderBuffer[int] = ReorderBuffer(1)
     buffer.put(0, 7)
-    assert buffer.take(lambda: False) == 7
+    assert buffer.pop(lambda: False) == 7
     with pytest.raises(DeliveryError, match="the prefetch threads are gone"):
-        buffer.take(lambda: False)
+        buffer.pop(lambda: False)
 
 
 def test_what_is_done_before_its_turn_lies_ready_and_nobody_waits_for_another() -> None:
@@ -336,7 +336,7 @@ def test_what_is_done_before_its_turn_lies_ready_and_nobody_waits_for_another() 
     assert len(buffer) == 2
     assert buffer.put(0, 0)
     buffer.end(3)
-    assert [buffer.take() for _ in range(5)] == [0, 1, 2, None, None]
+    assert [buffer.pop() for _ in range(5)] == [0, 1, 2, None, None]
 
 
 def test_the_earliest_failure_counts_and_what_comes_after_it_is_not_taken() -> None:
@@ -346,9 +346,9 @@ def test_the_earliest_failure_counts_and_what_comes_after_it_is_not_taken() -> N
     buffer.end(1, ValueError("at 1"))
     assert not buffer.put(3, 3)
     assert buffer.put(0, 0)
-    assert buffer.take() == 0
+    assert buffer.pop() == 0
     with pytest.raises(ValueError, match="at 1"):
-        buffer.take()
+        buffer.pop()
 
 
 def test_an_interrupt_between_any_two_bytecodes_of_taking_loses_no_turn() -> None:
@@ -361,7 +361,7 @@ def test_an_interrupt_between_any_two_bytecodes_of_taking_loses_no_turn() -> Non
         left = [number]
 
         def interrupt(frame: FrameType, event: str, _: object, left: list[int] = left) -> Any:
-            if frame.f_code is not ReorderBuffer.take.__code__:
+            if frame.f_code is not ReorderBuffer.pop.__code__:
                 return None
             frame.f_trace_opcodes = True
             left[0] -= event == "opcode"
@@ -373,13 +373,13 @@ def test_an_interrupt_between_any_two_bytecodes_of_taking_loses_no_turn() -> Non
         before = sys.gettrace()
         sys.settrace(interrupt)
         try:
-            first = buffer.take()
+            first = buffer.pop()
         except KeyboardInterrupt:
             first = None
         finally:
             sys.settrace(before)
         rest = []
-        while (item := buffer.take(lambda: False)) is not None:
+        while (item := buffer.pop(lambda: False)) is not None:
             rest.append(item)
         assert (first, rest) in [(0, [1, 2]), (None, [0, 1, 2]), (None, [1, 2])]
         outcomes.add(first)
@@ -406,20 +406,20 @@ def test_room_grows_only_once_both_sides_have_had_to_wait() -> None:
         return thread
 
     assert [buffer.put(turn, turn) for turn in (0, 1)] == [True, True]
-    assert [buffer.take() for _ in range(2)] == [0, 1]
+    assert [buffer.pop() for _ in range(2)] == [0, 1]
     waiting = fill(range(2, 3))
-    assert buffer.take() == 2  # the taking side may have waited, the filling side has not
+    assert buffer.pop() == 2  # the taking side may have waited, the filling side has not
     waiting.join()
     assert buffer.depth == 2
     first = fill(range(3, 6))
-    assert wait_until(lambda: buffer._fillers_waiting)
-    assert [buffer.take() for _ in range(3)] == [3, 4, 5]
+    assert wait_until(lambda: buffer._producers_waiting)
+    assert [buffer.pop() for _ in range(3)] == [3, 4, 5]
     first.join()
     with pytest.raises(DeliveryError):
-        buffer.take(lambda: False)
+        buffer.pop(lambda: False)
     assert buffer.depth == 4
     second = fill(range(6, 12))
-    assert wait_until(lambda: buffer._fillers_waiting)
+    assert wait_until(lambda: buffer._producers_waiting)
     assert len(buffer) == 4
     buffer.close()
     second.join()
