@@ -53,7 +53,7 @@ from bucketline.loader.service.wire import Request, StoresRequest, sent
 from bucketline.option_value import expect, expect_int
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from bucketline.loader.batch import Batch
@@ -151,7 +151,7 @@ class Loader(EpochLoader):
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         address = None if service is None else ServiceAddress.of(service)
-        if follow:
+        if follow and world_size > 1:
             expect_agreement(rank, world_size)
         self.follows = follow
         chosen = ("lanes", "window") if config.window != 0 else ()
@@ -182,7 +182,10 @@ class Loader(EpochLoader):
 
         if generation is not None:
             return pinned(opened(), generation)
-        return agreed(opened, self._rank, self._world_size, are_chosen=stores is not None and are_open(stores))
+        return self._agreed(opened, are_chosen=stores is not None and are_open(stores))
+
+    def _agreed(self, opened: Callable[[], tuple[WeightedStore, ...]], *, are_chosen: bool) -> tuple[WeightedStore, ...]:
+        return opened() if self._world_size == 1 else agreed(opened, self._rank, self._world_size, are_chosen=are_chosen)
 
     def _readable(self, stores: Sequence[WeightedStore], config: LoaderConfig) -> tuple[Store | Mixture, Plan]:
         """Return stores joined and the plan over them, after checking that this loader can read them."""
@@ -237,7 +240,7 @@ class Loader(EpochLoader):
     def _renew(self) -> bool:
         if not self.follows:
             return False
-        stores = agreed(lambda: newest_generations(self.stores), self._rank, self._world_size, are_chosen=False)
+        stores = self._agreed(lambda: newest_generations(self.stores), are_chosen=False)
         numbers = _generations(stores)
         if numbers == _generations(self.stores):
             return False

@@ -21,10 +21,9 @@ import numpy as np
 from bucketline.errors import BucketlineError, FingerprintError, UsageError
 from bucketline.files.paths import redacted
 from bucketline.option_value import FieldForm, OptionValue, expect
-from bucketline.store import Bucket, Store
 from bucketline.store.format.manifest import generations, read_mixture
 from bucketline.store.read.files import refuse_lost_shards
-from bucketline.store.read.store import OpenShards, StoreRows
+from bucketline.store.read.store import Bucket, OpenShards, Store, StoreRows
 from bucketline.store.remote.urls import is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import encode, first_difference

@@ -90,8 +90,6 @@ def agreed(
     Ranks that open a store between two publications would otherwise plan on two generations. Without torch.distributed, none
     can know what the others have opened, and only a first generation is certain. `are_chosen`: the caller has opened them.
     """
-    if world_size == 1:
-        return opened()
     if why := _why_not_agreed(rank, world_size):
         stores = opened()
         if not are_chosen:
@@ -143,12 +141,12 @@ def _why_not_agreed(rank: int, world_size: int) -> str | None:
 
 
 def expect_agreement(rank: int, world_size: int) -> None:
-    """Check that the ranks of a loader that follows its stores can agree on a generation.
+    """Check that the several ranks of a loader that follows its stores can agree on a generation.
 
     Raises:
-        UsageError: if they are several, and torch.distributed does not know them.
+        UsageError: if torch.distributed does not know them.
     """
-    if world_size > 1 and (why := _why_not_agreed(rank, world_size)):
+    if why := _why_not_agreed(rank, world_size):
         raise UsageError(
             f"follow is set for rank {rank} of {world_size}, which must agree with the others on the generation of each epoch, "
             f"and torch.distributed {why}; initialise it with these ranks first"

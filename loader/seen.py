@@ -23,8 +23,8 @@ from bucketline.loader.iteration import LoaderState, parse_state, state_as_json
 from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.order import Purpose, keys_of_rows, uniform_on_host
 from bucketline.loader.plan.plan import make_plan
-from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE, sample_digest
+from bucketline.store.read.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -122,6 +122,7 @@ class BatchBuilder:
         """Compute the layouts of batches. `gather`: over the same store; several builders may share one."""
         self._store, self._gather, self._plan, self.config = store, gather, plan, config
         self._rank, self._num_parts = rank, world_size * config.accumulation
+        self._is_remote = any(shard.source is not None for shard in store.shards)
         self._row_weights = None  # [shards] float32
         if config.row_weights:
             self._row_weights = np.array(config.row_weights, dtype=np.float32)[store.store_of_shards()]
@@ -182,7 +183,7 @@ class BatchBuilder:
 
     def open_lines(self) -> LineTable | None:
         """Return the table through which the lines of micro-batches are held; None if all of them are on this machine."""
-        if not LineTable.needed_for(self._store.shards):
+        if not self._is_remote:
             return None
         lines = LineTable(self._store.files)
         lines.look_at_all()
@@ -296,7 +297,7 @@ class BatchBuilder:
     def _named(self, batch: PendingBatch, error: StoreError) -> StoreError:
         # a checksum error already names its sample, and one of object storage that does not answer its object
         read = partial(self._read_row, batch)
-        may_name = isinstance(error, CorruptError) or not LineTable.needed_for(self._store.shards)
+        may_name = isinstance(error, CorruptError) or not self._is_remote
         blamed = "" if "sample '" in str(error) or not may_name else name_sample(self._store, batch.bucket, batch.rows, read)
         return type(error)(f"step {batch.step}, bucket {batch.bucket.name}: {blamed}{error}")
 

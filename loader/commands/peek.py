@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from bucketline.command_line import counted, print_json
+from bucketline.command_line import counted, one_line, print_json
 from bucketline.loader.commands.batch_options import PlannedOptions
 from bucketline.options import Arg
-from bucketline.store.commands.look import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,5 +65,5 @@ class Peek(PlannedOptions):
             )
         else:
             num_rows = sum(len(rows) for _, _, rows in batches)
-            print(f"{shown(self.output)}: step {self.step}, {first.bucket}, {counted(num_rows, 'row')}")
+            print(f"{one_line(str(self.output))}: step {self.step}, {first.bucket}, {counted(num_rows, 'row')}")
         return 0

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from bucketline.command_line import one_line
+from bucketline.files.paths import redacted
 from bucketline.options import Arg, Positional, Repeated
-from bucketline.store.commands.look import shown
 from bucketline.store.remote.urls import RemoteArguments
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class Serve(RemoteArguments):
             far = using.enter_context(nullcontext() if host_port is None else service.listening(host_port, security))
             stop_fd = using.enter_context(_stop_signals())
             near = using.enter_context(nullcontext() if path is None else listen(path))
-            at = f" at {shown(str(path))}" if path is not None else ""
-            _say(f"serving {', '.join(map(shown, self.stores))}{at}")
+            at = f" at {one_line(str(path))}" if path is not None else ""
+            _say(f"serving {', '.join(one_line(redacted(store)) for store in self.stores)}{at}")
             if far is not None:
                 _say(f"batches for other machines at port {far.getsockname()[1]}")
             if port is not None:

@@ -29,9 +29,9 @@ from bucketline.loader.mixture import Mixture
 from bucketline.loader.plan.epoch_steps import EpochSteps, Lanes, ShardRuns, Span
 from bucketline.loader.plan.order import extend_key, key_of, permute, permute_all
 from bucketline.option_value import expect
-from bucketline.store import Store
 from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.format.text import is_bucket
+from bucketline.store.read.store import Store
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from bucketline.loader.service.ring import RingStream
 from bucketline.loader.service.sockets import connected
 from bucketline.loader.service.tcp import TcpLink, received
 from bucketline.loader.service.wire import Answer, NamesRequest, Request, ServedManifest, StoresRequest
-from bucketline.store import Store
 from bucketline.store.format.manifest import Manifest, parse_manifest
+from bucketline.store.read.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

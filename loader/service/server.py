@@ -21,9 +21,9 @@ from bucketline.loader.service.ring import RingClient
 from bucketline.loader.service.sockets import is_loopback
 from bucketline.loader.service.tcp import FrameClient
 from bucketline.loader.service.wire import COUNTED, FullError, NamesRequest, Request, ServedManifest, StoresRequest
-from bucketline.store import Store
 from bucketline.store.format.manifest import dump_manifest, generations
 from bucketline.store.read.files import refuse_lost_shards
+from bucketline.store.read.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

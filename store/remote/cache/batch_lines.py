@@ -67,11 +67,6 @@ class LineTable:
             source.readers.add(self)
             source.files.try_again()
 
-    @staticmethod
-    def needed_for(shards: Sequence[SealedShard]) -> bool:
-        """Return whether a shard has a source."""
-        return any(shard.source is not None for shard in shards)
-
     @property
     def is_complete(self) -> bool:
         """True if every line is known to be pinned: nothing has to be held then."""
