@@ -1,4 +1,4 @@
-"""Iterating over a loader, by epochs or endlessly; its state, with all that must match on a resume; and its statistics.
+"""Iterating over a loader, by epochs or endlessly; its state, with all that must match on a resume.
 
 One `for` is one epoch. The batches of all epochs are one stream, which stays open between two epochs, so that the first batches
 of the next one are ready when its `for` begins.
@@ -13,7 +13,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +24,7 @@ from bucketline.loader.collate.buffers import carve
 from bucketline.loader.config import LEAST_WINDOW
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.plan.epoch_steps import Cursor
+from bucketline.loader.prefetch.stream import Stats
 from bucketline.option_value import expect_int
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
@@ -175,59 +176,6 @@ def state_as_json(state: LoaderState) -> dict[str, Any]:
     encoded = encode(state)
     assert isinstance(encoded, dict)
     return dict(encoded)
-
-
-# ----------------------------------------------------------------------------------------------------------------------- stats
-# Statistics of an iteration: what was delivered, and how long was waited.
-
-
-@dataclass(slots=True, kw_only=True)
-class Stats:
-    """Counts of a loader's present or last iteration; see `Loader.stats`."""
-
-    seconds: float = 0.0  # from the first `next()` to the end of the last
-    batches: int = 0  # micro-batches consumed by the caller
-    samples: int = 0
-    bytes: int = 0  # of their tensors
-    waits: int = 0  # for a micro-batch that was not ready, since reading ahead began
-    waited_s: float = 0.0  # of the seconds, inside `next()`
-    is_waiting: bool = False  # at this moment
-    ready: int = 0  # micro-batches filled and not yet consumed
-    depth: int = 0  # micro-batches that are filled ahead at present; grows if the caller had to wait
-    buffers: int = 0  # allocated so far: ready, held by the caller or free
-    by_bucket: dict[str, int] = field(default_factory=dict)  # samples
-    fetched: tuple[FetchStats, ...] = ()  # of each store in object storage that this process reads, since it was opened
-    begun: float | None = field(default=None, repr=False, compare=False)  # by `time.perf_counter`
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.bytes / self.seconds if self.seconds else 0.0
-
-    @property
-    def waited(self) -> float:
-        """The fraction of the time that the caller waited."""
-        return self.waited_s / self.seconds if self.seconds else 0.0
-
-    def count(self, filled: FilledBuffer, since: float) -> None:
-        """Count a micro-batch that is delivered now, for which the caller has waited `since` then."""
-        samples = filled.fields[0].shape[0]
-        self.batches += 1
-        self.samples += samples
-        self.bytes += filled.num_bytes
-        self.by_bucket[filled.bucket] = self.by_bucket.get(filled.bucket, 0) + samples
-        now = time.perf_counter()
-        if self.begun is None:
-            self.begun = since
-        self.seconds = now - self.begun
-        self.waited_s += now - since
-
-    def copy(self, fetched: tuple[FetchStats, ...] = ()) -> Stats:
-        """Return a copy that counts no more."""
-        return replace(self, by_bucket=dict(sorted(self.by_bucket.copy().items())), fetched=fetched)
 
 
 # ------------------------------------------------------------------------------------------------------------------- iteration

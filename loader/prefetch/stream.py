@@ -1,12 +1,14 @@
-"""Prefetch: threads fill buffers, a reorder buffer delivers them in turn, and CUDA copies run on a side stream."""
+"""Prefetch: threads fill buffers, a reorder buffer delivers them in turn, CUDA copies run on a side stream; statistics."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
@@ -25,9 +27,61 @@ if TYPE_CHECKING:
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffers import FilledBuffer
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.iteration import Stats
     from bucketline.loader.plan.epoch_steps import Cursor
-    from bucketline.loader.service.tcp import FrameReceiver
+    from bucketline.store.remote.cache.fetch import FetchStats
+
+
+# ----------------------------------------------------------------------------------------------------------------------- stats
+# Statistics of an iteration: what was delivered, and how long was waited.
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counts of a loader's present or last iteration; see `Loader.stats`."""
+
+    seconds: float = 0.0  # from the first `next()` to the end of the last
+    batches: int = 0  # micro-batches consumed by the caller
+    samples: int = 0
+    bytes: int = 0  # of their tensors
+    waits: int = 0  # for a micro-batch that was not ready, since reading ahead began
+    waited_s: float = 0.0  # of the seconds, inside `next()`
+    is_waiting: bool = False  # at this moment
+    ready: int = 0  # micro-batches filled and not yet consumed
+    depth: int = 0  # micro-batches that are filled ahead at present; grows if the caller had to wait
+    buffers: int = 0  # allocated so far: ready, held by the caller or free
+    by_bucket: dict[str, int] = field(default_factory=dict)  # samples
+    fetched: tuple[FetchStats, ...] = ()  # of each store in object storage that this process reads, since it was opened
+    begun: float | None = field(default=None, repr=False, compare=False)  # by `time.perf_counter`
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def waited(self) -> float:
+        """The fraction of the time that the caller waited."""
+        return self.waited_s / self.seconds if self.seconds else 0.0
+
+    def count(self, filled: FilledBuffer, since: float) -> None:
+        """Count a micro-batch that is delivered now, for which the caller has waited `since` then."""
+        samples = filled.fields[0].shape[0]
+        self.batches += 1
+        self.samples += samples
+        self.bytes += filled.num_bytes
+        self.by_bucket[filled.bucket] = self.by_bucket.get(filled.bucket, 0) + samples
+        now = time.perf_counter()
+        if self.begun is None:
+            self.begun = since
+        self.seconds = now - self.begun
+        self.waited_s += now - since
+
+    def copy(self, fetched: tuple[FetchStats, ...] = ()) -> Stats:
+        """Return a copy that counts no more."""
+        return replace(self, by_bucket=dict(sorted(self.by_bucket.copy().items())), fetched=fetched)
 
 
 # -------------------------------------------------------------------------------------------------------------- reorder buffer
@@ -219,6 +273,14 @@ class Sink(Protocol):
         """Release the threads that wait for room; nothing is delivered any more."""
 
 
+class Fillers(Protocol):
+    """The threads that fill a stream: `PrefetchThreads`, or the one that receives from a service over TCP."""
+
+    def is_alive(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class PrefetchThreads:
     """The threads of one iteration. They know nothing of the loader, so that a dropped loader ends them."""
 
@@ -342,7 +404,7 @@ class Stream:
 
     def __init__(self, buffers: Buffers, buffer_bytes: int, depth: int, num_threads: int) -> None:
         """Fill nothing yet: `fillers` does, to whom this is the sink."""
-        self.fillers: PrefetchThreads | FrameReceiver | None = None
+        self.fillers: Fillers | None = None
         self.pool, self._copier = buffers.get(buffer_bytes, depth + 1 + num_threads)
         self._copying = threading.Lock()
         self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)

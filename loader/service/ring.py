@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from bucketline.errors import BucketlineError
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffers import FilledBuffer
-    from bucketline.loader.iteration import Stats
-    from bucketline.loader.prefetch.stream import CudaCopier
+    from bucketline.loader.prefetch.stream import CudaCopier, Stats
     from bucketline.loader.service.wire import Answer, Request
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ import torch
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.forks import JoinableThread, OwnerProcess
 from bucketline.loader.batch import Batch, as_fields
-from bucketline.loader.iteration import Stats
-from bucketline.loader.prefetch.stream import Buffers, Stream, depth_of, read_ahead
+from bucketline.loader.prefetch.stream import Buffers, Stats, Stream, depth_of, read_ahead
 from bucketline.loader.service import sockets, wire
 from bucketline.loader.service.wire import BATCH, END, HEAD, MAX_BATCH_BYTES, Client, LostError, Response
 
