@@ -6,6 +6,7 @@ itself, so that a range of them can be read without the rest.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,15 +108,17 @@ def _entry_in(data: bytes, path: Path | str) -> tuple[dict[str, Any], dict[str, 
 
 
 def read_meta(store: Path, name: str, *, with_columns: bool = False) -> ShardMeta:
-    """Return what the sidecar of a sealed shard in `shards/` says of it; reads nothing of the shard's own file.
+    """Return what the sidecar of a sealed shard in `shards/` says of it; reads the shard's id in its own file, and no more.
 
     A copy of rows has their added columns in files of its own: they are in its entry `with_columns`.
     """
     paths = shard_paths(store, name)
     again = f"move {paths.lmdb} to {pending_path(store, name)} and rerun the command, which seals it again"
     try:
-        found = decode_meta(_read(paths.meta), paths.meta, name)
+        data = _read(paths.meta)
+        found = decode_meta(data, paths.meta, name)
         _check_length(paths.lmdb, found.entry.lmdb)
+        _check_id(paths.lmdb, found.entry.shard_id, Sidecar(paths.meta, data, META_FORMAT).metadata.get("shard_id_at"))
     except FileNotFoundError as error:
         if not paths.lmdb.exists():
             again = "the shard was removed, or its rows rewritten meanwhile: rerun the command, which packs what is lacking"
@@ -136,6 +139,14 @@ def _read(path: Path) -> bytes:
 def _check_length(path: Path, listed: FileEntry) -> None:
     if (found := path.stat().st_size) != listed.num_bytes:
         raise CorruptError(f"{path} has {found} bytes, its sidecar says {listed.num_bytes}")
+
+
+def _check_id(path: Path, shard_id: str, at: object) -> None:
+    """Compare the id in a shard's own file: two shards of equal length may have had their sidecars exchanged."""
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - opens a descriptor
+        found = os.pread(file.fileno(), len(shard_id) // 2, at) if isinstance(at, int) and at >= 0 else b""
+    if found.hex() != shard_id:
+        raise CorruptError(f"{path} has the id {found.hex() or None}, its sidecar says {shard_id}")
 
 
 def read_column_meta(store: Path, name: str) -> ColumnMeta:

@@ -473,22 +473,25 @@ def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_
     assert not faults(tmp_path)
 
 
-@pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
-@pytest.mark.parametrize("kind", ["meta"])
-def test_a_shard_without_a_sound_sidecar_is_sealed_again_as_the_message_says(
-    tmp_path: Path, kind: str, *, is_damaged: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["missing", "damaged", "another shard's"])
+def test_a_shard_without_its_own_sound_sidecar_is_sealed_again_as_the_message_says(tmp_path: Path, kind: str) -> None:
     empty_store(tmp_path)
+    if kind == "another shard's":
+        leave_pending(tmp_path, "b", samples_of({BUCKET: 5}, "other/"))
+        seal(tmp_path, "b")
     pending, sealed = leave_pending(tmp_path, "a", FIVE), tmp_path / "shards" / "a.lmdb"
     seal(tmp_path, "a")
-    if is_damaged:
-        sealed.with_suffix(f".{kind}").write_bytes(b"nonsense" * 100)
+    if kind == "damaged":
+        sealed.with_suffix(".meta").write_bytes(b"nonsense" * 100)
+    elif kind == "missing":
+        sealed.with_suffix(".meta").unlink()
     else:
-        sealed.with_suffix(f".{kind}").unlink()
-    with pytest.raises(StoreError, match=rf"a\.{kind}.*; move {sealed} to {pending} and rerun"):
+        assert sealed.stat().st_size == sealed.with_stem("b").stat().st_size
+        shutil.copy(sealed.with_name("b.meta"), sealed.with_suffix(".meta"))
+    with pytest.raises(StoreError, match=rf"a\.(meta|lmdb has the id).*; move {sealed} to {pending} and rerun"):
         adopted(tmp_path)
     sealed.rename(pending)
-    assert len(adopted(tmp_path)) == 5
+    assert len(adopted(tmp_path)) == (10 if kind == "another shard's" else 5)
 
 
 def test_a_sealer_may_outlive_its_command_and_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
