@@ -101,6 +101,8 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911,
         entries = _expect(value, dict, at)
         return {key: _decode(get_args(hint)[1], item, f"{at}.{key}") for key, item in entries.items()}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if type(value) is hint:  # decoded before
+            return value
         return _decode_dataclass(hint, _expect(value, dict, at), at)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         text = _expect(value, str, at)

@@ -156,6 +156,7 @@ def pack(work: Path) -> dict[str, Any]:
 
 def drop(work: Path) -> dict[str, Any]:
     """`store drop` of one id from a store at a URL."""
+    from bucketline.store.write import publish
     from tests import object_storage
     from tests.commands import call
 
@@ -182,6 +183,7 @@ def drop(work: Path) -> dict[str, Any]:
         def warm() -> None:
             dropped("warm")
             requests.clear()
+            publish._indexes.clear()  # a command of its own has none
 
         trace = _traced(warm, lambda: dropped("s"))
         object_storage._Atomic.__call__ = bare  # type: ignore[method-assign]

@@ -25,12 +25,12 @@ from bucketline.store.remote.generations import (
     complete_first,
     find_newest,
     listed_generations,
+    newest_after,
     newest_generation,
     read_generation,
     refuse_without_put_if_absent,
 )
 from bucketline.store.remote.objects import ObjectFolder, pause_after
-from bucketline.store.shard.reader import as_keys
 from bucketline.store.transfer import Downloader, Uploader, forget_sent, noted, sent_shards, shard_of
 from bucketline.store.write.publish import (
     ChangeBase,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest, ShardEntry
 
 
+FEW_LOOKED_UP = 8  # shards whose objects are looked up by name; of more, all are listed
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
 
 
@@ -58,7 +59,7 @@ def newest_base(place: Path | ObjectFolder, work: WorkFolder | None = None) -> I
         yield _local_base(place, existing_manifest(place))
         return
     with work_folder(work) as held:
-        yield _base_there(place, newest_generation(place, lists=True), held)
+        yield _base_there(place, newest_generation(place, lists=True), held, is_cache_kept=work is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +76,19 @@ def work_folder(work: WorkFolder | None = None) -> Iterator[WorkFolder]:
     if work is not None:
         yield work
         return
-    from bucketline.store.remote.cache.folder import forget_cache  # imports what a change on a disk does without
-
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+        held = WorkFolder(made=Path(folder) / "made", cache=Path(folder) / "cache")
         try:
-            yield WorkFolder(made=Path(folder) / "made", cache=Path(folder) / "cache")
+            yield held
         finally:
-            forget_cache(Path(folder) / "cache")
+            if held.cache is not None and held.cache.exists():  # it was needed
+                from bucketline.store.remote.cache.folder import forget_cache
+
+                forget_cache(held.cache)
 
 
-def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder) -> ChangeBase:
-    return ChangeBase(place, newest, newest.generation + 1, work.made, work.cache)
+def _base_there(place: ObjectFolder, newest: Manifest, work: WorkFolder, *, is_cache_kept: bool) -> ChangeBase:
+    return ChangeBase(place, newest, newest.generation + 1, work.made, work.cache, is_cache_kept=is_cache_kept)
 
 
 @contextmanager
@@ -138,40 +141,55 @@ def commit_change(
     place.refuse_read_only()
     found = None if first is not None else newest_generation(place, lists=True, may_be_late=True)  # raises if there is none
     refuse_without_put_if_absent(place, found)
+    newest, took_s = found or first or newest_generation(place, lists=True), 0.0
     with work_folder(work) as held:
         prepare_store(held.made)
-        sent = set[str]()  # shards, by all attempts
-        begun = time.monotonic()
+        sent: dict[str, ShardEntry] = {}  # by all attempts
         for tries in range(ATTEMPTS):
+            begun = time.monotonic()
             if tries:
-                time.sleep(pause_after(tries, time.monotonic() - begun))
-                begun, found = time.monotonic(), None
-            newest = found or find_newest(place, lists=True) or first or newest_generation(place, lists=True)
-            base = _base_there(place, newest, held)
-            if newest is not first and newest is not found:
-                complete_first(place, newest)
+                newest = _newer(place, newest, is_first=newest is first)
+            base = _base_there(place, newest, held, is_cache_kept=work is not None)
             changed = change(base)
             after = changed if changed is newest else _committed(place, base, changed, sent, is_first=newest is first)
             if after is not None:
-                _remove(place, sent - {entry.name for entry in after.shards})
+                _remove(place, sent.keys() - {entry.name for entry in after.shards})
                 finish()
                 return newest, after
+            took_s = time.monotonic() - begun if tries else 0.0  # the first one also sends
+            time.sleep(pause_after(tries + 1, took_s))
     raise StoreError(f"{place.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work")
 
 
-def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set[str], *, is_first: bool) -> Manifest | None:
+def _newer(place: ObjectFolder, before: Manifest, *, is_first: bool) -> Manifest:
+    """Return the newest generation, after another writer's commit; `is_first`: `before` is not in the bucket."""
+    if is_first:
+        newest = newest_generation(place)
+        complete_first(place, newest)
+        return newest
+    hint = find_newest(place)  # of which the listing may be late
+    return hint if hint is not None and hint.generation >= before.generation else newest_after(place, before, lists=False)
+
+
+def _committed(
+    place: ObjectFolder, base: ChangeBase, after: Manifest, sent: dict[str, ShardEntry], *, is_first: bool
+) -> Manifest | None:
     """Send the files that a changed manifest lists and commit it; None if another writer has committed first.
 
-    The names of the shards that it sends are added to `sent`. The list of dropped rows has been written.
+    The shards that it sends are added to `sent`, and not sent again. The list of dropped rows has been written.
     """
     before = {entry.name: entry for entry in base.manifest.shards}
     new = [entry for entry in after.shards if entry.name not in before or entry.added != before[entry.name].added]
+    new = [entry for entry in new if sent.get(entry.name) != entry]
     earlier = sent_shards(base.made) if new else {}
     with noted(place, "change", {entry.name for entry in new} - earlier.keys()):
         if new:
-            sent |= {entry.name for entry in new} - before.keys() - earlier.keys()
+            own = {entry.name: entry for entry in new if entry.name not in before.keys() | earlier.keys()}
             uploader = Uploader(place)
-            uploader.look(None if is_first else base.manifest, {*sent, *earlier})
+            if len(new) > FEW_LOOKED_UP:
+                uploader.look(None if is_first else base.manifest, {*own, *sent, *earlier})
+            else:
+                uploader.lacking(base.made, new)
             if lost := [entry.name for entry in new if entry.name in earlier and uploader.lacking(base.made, [entry])]:
                 forget_sent(base.made, lost)
                 raise StoreError(
@@ -180,6 +198,7 @@ def _committed(place: ObjectFolder, base: ChangeBase, after: Manifest, sent: set
                     "again"
                 )
             uploader.send(base.made, new)
+            sent |= own
         after, data = finished(_next(place, base.manifest, after), place.url)
         return after if commit(place, after.generation, data, is_first=is_first) else None
 
@@ -287,20 +306,21 @@ def drop(place: Path | ObjectFolder, ids: Iterable[str], *, match: str | None = 
         raise UsageError("there is no id to drop; name samples, a pattern with --match, or a file of ids with --from-file")
     wanted: tuple[str, ...] = ()
 
-    def check(base: ChangeBase) -> None:
+    def without(base: ChangeBase, *, is_listed: bool = True) -> Manifest:
         nonlocal wanted
         wanted = tuple(dict.fromkeys((*named, *_matching(base, match))))
-        _refuse_unknown(base, wanted)
-
-    def without(base: ChangeBase) -> Manifest:
-        check(base)
-        shards, dropped = replaced(base, (), map(sample_digest, wanted))
+        digests = [sample_digest(sample_id) for sample_id in wanted]
+        shards, changed, gone = replaced(base, (), digests)
+        if unknown := [own for own, digest in zip(wanted, digests, strict=True) if digest not in gone]:
+            raise _unknown(base, unknown, len(wanted))
+        if not is_listed:
+            return base.manifest
         withdrawn = tuple(sorted({*base.manifest.withdrawn, *wanted}))
-        return replace(base.manifest, shards=shards, dropped=dropped, withdrawn=withdrawn)
+        return replace(base.manifest, shards=shards, dropped=base.list_dropped(shards, changed), withdrawn=withdrawn)
 
     if dry_run:
         with newest_base(place) as base:
-            check(base)
+            without(base, is_listed=False)
         manifest = base.manifest
         return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
     _, after = commit_change(place, without)
@@ -326,24 +346,13 @@ def read_ids(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n") if line.removesuffix("\r")]
 
 
-def _refuse_unknown(base: ChangeBase, ids: tuple[str, ...]) -> None:
-    left = dict.fromkeys(ids)
-    base.fetch_indexes()
-    for entry in reversed(base.manifest.shards):
-        shard, asked = base.shard(entry), list(left)
-        digests = [sample_digest(sample_id) for sample_id in asked]
-        for sample_id, digest, position in zip(asked, digests, shard.positions(as_keys(digests)), strict=True):
-            if position >= 0 and shard.find(digest) is not None:
-                del left[sample_id]
-        if not left:
-            return
-    if gone := left.keys() & {*base.manifest.withdrawn}:
+def _unknown(base: ChangeBase, ids: list[str], num_given: int) -> StoreError:
+    what, advice = "has no sample", "ids are paths in the source, with their extension"
+    if gone := {*ids} & {*base.manifest.withdrawn}:
         what, advice = "has already withdrawn", "leave out what was dropped before"
-        left = dict.fromkeys(sample_id for sample_id in left if sample_id in gone)
-    else:
-        what, advice = "has no sample", "ids are paths in the source, with their extension"
-    named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED_SAMPLES])
-    raise StoreError(
-        f"{base.folder.place('')} {what} {named}{' and others' if len(left) > NAMED_SAMPLES else ''} "
-        f"({len(left)} of {len(ids)} ids given); nothing was dropped; {advice}"
+        ids = [sample_id for sample_id in ids if sample_id in gone]
+    named = ", ".join(map(repr, ids[:NAMED_SAMPLES]))
+    return StoreError(
+        f"{base.folder.place('')} {what} {named}{' and others' if len(ids) > NAMED_SAMPLES else ''} "
+        f"({len(ids)} of {num_given} ids given); nothing was dropped; {advice}"
     )

@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
@@ -25,6 +28,7 @@ from bucketline.store.format.text import (
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -256,11 +260,14 @@ class Manifest(Schema):
             raise ValueError(f"it has {num_dropped} dropped rows and {'no' if self.dropped is None else 'a'} list of them")
         if self.dropped is not None and not 0 < self.dropped.num_bytes - 4 * num_dropped <= MAX_HEADER_BYTES:
             raise ValueError(f"its list of {num_dropped} dropped rows has {self.dropped.num_bytes} bytes")
+        form = tuple(getattr(self, field.name) for field in dataclasses.fields(Schema))
         for shard in self.shards:
-            self._check_shard(shard)
-            self._check_entries(shard)
-            for name, own in shard.added.items():
-                self._check_column_shard(shard, name, own)
+            if _last.form != form or _last.checked.get(shard.name) is not shard:
+                self._check_shard(shard)
+                self._check_entries(shard)
+                for name, own in shard.added.items():
+                    self._check_column_shard(shard, name, own)
+        _last.form, _last.checked = form, {shard.name: shard for shard in self.shards}
 
     def _check_column_shard(self, shard: ShardEntry, name: str, own: ColumnShardEntry) -> None:
         item = f"shard {shard.name}, added column {name!r:.80}"
@@ -359,14 +366,36 @@ class Manifest(Schema):
         return {name: count for name, count in found.items() if count}
 
 
+class _Last:
+    """The last manifest of this process: entries that the next one has, too, are not checked, decoded or encoded again."""
+
+    form: tuple[object, ...] = ()  # the schema that the entries suit
+    checked: Mapping[str, ShardEntry] = MappingProxyType({})  # by name
+    read: Mapping[str, tuple[Json, ShardEntry]] = MappingProxyType({})  # by name: the entry as JSON, too
+
+
+_last = _Last()
+_MAX_KEPT_BYTES = 1 << 22  # of a manifest, whose entries as JSON take ten times as much
+
+
 def sealed(manifest: Manifest) -> Manifest:
     """Return the manifest as it is written: with its digest."""
-    blank = dataclasses.replace(manifest, digest="")
-    return dataclasses.replace(blank, digest=bytes_digest(dump_manifest(blank)))
+    return _sealed(manifest)[0]
+
+
+def _sealed(manifest: Manifest) -> tuple[Manifest, bytes]:
+    data = dump_manifest(dataclasses.replace(manifest, digest=""))
+    digest = bytes_digest(data)
+    return dataclasses.replace(manifest, digest=digest), data.replace(b'"digest":""', b'"digest":"%b"' % digest.encode(), 1)
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    return _serialised(encode(manifest))
+    names = [field.name for field in dataclasses.fields(Manifest) if field.name != "shards"]
+    shards: list[Json] = []
+    for entry in manifest.shards:
+        document, known = _last.read.get(entry.name, (None, None))
+        shards.append(document if known is entry else encode(entry))
+    return _serialised({**{name: encode(getattr(manifest, name)) for name in names}, "shards": shards})
 
 
 def _serialised(document: Json) -> bytes:
@@ -379,7 +408,10 @@ def generation_path(store: Path, generation: int) -> Path:
 
 def generations(store: Path) -> list[int]:
     """Return the numbers of the existing generations, ascending."""
-    return sorted(int(path.stem) for path in (store / "generations").glob("*.json") if path.stem.isdecimal())
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(store / "generations")  # noqa: PTH208 - there may be thousands
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal())
+    return []
 
 
 def read_manifest(store: Path, generation: int | None = None) -> Manifest:
@@ -434,7 +466,9 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
             raise TypedJsonError(f"format_version is {version!r:.40}")
         if version != FORMAT_VERSION:
             raise StoreError(f"{item} has format version {version!s:.40}, expected {FORMAT_VERSION}; pack the store again")
-        manifest = decode(Manifest, document)
+        shards = document.get("shards")
+        known = [*map(_known, shards)] if isinstance(shards, list) else shards
+        manifest = decode(Manifest, document if known is None else {**document, "shards": known})
         digest = manifest.digest
         if not _is_as_written(data, digest):
             data, digest = _serialised(document), bytes_digest(_serialised({**document, "digest": ""}))
@@ -444,7 +478,16 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         raise CorruptError(
             f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, its content gives {digest!r}"
         )
+    kept = zip(shards, manifest.shards, strict=True) if len(data) <= _MAX_KEPT_BYTES else ()
+    _last.read = {entry.name: (own, entry) for own, entry in kept}
     return manifest
+
+
+def _known(shard: Json) -> Json | ShardEntry:
+    """Return a shard's entry if the manifest that was read last has the same one; otherwise the shard."""
+    name = shard.get("name") if isinstance(shard, dict) else None
+    before, entry = _last.read.get(name, (None, None)) if isinstance(name, str) else (None, None)
+    return shard if entry is None or before != shard else entry
 
 
 def _is_as_written(data: bytes, digest: str) -> bool:
@@ -455,8 +498,7 @@ def _is_as_written(data: bytes, digest: str) -> bool:
 
 def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
     """Return a manifest as it is written, and its bytes."""
-    manifest = sealed(manifest)
-    data = dump_manifest(manifest)
+    manifest, data = _sealed(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
         raise StoreError(
             f"the manifest of {len(manifest.shards)} shards and {len(manifest.buckets)} buckets has {len(data)} bytes, at most "

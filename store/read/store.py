@@ -502,7 +502,7 @@ class Store(OpenShards):
         self, path: Path, manifest: Manifest, *, plain_reads: bool = False, source: RemoteSource | None = None
     ) -> None:
         """`source`: of a store in object storage, whose files in the cache are at `path`."""
-        self.dropped = dropped = DroppedRows(path, manifest, None if source is None else source.fetch)
+        self.dropped = dropped = DroppedRows(path, manifest, None if source is None else source.read)
         super().__init__(
             where=str(path) if source is None else source.url,
             generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",

@@ -18,7 +18,7 @@ from bucketline.store.format.block import (
     write_header,
 )
 from bucketline.store.format.manifest import dropped_path
-from bucketline.store.shard.sidecar import open_listed, read_exactly
+from bucketline.store.shard.sidecar import read_listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry
 
-    Fetch: TypeAlias = Callable[[Sequence[tuple[Path, FileEntry]]], None]
+    Read: TypeAlias = Callable[[Path, FileEntry], bytes]
 
 DROPPED_FORMAT = "bucketline.dropped/1"
 _NONE = np.empty(0, dtype="<u4")
@@ -45,9 +45,9 @@ def encode_dropped(rows: Sequence[NDArray[np.uint32]]) -> bytes:
 class DroppedRows:
     """The dropped rows of one generation. The file is read at the first request; in object storage, by one GET."""
 
-    def __init__(self, store: Path, manifest: Manifest, fetch: Fetch | None = None) -> None:
-        """Open nothing yet. `store`: the folder of the store's files on this machine; `fetch` gets them from object storage."""
-        self._listed, self._fetch, self._shards = manifest.dropped, fetch, manifest.shards
+    def __init__(self, store: Path, manifest: Manifest, read: Read | None = None) -> None:
+        """Open nothing yet. `store`: the folder of the store's files on this machine; `read`: from object storage."""
+        self._listed, self._read, self._shards = manifest.dropped, read or read_listed, manifest.shards
         self.path = None if self._listed is None else dropped_path(store, self._listed)
 
     def of(self, shard: str, group: str) -> NDArray[np.uint32]:
@@ -76,11 +76,7 @@ class DroppedRows:
         """Return all rows, checked: sorted and existing in each bucket of each shard."""
         assert self._listed is not None
         assert self.path is not None
-        if self._fetch is not None:
-            self._fetch([(self.path, self._listed)])
-        with open_listed(self.path, self._listed.num_bytes) as fd:
-            data = bytearray(self._listed.num_bytes)
-            read_exactly(self.path, fd, 0, memoryview(data))
+        data = self._read(self.path, self._listed)
         if (found := bytes_digest(memoryview(data))) != self._listed.digest:
             raise CorruptError(
                 f"{self.path} is not the file that the manifest lists: its digest is {found}; restore it from a copy of the "
@@ -100,7 +96,6 @@ class DroppedRows:
         is_next[(ends - counts)] = True
         if not is_next.all() or (rows[ends - 1] >= limits).any():
             raise CorruptError(f"{self.path}: its rows are not in order, or do not exist")
-        rows.flags.writeable = False
         return rows
 
 

@@ -14,16 +14,16 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
-from bucketline.store.format.block import DIGEST_BYTES, DTYPES, sample_digest
+from bucketline.store.format.block import CHECKSUM, DIGEST_BYTES, DTYPES, sample_digest
 from bucketline.store.format.manifest import SHARD_ID_BYTES, shard_paths
 from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
 from bucketline.store.format.text import TEXT_GROUP
-from bucketline.store.shard.meta import INDEX, index_dtype
+from bucketline.store.shard.meta import INDEX, entry_checksums, index_dtype
 from bucketline.store.shard.row_locator import BlockRanges, BlockTable
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -66,7 +66,71 @@ def as_keys(digests: list[bytes]) -> NDArray[np.bytes_]:
 
 def keys_of(digests: NDArray[Any]) -> NDArray[np.bytes_]:
     """Return an array of 16-byte digests, `[n, 16]` of uint8 or `[n, 2]` of uint64, as `as_keys` does."""
-    return np.ascontiguousarray(digests).view(KEY).reshape(-1)
+    return digests.view(KEY).reshape(-1)
+
+
+def positions_of(wanted: NDArray[np.bytes_], keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
+    """Return the positions of digests in sorted ones, `[wanted]`; -1 for those that are not there."""
+    if not len(keys):
+        return np.full(len(wanted), -1)
+    at = np.searchsorted(keys, wanted)  # in an index where it is, which is not copied
+    return np.where(keys[np.minimum(at, len(keys) - 1)] == wanted, at, -1)
+
+
+RANGE_BYTES = 16 << 10  # of an index that is read at once; of a longer one half as much, twice: it is enough among a million
+
+
+def captions_cut(entry: ShardEntry, entries: NDArray[Any]) -> dict[str, int]:
+    """Return by text encoder how many captions it cut, of the samples of some entries of a shard's index."""
+    return dict(zip(sorted(entry.cut), entries["cut"].sum(axis=0, dtype=np.int64).tolist(), strict=True))
+
+
+def index_bytes(entry: ShardEntry) -> int:
+    """Return the length of a shard's index."""
+    return entry.samples * index_dtype(len(entry.cut)).itemsize
+
+
+def read_entries(read: Callable[[int, int], bytes], path: str, entry: ShardEntry, first: int, last: int) -> NDArray[Any]:
+    """Return a range of a shard's index, each entry of which has proved itself; `read` returns one of its sidecar, `path`."""
+    form = index_dtype(len(entry.cut))
+    begin, end = (entry.meta.num_bytes - (entry.samples - n) * form.itemsize for n in (first, last))
+    data = read(begin, end)
+    if len(data) != end - begin:
+        raise CorruptError(f"{path} ends at byte {begin + len(data)}, expected at least {end}; run `store verify`")
+    entries = np.frombuffer(data, dtype=form)
+    if (entry_checksums(entries, entry.shard_id) != entries[CHECKSUM]).any():
+        raise CorruptError(f"{path}: entries of its index do not match their checksums; run `store verify`")
+    return entries
+
+
+def search_index(read: Callable[[int, int], bytes], path: str, entry: ShardEntry, keys: NDArray[np.bytes_]) -> NDArray[Any]:
+    """Return the entries of those samples of a shard that have one of some sorted digests, by interpolation search.
+
+    Digests are evenly spread. `read`: as of `read_entries`.
+    """
+    parts = []
+    count = RANGE_BYTES // 2 // index_dtype(len(entry.cut)).itemsize
+    left = [(keys, 0, entry.samples, 0, 1 << 128)]  # keys between two digests, and the entries between these
+    while left:
+        keys, first, last, low, high = left.pop()
+        if not len(keys) or first == last:
+            continue
+        at = first + (_number(keys[len(keys) // 2 :]) - low) * (last - first) // (high - low) - count // 2
+        begin = max(first, min(at, last - count))
+        end = min(begin + count, last)
+        entries = read_entries(read, path, entry, begin, end)
+        own = keys_of(entries["digest"])
+        before, after = np.searchsorted(keys, own[:1])[0], np.searchsorted(keys, own[-1:], side="right")[0]
+        found = positions_of(keys[before:after], own)
+        parts.append(entries[found[found >= 0]])
+        left.append((keys[:before], first, begin, low, _number(own)))
+        left.append((keys[after:], end, last, _number(own[-1:]), high))
+    return np.concatenate(parts)
+
+
+def _number(keys: NDArray[np.bytes_]) -> int:
+    """Return the first of some digests as a number, in their sort order."""
+    return int.from_bytes(keys[:1].tobytes(), "big")
 
 
 class SealedShard:
@@ -173,16 +237,7 @@ class SealedShard:
 
     def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
         """Return samples' index positions, by `as_keys` of their digests; -1 if the shard has no such sample."""
-        index, below = self.index, np.zeros(len(keys), dtype=np.int64)
-        if not len(index):
-            return below - 1
-        step = 1 << len(index).bit_length() >> 1
-        while step:  # all entries before `below` are smaller; the index is searched where it is, not copied
-            probe = np.minimum(below + (step - 1), len(index) - 1)
-            below += step * ((below + step <= len(index)) & (keys_of(index["digest"][probe]) < keys))
-            step >>= 1
-        at = np.minimum(below, len(index) - 1)
-        return np.where((below < len(index)) & (keys_of(index["digest"][at]) == keys), below, -1)
+        return positions_of(keys, self.keys())
 
     def find(self, digest: bytes) -> IndexEntry | None:
         """Return a sample's index entry by the digest of its id; None if the shard has no live row of it."""
@@ -218,11 +273,6 @@ class SealedShard:
                 entry = self.index_entry(position)
                 names[entry.row] = self.record(entry).id
         return names
-
-    def captions_cut(self, positions: NDArray[np.int64]) -> dict[str, int]:
-        """Return by text encoder how many captions it cut, of the samples at some positions in the index."""
-        counts = self.index["cut"][positions].sum(axis=0, dtype=np.int64).tolist()
-        return dict(zip(sorted(self.entry.cut), counts, strict=True))
 
     def index_entry(self, position: int) -> IndexEntry:
         return self.index_entries(np.array([position]))[0]

@@ -87,6 +87,23 @@ def read_exactly(path: Path, fd: int, offset: int, out: memoryview) -> None:
         raise CorruptError(f"{path} ends at byte {offset + done}, expected at least {offset + len(out)}")
 
 
+def read_listed(path: Path, listed: FileEntry) -> bytes:
+    """Return the bytes of a file that the manifest lists, with plain reads; they are not compared yet."""
+    data = bytearray(listed.num_bytes)
+    with open_listed(path, listed.num_bytes) as fd:
+        read_exactly(path, fd, 0, memoryview(data))
+    return bytes(data)
+
+
+def refuse_other(path: Path | str, data: bytes | memoryview, listed: FileEntry) -> None:
+    """Check that a file's bytes are those that the manifest lists."""
+    if (len(data), found := bytes_digest(data)) != (listed.num_bytes, listed.digest):
+        raise CorruptError(
+            f"{path} is not the file that the manifest lists: its digest is {found}, expected {listed.digest}; restore the "
+            "file that belongs there, or run `store verify`"
+        )
+
+
 class Sidecar:
     """An open sidecar, checked whole."""
 
@@ -96,11 +113,8 @@ class Sidecar:
         `listed` is what the manifest says of the file; without it, the file's own checksums are compared.
         """
         self.path, self._data = path, memoryview(data).toreadonly()
-        if listed is not None and (len(data), found := bytes_digest(self._data)) != (listed.num_bytes, listed.digest):
-            raise CorruptError(
-                f"{path} is not the file that the manifest lists: its digest is {found}, expected {listed.digest}; "
-                "restore the file that belongs there, or run `store verify`"
-            )
+        if listed is not None:
+            refuse_other(path, self._data, listed)
         if not len(data):
             raise CorruptError(f"{path} is empty")
         tensors, texts, self._data_at = read_header(self._data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))

@@ -33,7 +33,7 @@ from bucketline.store.format.block import (
 )
 from bucketline.store.format.text import TEXT_GROUP, is_bucket, is_storable, read_text_block
 from bucketline.store.shard.meta import LINE_CHECKSUM, decode_meta
-from bucketline.store.shard.reader import SealedShard
+from bucketline.store.shard.reader import SealedShard, captions_cut
 from bucketline.store.shard.sidecar import read_exactly
 from bucketline.store.write.column import COLUMN_FIELDS, ids_by_row
 from bucketline.store.write.seal import ShardContents, read_contents
@@ -376,9 +376,8 @@ class ShardCheck:
         entry, record_bytes, cut = self._shard.entry, self._shard.entry.record_bytes, self._shard.entry.cut
         if again.samples == entry.samples:
             with self._faults.guard():  # one for each shard with dropped rows if the list is damaged
-                live = np.flatnonzero(self._shard.live_entries())
-                record_bytes = int(self._shard.index["record_bytes"][live].sum(dtype=np.int64))
-                cut = self._shard.captions_cut(live)
+                live = self._shard.index[self._shard.live_entries()]
+                record_bytes, cut = int(live["record_bytes"].sum(dtype=np.int64)), captions_cut(entry, live)
         dropped = {name: group.dropped for name, group in entry.groups.items()}
         groups = {name: group._replace(dropped=dropped.get(name, 0)) for name, group in again.groups.items()}
         again = replace(again, groups=groups, record_bytes=record_bytes, added=entry.added, cut=cut)

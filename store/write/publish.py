@@ -10,8 +10,10 @@ import os
 import shutil
 import socket
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,18 +55,31 @@ from bucketline.store.format.text import TextError
 from bucketline.store.read.samples import disk_bytes
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest
+from bucketline.store.remote.objects import asked_again
 from bucketline.store.shard.dropped import DroppedRows, dropped_counts, encode_dropped
 from bucketline.store.shard.meta import read_meta
-from bucketline.store.shard.reader import SealedShard, as_keys
+from bucketline.store.shard.reader import (
+    RANGE_BYTES,
+    SealedShard,
+    as_keys,
+    captions_cut,
+    index_bytes,
+    keys_of,
+    positions_of,
+    read_entries,
+    search_index,
+)
+from bucketline.store.shard.sidecar import refuse_other
 from bucketline.store.write.column import MAKING
 from bucketline.store.write.seal import SEALING, may_have_commits, read_lmdb, seal, seal_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from bucketline.store.format.manifest import FileEntry
     from bucketline.typed_json import Json
 
 
@@ -177,17 +192,31 @@ def listed_by_any(store: Path, names: Collection[str]) -> set[str]:
 _NAMED = (b'"name": "%b"', b'"name":"%b"')
 
 
+AT_ONCE = 16  # requests for indexes
+MAX_INDEXES = 4096  # that are kept
+_indexes: dict[str, NDArray[Any]] = {}  # by the digest of the sidecar: indexes that this process has read whole
+
+
 class ChangeBase:
     """A generation of a store, on a disk or in object storage."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, number: int, made: Path, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        manifest: Manifest,
+        number: int,
+        made: Path,
+        cache: Path | None = None,
+        *,
+        is_cache_kept: bool = False,
+    ) -> None:
         """Read nothing yet.
 
         `number` is the generation that is prepared. `made` is the folder in which new shards are made, laid out as a store: on
-        a disk the store's. `cache`: of object storage.
+        a disk the store's. `cache`: of object storage; if it is kept, sidecars are read through it, whole.
         """
         self.folder, self.manifest, self.number, self.made = folder, manifest, number, made
-        self._cache = cache
+        self._cache, self._is_cache_kept = cache, is_cache_kept
 
     @cached_property
     def store(self) -> Store:
@@ -196,13 +225,61 @@ class ChangeBase:
     @cached_property
     def dropped(self) -> DroppedRows:
         """Return the generation's dropped rows; nothing is read yet."""
-        return DroppedRows(self.made, self.manifest) if isinstance(self.folder, LocalFolder) else self.store.dropped
+
+        def read(path: Path, listed: FileEntry) -> bytes:
+            def request() -> bytes:
+                data = self.folder.read(object_name(path), listed.num_bytes)
+                refuse_other(self.folder.place(object_name(path)), data, listed)
+                return data
+
+            return asked_again(request, self.folder.deadline_s)
+
+        return DroppedRows(self.made, self.manifest, None if isinstance(self.folder, LocalFolder) else read)
+
+    def _is_made(self, entry: ShardEntry) -> bool:
+        """Return whether a shard's files are in the folder of those that are made."""
+        return isinstance(self.folder, LocalFolder) or shard_paths(self.made, entry.name).meta.exists()
 
     def shard(self, entry: ShardEntry) -> SealedShard:
         """Return the reader of a shard of the generation, or of one that was made; nothing is opened yet."""
-        if isinstance(self.folder, LocalFolder) or shard_paths(self.made, entry.name).meta.exists():
+        if self._is_made(entry):
             return SealedShard(self.made, entry, dropped=self.dropped)
         return SealedShard(self.store.path, entry, source=self.store.source, dropped=self.dropped)
+
+    def find(self, entries: Sequence[ShardEntry], keys: NDArray[np.bytes_]) -> list[NDArray[Any]]:
+        """Return of each of some shards the index entries of the samples that have one of some sorted digests."""
+        if isinstance(self.folder, LocalFolder):
+            return [self._find(entry, keys) for entry in entries]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            new = {entry.name: pool.submit(self._find, entry, keys) for entry in entries if entry.meta.digest not in _indexes}
+        return [new[entry.name].result() if entry.name in new else self._find(entry, keys) for entry in entries]
+
+    def _find(self, entry: ShardEntry, keys: NDArray[np.bytes_]) -> NDArray[Any]:
+        is_long = index_bytes(entry) > RANGE_BYTES * max(1, len(keys))
+        if entry.meta.digest not in _indexes and is_long and not self._is_cache_kept:
+            return self._request(search_index, entry, keys)
+        index = self.index(entry)
+        own = keys_of(index["digest"])
+        if len(keys) > len(own):
+            return index[positions_of(own, keys) >= 0]
+        at = positions_of(keys, own)
+        return index[at[at >= 0]]
+
+    def index(self, entry: ShardEntry) -> NDArray[Any]:
+        """Return a shard's whole index, which this process keeps."""
+        if (index := _indexes.get(entry.meta.digest)) is None:
+            is_short = index_bytes(entry) <= RANGE_BYTES and not self._is_cache_kept
+            index = self._request(read_entries, entry, 0, entry.samples) if is_short else self.shard(entry).index
+            if len(_indexes) >= MAX_INDEXES:
+                _indexes.clear()
+            _indexes[entry.meta.digest] = index
+        return index
+
+    def _request(self, search: Callable[..., NDArray[Any]], entry: ShardEntry, *what: object) -> NDArray[Any]:
+        """Return what a function returns that reads ranges of a shard's sidecar."""
+        folder, name = LocalFolder(self.made) if self._is_made(entry) else self.folder, f"shards/{entry.name}.meta"
+        read = partial(folder.read_range, name)
+        return asked_again(lambda: search(read, folder.place(name), entry, *what), folder.deadline_s)
 
     def list_dropped(
         self, shards: Iterable[ShardEntry], changed: Mapping[tuple[str, str], NDArray[np.uint32]] = MappingProxyType({})
@@ -285,8 +362,10 @@ def changing(store: Path, *, adopting: bool = True) -> Iterator[Manifest]:
     If another writer holds the lock, wait: a commit holds it for milliseconds.
     Without `adopting`, that stays for the next run: adoption reads the indexes of all shards.
     """
-    existing_manifest(store)
-    prepare_store(store)
+    if not all((store / name).is_dir() for name in FOLDERS):
+        existing_manifest(store)  # raises if there is none, and nothing is made
+        prepare_store(store)
+    refuse_linked_folders(store)
     with lock_store(store, wait_s=WAIT_S):
         try:
             manifest = existing_manifest(store)  # read again, now under the lock
@@ -440,41 +519,77 @@ def with_shards(
                 raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
         added.append(found.entry)
     withdrawn = tuple(sorted({*manifest.withdrawn}.difference(taken_back)))
-    shards, of_dropped = replaced(base, added, (*dropped, *map(sample_digest, withdrawn if added else ())))
+    shards, changed, _ = replaced(base, added, (*dropped, *map(sample_digest, withdrawn if added else ())))
     rules = manifest.rules if rules is None else rules
     if (shards, rules, withdrawn) == (manifest.shards, manifest.rules, manifest.withdrawn):
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
-    changes: dict[str, Any] = {"buckets": ordered, "rules": rules, "shards": shards, "dropped": of_dropped}
-    return dataclasses.replace(manifest, **changes, withdrawn=withdrawn, text_error=TextError.joined(errors))
+    return dataclasses.replace(
+        manifest,
+        buckets=ordered,
+        rules=rules,
+        shards=shards,
+        dropped=base.list_dropped(shards, changed) if changed else manifest.dropped,
+        withdrawn=withdrawn,
+        text_error=TextError.joined(errors),
+    )
 
 
 def replaced(
     base: ChangeBase, added: Sequence[ShardEntry], dropped: Iterable[bytes]
-) -> tuple[tuple[ShardEntry, ...], DroppedEntry | None]:
+) -> tuple[tuple[ShardEntry, ...], dict[tuple[str, str], NDArray[np.uint32]], set[bytes]]:
     """Return entries of the base's and the added shards, without samples that are dropped or that a later added shard holds.
 
-    And the entry of the list of their dropped rows, which is written if there are more than before.
-    Each shard is scanned once, or searched for the candidates, whichever is cheaper: the time grows with the number of samples,
-    not with samples times shards (`python -m bucketline.bench scale --listing`).
+    And all dropped rows of each shard's buckets of which that changes some, and the digests of the samples that are gone.
     """
     shards = base.manifest.shards
     entries = (*shards, *added)
     keys = [as_keys(list(dropped))]
     holders = [np.full(len(keys[0]), len(entries))]  # a dropped sample's row is removed from every shard
     for ordinal, entry in enumerate(added, len(shards)):
-        keys.append(base.shard(entry).keys())
+        keys.append(keys_of(base.index(entry)["digest"]))
         holders.append(np.full(entry.samples, ordinal))
     newer = np.concatenate(keys)
-    if not len(newer):
-        return entries, base.manifest.dropped
     order = np.argsort(newer)
     newer, holder = newer[order], np.concatenate(holders)[order]
-    first = np.flatnonzero(np.append(True, newer[1:] != newer[:-1]))
-    newest = _Newest(keys=newer[first], shard=np.maximum.reduceat(holder, first))
+    first = np.flatnonzero(np.append(True, newer[1:] != newer[:-1])[: len(newer)])
+    newer, last_holder = newer[first], np.maximum.reduceat(holder, first)
     changed: dict[tuple[str, str], NDArray[np.uint32]] = {}
-    left = tuple(_without(base, entry, newest, ordinal, changed) for ordinal, entry in enumerate(entries))
-    return left, base.list_dropped(left, changed) if changed else base.manifest.dropped
+    left, gone = list(entries), set[bytes]()
+    for ordinal, found in enumerate(base.find(entries, newer) if len(newer) else ()):
+        if len(found):
+            older = found[last_holder[positions_of(keys_of(found["digest"]), newer)] > ordinal]
+            left[ordinal] = _without(base.dropped, entries[ordinal], older, changed, gone)
+    return tuple(left), changed, gone
+
+
+def _without(
+    dropped: DroppedRows,
+    entry: ShardEntry,
+    older: NDArray[Any],
+    changed: dict[tuple[str, str], NDArray[np.uint32]],
+    gone: set[bytes],
+) -> ShardEntry:
+    """Return a shard's entry without samples, those of some entries of its index; add to `changed` and `gone`."""
+    groups, names = dict(entry.groups), sorted(entry.groups)
+    is_new = np.zeros(len(older), dtype=bool)
+    for number in np.unique(older["bucket"]).tolist():
+        group, own = names[number], older["bucket"] == number
+        before = dropped.of(entry.name, group)
+        own &= ~np.isin(older["row"], before)
+        if own.any():
+            merged = changed[entry.name, group] = np.union1d(before, older["row"][own])
+            groups[group] = groups[group]._replace(dropped=len(merged))
+            is_new |= own
+    older = older[is_new]
+    gone.update(digest.tobytes() for digest in older["digest"])
+    lost = captions_cut(entry, older)
+    return dataclasses.replace(
+        entry,
+        groups=groups,
+        cut={name: count - lost[name] for name, count in entry.cut.items()},
+        record_bytes=entry.record_bytes - int(older["record_bytes"].sum(dtype=np.int64)),
+    )
 
 
 def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry], generation: int) -> Manifest:
@@ -497,60 +612,6 @@ def _has_files(store: Path, name: str) -> bool:
 def next_generation(store: Path, manifest: Manifest) -> int:
     """Return an unused generation number, even if an older manifest was restored."""
     return 1 + max([manifest.generation, *generations(store)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Newest:
-    """Sorted samples whose older rows are superseded, with the ordinal of the last shard that holds each; N entries."""
-
-    keys: NDArray[np.bytes_]  # [N]
-    shard: NDArray[np.int64]  # [N] number of shards for a dropped sample
-
-    def positions_in(self, shard: SealedShard, ordinal: int) -> NDArray[np.int64]:
-        """Return the index positions of a shard's samples that are dropped or held by a later shard."""
-        if len(self.keys) <= shard.entry.samples:
-            found = shard.positions(self.keys)
-            return found[(found >= 0) & (self.shard > ordinal)]
-        own = shard.keys()
-        at = np.minimum(np.searchsorted(self.keys, own), len(self.keys) - 1)
-        return np.flatnonzero((self.keys[at] == own) & (self.shard[at] > ordinal))
-
-
-def _without(
-    base: ChangeBase, entry: ShardEntry, newest: _Newest, ordinal: int, changed: dict[tuple[str, str], NDArray[np.uint32]]
-) -> ShardEntry:
-    """Return a shard's entry without samples that are dropped or held by a later shard.
-
-    Adds to `changed` all dropped rows of each of its buckets with such samples.
-    """
-    shard = base.shard(entry)
-    positions = newest.positions_in(shard, ordinal)
-    if not len(positions):
-        return entry
-    names = shard.groups
-    bucket, row, num_bytes = (shard.index[name][positions] for name in ("bucket", "row", "record_bytes"))
-    rows: dict[str, NDArray[np.uint32]] = {}
-    record_bytes, gone = entry.record_bytes, np.zeros(len(positions), dtype=bool)
-    for number in np.unique(bucket).tolist():
-        own = bucket == number
-        is_new = own & ~np.isin(row, shard.dropped_rows(names[number]))
-        if is_new.any():
-            rows[names[number]] = row[is_new]
-            record_bytes -= int(num_bytes[is_new].sum(dtype=np.int64))
-            gone |= is_new
-    if not rows:
-        return entry
-    groups = dict(entry.groups)
-    for group, own in rows.items():
-        merged = changed[entry.name, group] = np.union1d(shard.dropped_rows(group), own)
-        groups[group] = groups[group]._replace(dropped=len(merged))
-    lost = shard.captions_cut(positions[gone])
-    return dataclasses.replace(
-        entry,
-        groups=groups,
-        cut={name: count - lost[name] for name, count in entry.cut.items()},
-        record_bytes=record_bytes,
-    )
 
 
 class StoreTarget(Protocol):

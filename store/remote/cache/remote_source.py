@@ -28,7 +28,7 @@ from bucketline.store.remote.generations import newest_generation, read_generati
 from bucketline.store.remote.objects import IN_TIME, ObjectFolder, asked_again, is_wrong, within
 from bucketline.store.shard.meta import LINE_CHECKSUM, META_FORMAT
 from bucketline.store.shard.row_locator import check_shard_id
-from bucketline.store.shard.sidecar import Sidecar
+from bucketline.store.shard.sidecar import Sidecar, read_listed
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -317,6 +317,11 @@ class RemoteSource:
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry]]) -> None:
         self.files.fetch(files)
+
+    def read(self, path: Path, listed: FileEntry) -> bytes:
+        """Return a list of dropped rows."""
+        self.fetch([(path, listed)])
+        return read_listed(path, listed)
 
     def open_shard(self, entry: ShardEntry) -> None:
         if not (self.is_inherited and self.paths(entry).lmdb in self._shards):

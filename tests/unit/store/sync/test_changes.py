@@ -24,6 +24,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull, push
 from bucketline.store.transfer import pending_shards
 from bucketline.store.verify.verify import verify, verify_folder
+from bucketline.store.write import publish
 from tests import object_storage
 from tests.commands import call
 from tests.kit import add_samples, everything, ids_of, make_store, samples_of, store_writer, tree
@@ -90,6 +91,7 @@ def test_a_drop_takes_six_requests_besides_an_index_a_shard_and_another_one_for_
     monkeypatch.setattr(object_storage._Atomic, "__call__", counted)
     for n, most in ((4, 6), (7, 7)):
         requests.clear()
+        publish._indexes.clear()
         drop(objects, [samples[n][0].id, samples[n + 1][2].id])
         own = [one for one in requests if not one.endswith(".meta")]
         assert (len(own), len(requests) - len(own)) == (most, len(samples)), own
@@ -122,7 +124,8 @@ def test_a_drop_by_what_a_server_answers_wrongly_is_refused(objects: ObjectFolde
     data = objects.read(name)
     objects.write(name, data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     before = names(objects)
-    with pytest.raises(CorruptError, match=r"is not the file that the manifest lists: it has \d+ bytes"):
+    publish._indexes.clear()
+    with pytest.raises(CorruptError, match=r"is not the file that the manifest lists|of its index do not match"):
         drop(objects, DROPPED[:1])
     assert names(objects) == before
 
