@@ -18,6 +18,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
@@ -30,7 +31,7 @@ from bucketline.store.shard import mapped as address_range
 from bucketline.store.shard import mapped as map_budget
 from bucketline.store.shard.dropped import DroppedRows, encode_dropped
 from bucketline.store.shard.meta import entry_checksums, index_dtype
-from bucketline.store.shard.reader import as_keys
+from bucketline.store.shard.reader import RANGE_BYTES, as_keys, keys_of, search_index
 from bucketline.store.shard.row_locator import BlockTable, _first_false
 from bucketline.store.shard.sidecar import Sidecar, encode_sidecar
 from tests.kit import dropped_list, flip_bit, ids_of, make_store, parts_of, replace_dropped, replace_file, samples_of
@@ -97,6 +98,35 @@ def test_a_search_in_the_index_finds_what_a_list_has(store: Store, data: st.Data
     wanted = data.draw(st.lists(st.sampled_from(stored) | st.binary(min_size=16, max_size=16), min_size=1, max_size=9))
     expected = [stored.index(key) if key in stored else -1 for key in wanted]
     assert shard.positions(as_keys(wanted)).tolist() == expected
+
+
+@pytest.mark.parametrize("count", [1, 300, 50_000])
+def test_an_index_is_searched_by_ranges_of_which_a_wrong_byte_is_refused(store: Store, count: int) -> None:
+    entries = np.zeros(count, index_dtype(0))
+    digests = np.sort(keys_of(np.random.default_rng(count).integers(0, 256, (count, 16), dtype="u1")))
+    entries["digest"], entries["row"] = digests.view("u1").reshape(-1, 16), np.arange(count)
+    listed = replace(store.shards[0].entry, samples=count, cut={}, meta=FileEntry(num_bytes=1000 + entries.nbytes, digest=""))
+    entries["checksum"] = entry_checksums(entries, listed.shard_id)
+    data, sizes = bytearray(1000) + entries.tobytes(), list[int]()
+
+    def read(begin: int, end: int) -> bytes:
+        sizes.append(end - begin)
+        return bytes(data[begin:end])
+
+    def rows_of(keys: NDArray[np.bytes_]) -> list[int]:
+        sizes.clear()
+        return sorted(search_index(read, "x", listed, np.sort(keys))["row"].tolist())
+
+    absent = keys_of(np.random.default_rng(7).integers(0, 256, (9, 16), dtype="u1"))
+    for row in {0, count // 3, count // 2, count - 1}:
+        assert rows_of(digests[row : row + 1]) == [row]
+        assert sum(sizes) <= RANGE_BYTES + RANGE_BYTES // 2, sizes
+    few = np.unique(np.linspace(0, count - 1, 7).astype(int))
+    assert rows_of(np.concatenate([digests[few], absent])) == few.tolist()
+    assert rows_of(absent[:1]) == []
+    data[1000 + 88 * (count // 3)] ^= 1  # in a digest: it would not be found
+    with pytest.raises(CorruptError, match="do not match their checksums"):
+        rows_of(digests[count // 3 :][:1])
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\x02\0\0\0\0\0\0\0{}", bytes(1000)])
