@@ -369,7 +369,7 @@ class Loader(EpochLoader):
         return shown_rows(f"Loader: {size}, epoch {self.epoch}, step {state.step}{rank}", buckets)
 
     def close(self) -> None:
-        """End the current iteration and a private service. Threads and processes are gone when this returns.
+        """End the current iteration, and a service in a child process. Threads and processes are gone when this returns.
 
         Batches still held stay valid. As after a `break`, the next `for` reads the next epoch.
         """

@@ -144,15 +144,15 @@ class StoreArgument(OptionValue):
 
 def _ends(text: str) -> tuple[str, str | None, str | None]:
     """Return a store's place, its repeats and its weight."""
-    place, weight = _cut(text, "@")
-    return (*_cut(place, ":"), weight)
+    path, weight = _cut(text, "@")
+    return (*_cut(path, ":"), weight)
 
 
 def _cut(text: str, sign: str) -> tuple[str, str | None]:
     """Return a place, and the number after a sign at its end; an existing path takes precedence over a number."""
-    place, _, number = text.rpartition(sign)
-    is_path = "/" not in place.partition("://")[2] if is_url(text) else Path(text).exists()  # a port, a user
-    return (text, None) if not place or is_path or not _NUMBER.fullmatch(number) else (place, number)
+    path, _, number = text.rpartition(sign)
+    is_path = "/" not in path.partition("://")[2] if is_url(text) else Path(text).exists()  # a port, a user
+    return (text, None) if not path or is_path or not _NUMBER.fullmatch(number) else (path, number)
 
 
 def redacted_store(text: str) -> str:
@@ -161,8 +161,8 @@ def redacted_store(text: str) -> str:
     >>> redacted_store("photos.store:3@0.5"), redacted_store("https://me:secret@host/photos.store@2")
     ('photos.store:3@0.5', 'https://host/photos.store@2')
     """
-    place, *_ = _ends(text)
-    return redacted(place) + text[len(place) :]
+    path, *_ = _ends(text)
+    return redacted(path) + text[len(path) :]
 
 
 def parse_stores(texts: Iterable[Path | str], option: str = "the store") -> list[StoreArgument]:

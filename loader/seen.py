@@ -115,12 +115,12 @@ class RecordedRun(NamedTuple):
 
     def given(self, stores: Sequence[str], remote: RemoteOptions | None = None) -> dict[str, Path | str]:
         """Return the places of stores that have moved, by store id."""
-        named = [one.path for one in parse_stores(stores)]
+        named = [argument.path for argument in parse_stores(stores)]
         moved = {Store.open(path, remote=remote).manifest.store_id: path for path in named}
-        recorded = {one.store_id: one.path for line in self.lines for one in line.state.stores}
+        recorded = {store.store_id: store.path for line in self.lines for store in line.state.stores}
         if others := sorted(moved.keys() - recorded.keys()):
-            known = ", ".join(f"{store_id} ({path})" for store_id, path in recorded.items())
-            raise UsageError(f"{moved[others[0]]} is the store {others[0]}, and the run read {known}; name stores of the run")
+            read = ", ".join(f"{store_id} ({path})" for store_id, path in recorded.items())
+            raise UsageError(f"{moved[others[0]]} is the store {others[0]}, and the run read {read}; name stores of the run")
         return moved
 
 

@@ -58,8 +58,8 @@ class PendingBatch:
 
     def release(self) -> None:
         lines, self.lines, self.window = self.lines, [], None
-        for held in lines:
-            held.release()
+        for requested in lines:
+            requested.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +287,7 @@ class Window:
         self._store.check_starts(located, starts, group.longest)
         count = rows.each_row(starts[:, 1] - starts[:, 0])
         longest = np.maximum.reduceat(count, self._ends[:-1]).tolist()
-        lengths = [conditioning.padded(group, own) for own in longest]
+        lengths = [conditioning.padded(group, length) for length in longest]
         fields: dict[str, list[GatherIndex | PlainRead]] = {}
         for column in group.spec.tokens:
             offsets = rows.each_row(located.token_offsets(column.name, starts[:, 0]))
@@ -346,16 +346,16 @@ class Window:
         flipped_images = flipped & (source[:, 0] > 0) & (crop[:, 0] >= 0) if flipped.any() else flipped
         if flipped_images.any():
             crop = crop.copy()
-            own = flipped_images
-            left = mirrored_left(crop[own, 1].astype(np.int64), source[own].astype(np.int64), target[own])
+            flip = flipped_images
+            left = mirrored_left(crop[flip, 1].astype(np.int64), source[flip].astype(np.int64), target[flip])
             if bool((left < 0).any()):
-                at = int(np.flatnonzero(own)[np.argmax(left < 0)])
+                at = int(np.flatnonzero(flip)[np.argmax(left < 0)])
                 name = self._store.shards[int(self._shard[at])].name
                 raise CorruptError(
                     f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px is outside the image of "
                     f"{source[at].tolist()} px, resized to cover that; run `store verify`"
                 )
-            crop[own, 1] = left
+            crop[flip, 1] = left
         return {
             "original_size": source,
             "crop": crop,
@@ -385,10 +385,10 @@ class Window:
                 (name, np.arange(length) < count[begin:end, None])
                 for (name, count), length in zip(counts.items(), forms[m][1:], strict=True)
             ]
-            for name, own in [*((name, value[begin:end]) for name, value in values.items()), *masks]:
+            for name, each in [*((name, value[begin:end]) for name, value in values.items()), *masks]:
                 field = layout.by_name[name]
                 at = field.begin - layout.small_begin
-                whole[:, at : at + field.num_bytes] = np.ascontiguousarray(own).reshape(last - m, -1).view(np.uint8)
+                whole[:, at : at + field.num_bytes] = np.ascontiguousarray(each).reshape(last - m, -1).view(np.uint8)
             filled.extend(whole)
         return filled
 
@@ -397,10 +397,10 @@ class _Places:
     """The files and blocks of located rows, one after another, `[N]` each."""
 
     def __init__(self, located: Sequence[Located]) -> None:
-        self.shard: NDArray[np.int64] = np.concatenate([own.shard for own in located])
-        self.data: NDArray[np.int64] = np.concatenate([own.data for own in located])  # byte of the block's columns
-        self.rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # K of the block
-        self.row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])
+        self.shard: NDArray[np.int64] = np.concatenate([of_batch.shard for of_batch in located])
+        self.data: NDArray[np.int64] = np.concatenate([of_batch.data for of_batch in located])  # byte of the block's columns
+        self.rows: NDArray[np.int64] = np.concatenate([of_batch.rows for of_batch in located])  # K of the block
+        self.row_in_block: NDArray[np.int64] = np.concatenate([of_batch.row_in_block for of_batch in located])
 
 
 def _runs(values: Sequence[object]) -> Iterator[tuple[int, int]]:

@@ -117,9 +117,9 @@ class PlannedOptions(BatchOptions):
     partial, such as val:partial."""
 
     @classmethod
-    def complete(cls, options: Self, given: frozenset[str]) -> Self:
+    def complete(cls, options: Self, names: frozenset[str]) -> Self:
         for name in _OF_A_RUN if options.of_run is not None else ():
-            if name in given:
+            if name in names:
                 raise UsageError(
                     f"{cls._named(name)} is {getattr(options, name)} with --run {options.of_run}, which decides it; leave out "
                     "one of them"

@@ -62,7 +62,7 @@ class Serve(RemoteArguments):
                 from bucketline.loader.service.metrics import metrics_served
 
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
-            far = using.enter_context(nullcontext() if host_port is None else service.listening(host_port, security))
+            far = using.enter_context(nullcontext() if host_port is None else service.tcp_socket(host_port, security))
             stop_fd = using.enter_context(_stop_signals())
             near = using.enter_context(nullcontext() if path is None else listen(path))
             at = f" at {one_line(str(path))}" if path is not None else ""

@@ -308,14 +308,15 @@ class Lanes:
         self._sizes = tuple(sizes)
         # A bucket of at most a batch may read many passes at once, and they fill no window: it takes no part in the groups.
         self.is_small = [n <= size for n, size in self._sizes]
-        stride = 1 + max(int(one.repeat.max()) for one in runs)
-        codes = [one.shard * stride + one.repeat for one in runs]
+        stride = 1 + max(int(bucket_runs.repeat.max()) for bucket_runs in runs)
+        codes = [bucket_runs.shard * stride + bucket_runs.repeat for bucket_runs in runs]
         units = np.unique(np.concatenate(codes))
         hashed = mix((units // stride).astype(np.uint64) ^ np.uint64(key_of(seed, _DEAL)))
         places = np.empty(len(units), dtype=np.int64)
         places[np.lexsort((units % stride, hashed))] = np.arange(len(units))
         self.num_units = len(units)
-        self._buckets = [_deal(one, places[np.searchsorted(units, own)]) for one, own in zip(runs, codes, strict=True)]
+        dealt = [places[np.searchsorted(units, code)] for code in codes]
+        self._buckets = list(map(_deal, runs, dealt))
         self._passes: dict[tuple[int, int], LanePass] = {}
         self._last: dict[tuple[int, int], tuple[int, _LaneWindow]] = {}
 
@@ -426,21 +427,21 @@ class LanePass:
         self._runs: dict[int, _Runs] = {}
 
     def runs(self, bucket: int) -> _Runs:
-        if (found := self._runs.get(bucket)) is None:
+        if (runs := self._runs.get(bucket)) is None:
             unit, first_row, count = self._lanes.owned(bucket, self._number, self._lane)
-            place = self._place[unit]
-            order = np.argsort(place)
-            group_ends = np.searchsorted(place[order], self._group_ends, side="left")
+            position = self._place[unit]
+            order = np.argsort(position)
+            group_ends = np.searchsorted(position[order], self._group_ends, side="left")
             group = np.searchsorted(group_ends, np.arange(len(order)), side="right")
-            turns = self._turns[place[order]] % (self.num_windows[group] * TURNS).astype(np.uint64)
-            found = self._runs[bucket] = _Runs(
+            turns = self._turns[position[order]] % (self.num_windows[group] * TURNS).astype(np.uint64)
+            runs = self._runs[bucket] = _Runs(
                 first_row=first_row[order],
                 num_rows=count[order],
                 turn=turns.astype(np.int64),
                 group_ends=group_ends,
                 row_ends=np.concatenate([[0], np.cumsum(count[order])])[group_ends],
             )
-        return found
+        return runs
 
     def window(self, bucket: int, index: int, pass_key: int) -> _LaneWindow:
         """Return the window that holds an index of the lane's part of the pass."""

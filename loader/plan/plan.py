@@ -141,8 +141,8 @@ class Plan:
         if any(self._pass_rows):
             at = 0
             for span in spans:
-                if (own := self._pass_rows[span.bucket]) is not None:
-                    numbers[at : at + span.count] = own.rows(numbers[at : at + span.count], span.number)
+                if (pass_rows := self._pass_rows[span.bucket]) is not None:
+                    numbers[at : at + span.count] = pass_rows.rows(numbers[at : at + span.count], span.number)
                 at += span.count
         return numbers
 
@@ -303,8 +303,8 @@ class Plan:
         if len(small) > _NAMED_SMALL:
             named.append(counted(len(small) - _NAMED_SMALL, "more such bucket"))
         why = f"batches take {_sizes(small)}, so {_OF_SMALL[self.remainder]}"
-        other = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
-        return f"{', '.join(named)}, and {why}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{other}"
+        remedy = ", or leave such buckets out with --split train:drop" if can_drop and not drops else ""
+        return f"{', '.join(named)}, and {why}; use a smaller batch or fewer GPUs, or pack with a coarser --grid{remedy}"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""
@@ -384,10 +384,10 @@ class CacheNeeds:
         self.kept_bytes = sum(file.entry.meta.num_bytes for file in store.files)  # next to the shards; held whole
         self.whole_bytes = self.num_bytes + self.kept_bytes
         self._lanes = -(-plan.lanes // machines)  # of a machine
-        own = self.num_bytes * self._lanes // plan.lanes + _AT_CUTS * LINE_BYTES if plan.window else self.num_bytes
-        self.share_bytes = min(self.num_bytes, own) + self.kept_bytes  # that one machine reads, shared lines included
+        of_machine = self.num_bytes * self._lanes // plan.lanes + _AT_CUTS * LINE_BYTES if plan.window else self.num_bytes
+        self.share_bytes = min(self.num_bytes, of_machine) + self.kept_bytes  # that one machine reads, shared lines included
         self._row_bytes = self.num_bytes / max(1, sum(shard.entry.live_samples for shard in store.shards))
-        names = {one.name for one in plan.buckets}
+        names = {bucket.name for bucket in plan.buckets}
         groups_read = [sum(name in names or not is_bucket(name) for name in shard.entry.groups) for shard in store.shards]
         self._regions = (sum(groups_read) + sum(len(shard.entry.added) for shard in store.shards)) / len(store.shards)
         self.most_window = max(LEAST_WINDOW, int(MOST_WINDOW_BYTES / max(1.0, self._row_bytes)))  # by its bytes

@@ -111,7 +111,7 @@ class LinesAhead:
             return self._is_over or gives_way
 
         try:
-            if all(held.wait(is_over=is_over, on_no_room=on_no_room, begun=begun) for held in first.lines):
+            if all(lines.wait(is_over=is_over, on_no_room=on_no_room, begun=begun) for lines in first.lines):
                 return True
         except StoreError as error:
             raise type(error)(f"step {first.step}, bucket {first.bucket.name}: {error}") from error
@@ -146,7 +146,7 @@ class LinesAhead:
 
 
 def _is_ready(batch: PendingBatch | StoreError) -> bool:
-    return isinstance(batch, StoreError) or all(held.are_ready for held in batch.lines)
+    return isinstance(batch, StoreError) or all(lines.are_ready for lines in batch.lines)
 
 
 # ------------------------------------------------------------------------------------------------------------------- readahead

@@ -64,21 +64,21 @@ class ChildLink:
         self.close()
         self._owner = OwnerProcess()
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-            listening.bind("")  # the system finds a name that no other socket has, and no file
-            listening.listen(128)
-            self._address = listening.getsockname()
-            descriptors = [theirs.fileno(), listening.fileno()]
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind("")  # the system finds a name that no other socket has, and no file
+            server.listen(128)
+            self._address = server.getsockname()
+            descriptors = [theirs.fileno(), server.fileno()]
             command = [sys.executable, "-P", "-m", "bucketline.loader.service.child", *map(str, descriptors), *self._arguments]
             null = subprocess.DEVNULL
             self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=null, stdout=null)
-        self._name = f"the private service (process {self._process.pid})"
+        self._name = f"the service's child process ({self._process.pid})"
         self._stop = weakref.finalize(self, _stop, channel, self._process, self._owner)
         try:
             answer = wire.receive(channel, START_S)
         except DeliveryError as error:
             self.close()
-            raise DeliveryError(f"the private service did not start: {error}") from error
+            raise DeliveryError(f"the service's child process did not start: {error}") from error
         if "error" in answer:
             self.close()
             raise wire.failure_of(answer)
@@ -112,7 +112,7 @@ def _stop(channel: socket.socket, process: subprocess.Popen[bytes], owner: Owner
         process.wait()
 
 
-def _serve(channel: socket.socket, listening: socket.socket, remote: str, stores: Sequence[str]) -> None:
+def _serve(channel: socket.socket, server: socket.socket, remote: str, stores: Sequence[str]) -> None:
     """Serve every client until the channel closes or the parent is gone."""
     from bucketline.loader.service.server import Service
 
@@ -130,7 +130,7 @@ def _serve(channel: socket.socket, listening: socket.socket, remote: str, stores
         service.let_go()
         return _LOOK_S
 
-    accept_all({listening: service.take_in}, channel.fileno(), tick)
+    accept_all({server: service.take_in}, channel.fileno(), tick)
     service.stop()
 
 
@@ -138,9 +138,9 @@ def main() -> None:
     """Run the child. It ignores Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("default")
-    channel, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    with channel, listening, suppress(BrokenPipeError):
-        _serve(channel, listening, sys.argv[3], sys.argv[4:])
+    channel, server = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    with channel, server, suppress(BrokenPipeError):
+        _serve(channel, server, sys.argv[3], sys.argv[4:])
 
 
 if __name__ == "__main__":

@@ -87,9 +87,9 @@ class ServiceBackend:
 class ServedStore(Store):
     """A store that a service reads, for plans here: its manifest, and none of its files."""
 
-    def __init__(self, place: str, manifest: Manifest, link: Link) -> None:
-        super().__init__(Path(place), manifest, plain_reads=True)
-        self.where, self._place, self._link = place, place, link
+    def __init__(self, where: str, manifest: Manifest, link: Link) -> None:
+        super().__init__(Path(where), manifest, plain_reads=True)
+        self.where, self._place, self._link = where, where, link
 
     @property
     def place(self) -> Path | str:

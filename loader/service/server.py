@@ -187,7 +187,7 @@ class Service:
         self._take_in(RingClient(sock))
 
     @contextmanager
-    def listening(self, address: HostPort, security: Security) -> Iterator[socket.socket]:
+    def tcp_socket(self, address: HostPort, security: Security) -> Iterator[socket.socket]:
         """Listen for clients on other machines until the block ends; what is accepted goes to `take_in_far`."""
         host, port = address
         if security.token is None and not is_loopback(host):
