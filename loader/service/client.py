@@ -13,7 +13,7 @@ from bucketline.loader.service import wire
 from bucketline.loader.service.child import ChildLink
 from bucketline.loader.service.ring import RingStream
 from bucketline.loader.service.sockets import connected
-from bucketline.loader.service.tcp import TcpLink, received
+from bucketline.loader.service.tcp import FrameReceiver, TcpLink
 from bucketline.loader.service.wire import Answer, NamesRequest, Request, ServedManifest, StoresRequest
 from bucketline.store.format.manifest import Manifest, parse_manifest
 from bucketline.store.read.store import Store
@@ -72,7 +72,7 @@ class ServiceBackend:
         answer = self.link.ask(wire.message_of(request))
         try:
             if isinstance(self.link, TcpLink):
-                return received(self.link, request, answer, self._buffers)
+                return FrameReceiver(self.link, request, answer, self._buffers).stream
             return RingStream(answer, CudaCopier(self._device) if self._device.type == "cuda" else None)
         except BaseException:
             answer.close()

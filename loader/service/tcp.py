@@ -280,20 +280,15 @@ class _Tries:
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
 
-def received(link: TcpLink, request: Request, answer: Answer, buffers: Buffers) -> Stream:
-    """Return a stream that is filled with what the server sends that has answered; it is being received."""
-    buffer_bytes = answer.response().buffer_bytes
-    stream = Stream(buffers, buffer_bytes, depth_of(request.config, buffer_bytes), num_threads=1)
-    stream.fillers = FrameReceiver(link, request, answer, stream)
-    return stream
-
-
 class FrameReceiver:
     """A thread that fills a stream with the batches that a server sends."""
 
-    def __init__(self, link: TcpLink, request: Request, answer: Answer, stream: Stream) -> None:
-        """Start the thread."""
-        self._link, self._request, self._stream = link, request, stream
+    def __init__(self, link: TcpLink, request: Request, answer: Answer, buffers: Buffers) -> None:
+        """Start the thread. `answer`: of the server, to the request."""
+        buffer_bytes = answer.response().buffer_bytes
+        self.stream = Stream(buffers, buffer_bytes, depth_of(request.config, buffer_bytes), num_threads=1)
+        self.stream.fillers = self
+        self._link, self._request = link, request
         self._owner, self._over = OwnerProcess(), threading.Event()
         self._sock = answer.sock
         self._turn = 0
@@ -311,7 +306,7 @@ class FrameReceiver:
             failure = error
         except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
             failure = DeliveryError(f"the receiving thread failed: {type(error).__name__}: {error}")
-        self._stream.end(self._turn, failure)
+        self.stream.end(self._turn, failure)
 
     def _receive(self, first: Answer) -> None:
         answer: Answer | None = first
@@ -332,18 +327,18 @@ class FrameReceiver:
             answer = None
 
     def _receive_all(self, answer: Answer) -> None:
-        frames = FrameReader(answer.sock, min(answer.response().buffer_bytes, self._stream.pool.buffer_bytes))
+        frames = FrameReader(answer.sock, min(answer.response().buffer_bytes, self.stream.pool.buffer_bytes))
         while frames.next():
-            cursor, buffer = self._request.cursor, self._stream.acquire()
+            cursor, buffer = self._request.cursor, self.stream.acquire()
             try:
                 filled = frames.batch(buffer)
                 if (filled.step, filled.micro_step) != (cursor.step, cursor.micro_step):
                     expected = f"step {cursor.step}, micro-batch {cursor.micro_step}"
                     raise LostError(f"step {filled.step}, micro-batch {filled.micro_step} came, expected {expected}")
             except BaseException:
-                self._stream.pool.release(buffer)
+                self.stream.pool.release(buffer)
                 raise
-            if not self._stream.put(self._turn, filled):
+            if not self.stream.put(self._turn, filled):
                 return
             self._turn += 1
             after = cursor.after(filled.step, filled.micro_step, self._request.config.accumulation)
@@ -354,7 +349,7 @@ class FrameReceiver:
         if not self._owner.is_current:
             return
         self._over.set()
-        self._stream.release()
+        self.stream.release()
         sockets.shut(self._sock)
         if self._thread is not threading.current_thread():
             self._thread.join()
