@@ -54,7 +54,7 @@ def serving_here(
 ) -> Iterator[Served]:
     service, (read, write) = Service(stores, remote), os.pipe()
     number = len(list(folder.glob("*.sock")))
-    with listen(folder / f"{number}.sock") as sock, service.listening(("127.0.0.1", 0), security or Security()) as far:
+    with listen(folder / f"{number}.sock") as sock, service.tcp_socket(("127.0.0.1", 0), security or Security()) as far:
         doors = {sock: service.take_in, far: service.take_in_far}
         thread = threading.Thread(target=accept_all, args=(doors, read, lambda: 1.0), daemon=True)
         thread.start()
