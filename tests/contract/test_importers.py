@@ -24,7 +24,7 @@ from bucketline.train.run import train
 from tests.commands import call
 from tests.kit import untouched
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
-from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS, kohya
+from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -228,18 +228,3 @@ def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: 
     losses = [line["loss"] for line in read_metrics(latents) if "loss" in line]
     assert losses
     assert all(isinstance(loss, float) and np.isfinite(loss) for loss in losses)
-
-
-def test_an_unknown_format_and_a_folder_of_another_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own, source = known("sdxl"), kohya(tmp_path / "cache", known("sdxl"))
-    run_import("webdataset", source, tmp_path / "s.store", own).fails(
-        f"KIND is 'webdataset', expected {', '.join(IMPORTERS)}; another package's is known", code=2
-    )
-    (tmp_path / "empty").mkdir()
-    for kind, place in (("kohya", tmp_path / "empty"), ("musubi", source), ("mds", source)):
-        run_import(kind, place, tmp_path / "s.store", own).fails(f"has no latents in the format of {kind}")
-    run_import("simpletuner", source, tmp_path / "s.store", own).fails("has no aspect_ratio_bucket_metadata_*.json")
-    run_import("kohya", tmp_path / "nothing", tmp_path / "s.store", own).fails(
-        "is not a folder; expected the folder of a cache"
-    )
-    assert not (tmp_path / "s.store").exists()

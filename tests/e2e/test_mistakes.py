@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
@@ -115,8 +116,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "photos" / f"{n}.txt").write_text("a cup of coffee\n", encoding="utf-8")
     model = write_model(folder / "sd15", vae_levels=4)
     write_unet(model, sample_size=16, in_channels=4, out_channels=4, cross_attention_dim=8)
-    shutil.copytree(model, folder / "no-vae", ignore=shutil.ignore_patterns("vae"))
+    for part in ("vae", "text_encoder", "tokenizer"):
+        shutil.copytree(model, folder / f"no-{part}", ignore=shutil.ignore_patterns(part))
+    weights = shutil.copytree(model, folder / "cut-vae") / "vae" / "diffusion_pytorch_model.safetensors"
+    os.truncate(weights, 1000)
     (folder / "empty").mkdir()
+    (folder / "link.store").symlink_to("photos.store")
+    (folder / "dangling.html").symlink_to("nothing")
+    (folder / "mine.html").write_text("mine", encoding="utf-8")
     (folder / "notes.txt").write_text("notes\n", encoding="utf-8")
     with contextlib.chdir(folder):
         call("ingest", "pack", "photos", "photos.store", "--model", "sd15", "--val-fraction", "0.2").done()

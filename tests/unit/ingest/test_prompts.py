@@ -123,14 +123,6 @@ def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: 
     prompts(tmp_path, tmp_path / "empty.store", model, "the cat").fails("empty.store has no images", code=2)
 
 
-def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_path: Path) -> None:
-    for more, said in ((("--size", "8"), "expected HEIGHTxWIDTH"), (("-o", "a.txt"), "expected a name in .safetensors")):
-        prompts(tmp_path, packed.path, model, "the cat", *more).fails(said, code=2)
-    call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model).fails(
-        "none.txt does not exist; give a text file"
-    )
-
-
 def test_a_store_in_a_bucket(packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")

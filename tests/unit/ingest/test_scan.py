@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ import pytest
 from PIL import Image
 
 from bucketline.ingest.encoders import text_model, vae
-from bucketline.ingest.images.crop import Framing, parse_grid
-from bucketline.ingest.images.decode import RejectedError, decode_image, placed_by_header
 from bucketline.ingest.pipeline import image_reader
 from bucketline.store import Store
 from tests.commands import ROOT, Ran, call, spawn
@@ -28,11 +24,6 @@ from tests.profiles import icon
 
 def scan(source: object, *more: object) -> Ran:
     return call("ingest", "scan", source, *SMALL, *more, "--json")
-
-
-def test_a_scan_takes_no_option_that_it_would_ignore(source: Path) -> None:
-    for option in ("--dtype=bf16", "--text-dtype=int8", "--max-tokens=5", "--flip"):
-        scan(source, option).fails(f"there is no option {option.partition('=')[0]}", code=2)
 
 
 def add_broken_ones(source: Path) -> None:
@@ -118,16 +109,6 @@ def test_a_scan_without_a_model_needs_neither_torch_nor_transformers(source: Pat
     assert "train/64x64" in ran.out
 
 
-def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> None:
-    add_broken_ones(source)
-    out = call("ingest", "scan", source, *SMALL, "--model", model).out
-    for words in (
-        *("22 images, ", "7 would be rejected", "rejected: 1 too small", "tiny.png: too small (7x30 px", "smallest "),
-        *("train/16x24", "images without a caption", "caption without an image: lost.txt", "the file headers only; --full"),
-    ):
-        assert words in out
-
-
 def test_a_small_album_is_advised_a_grid_of_fewer_buckets_once(tmp_path: Path) -> None:
     sizes = [(64, 64)] * 6 + [(64, 72)] * 2 + [(60, 120)] * 4 + [(64, 70)]
     write_files(tmp_path, {f"{n}.png": png(*size, n) for n, size in enumerate(sizes)})
@@ -143,20 +124,6 @@ def test_a_small_album_is_advised_a_grid_of_fewer_buckets_once(tmp_path: Path) -
 def test_a_source_of_rejects_alone_ends_with_one(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"no image")
     call("ingest", "scan", tmp_path).fails("not one of 1 image could be packed")
-
-
-@pytest.mark.parametrize(
-    ("more", "code", "words"),
-    [
-        (["--grid", "big"], 2, "'big' is not a grid"),
-        (["--min-size-px", "0"], 2, "--min-size-px is 0"),
-        (["--model", "./nothing"], 1, "nothing is not a folder"),
-        (["--val-fraction", "1.1"], 2, "--val-fraction is '1.1'"),
-    ],
-)
-def test_a_bad_request_is_refused(more: list[str], code: int, words: str, source: Path) -> None:
-    ran = call("ingest", "scan", source, *more, "--json").fails(words, code=code)
-    assert ran.out == ""
 
 
 def test_images_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_path: Path) -> None:
@@ -187,39 +154,6 @@ def test_images_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_p
             "a.heif": ("not an image", f"a HEIC image; {damaged.format('pillow_heif')}"),
             "moving.apng": ("animated or several images", "2 images in one PNG file"),
         }
-
-
-FRAMING = Framing(grid=parse_grid("16x24,24x16", step_px=8, align_px=8), max_upscale=Fraction(3, 2), min_size_px=8)
-
-
-@pytest.mark.parametrize("turned", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP"])
-def test_a_header_places_an_image_as_decoding_it_does(kind: str, turned: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = turned
-    options = {} if kind in ("GIF", "BMP") else {"exif": exif}
-    data = encoded(Image.fromarray(colour_image(48, 80)), kind, **options)
-    assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decode_image(data, FRAMING, "a")[1]
-
-
-REFUSED = (
-    b"",
-    b"no image",
-    b"\0" * 5000,
-    png(30, 30)[:20],
-    png(7, 30),
-    png(9, 9),  # to be enlarged more than FRAMING allows
-    encoded(Image.fromarray(colour_image(19, 19)).convert("I"), "TIFF"),
-)
-
-
-@pytest.mark.parametrize("data", REFUSED)
-def test_what_a_header_tells_is_refused_with_the_reason_that_decoding_gives(data: bytes) -> None:
-    with pytest.raises(RejectedError) as by_header:
-        placed_by_header(io.BytesIO(data), FRAMING, "a")
-    with pytest.raises(RejectedError) as by_decoding:
-        decode_image(data, FRAMING, "a")
-    assert (by_header.value.reason, by_header.value.detail) == (by_decoding.value.reason, by_decoding.value.detail)
 
 
 @pytest.mark.parametrize("config", ["{}", '{"_class_name": "VQModel", "block_out_channels": [4], "latent_channels": 4}'])
@@ -314,17 +248,6 @@ def test_an_image_that_moves_to_the_other_split_is_to_be_encoded_again(
     monkeypatch.setattr(image_reader, "split_of", lambda *_: "val")  # as for a saved dataset whose image is now in validation
     report = foretold(*one_packed, model)
     assert (report["moved"], report["new"], report["buckets"]) == (1, 0, {"val/16x24": 1})
-
-
-@pytest.mark.parametrize(
-    "option", ["--flip", "--latents=sample", "--dtype=BF16", "--encode-dtype=BF16", "--caption-template=x"]
-)
-def test_options_that_the_pack_would_refuse_are_refused(option: str, one_packed: tuple[Path, Path], model: Path) -> None:
-    with untouched(one_packed[1]):
-        ran = pack(*one_packed, model, option, "--dry-run", "--json").fails(
-            "was made with other options than this run has", option.partition("=")[0]
-        )
-        assert ran.out == ""
 
 
 @pytest.fixture(scope="module")

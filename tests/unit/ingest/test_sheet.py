@@ -30,8 +30,7 @@ from bucketline.ingest.peek import (
 from bucketline.ingest.summary import Reject
 from bucketline.store import Store
 from tests.commands import Ran, call
-from tests.family_models import tiny_dc
-from tests.kit import flip_row, make_store, samples_of, tree
+from tests.kit import flip_row, make_store, samples_of
 from tests.models import SMALL, colour_image, encoded, pack, png, write_files, write_images, write_model
 from tests.pages import parsed
 
@@ -148,28 +147,6 @@ def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
         assert scan(tmp_path / "photos", tmp_path / f"{crop}.html", "--crop", crop).code == 0
         pages.append(parsed(tmp_path / f"{crop}.html").images()[0].tobytes())
     assert pages[0] != pages[1]
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("sheet.png", "name a file that ends in .html"),
-        ("photos/sheet.html", "is inside the source"),
-        ("photos/a/sheet.html", "is inside the source"),
-        ("some.store/sheet.html", "is in the store"),
-        ("there.html", "there.html exists"),
-        ("dangling.html", "dangling.html exists"),
-        ("nowhere/sheet.html", "nowhere is not a folder"),
-    ],
-)
-def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words: str, source: Path, tmp_path: Path) -> None:
-    write_files(tmp_path, {"some.store/manifest.json": "{}", "there.html": "kept"})
-    (tmp_path / "dangling.html").symlink_to(tmp_path / "target")
-    before = sorted(tmp_path.rglob("*"))
-    ran = scan(source, tmp_path / path).fails(words, code=2)
-    assert ran.out == ""
-    assert sorted(tmp_path.rglob("*")) == before
-    assert (tmp_path / "there.html").read_bytes() == b"kept"
 
 
 @pytest.fixture(scope="module")
@@ -325,33 +302,6 @@ def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) 
     assert not (tmp_path / "out.png").exists()
 
 
-def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "there.png").write_bytes(b"mine")
-    (tmp_path / "empty").mkdir()
-    out = tmp_path / "out.png"
-    whole = packed.path
-    cases: list[tuple[object, str, object, object, int, str]] = [
-        (whole, "a/000.png", model, tmp_path / "there.png", 2, "there.png exists; name a file"),
-        (whole, "a/000.png", model, whole / "x.png", 2, "is inside the store"),
-        (whole, "a/000.png", model, tmp_path / "no" / "x.png", 2, "no is not a folder; make it first"),
-        (whole, "a/000.png", model, tmp_path / "x.jpg", 2, "x.jpg does not end in .png"),
-        (whole, "../x", model, out, 1, "has no sample '../x'; ids are paths in the source"),
-        (whole, "l" * 10_000, model, out, 1, "has no sample 'lll"),
-        (whole, "a/000.png", tmp_path / "nowhere", out, 1, "nowhere is not a folder"),
-        (whole, "a/000.png", tmp_path / "empty", out, 1, "lacks the part vae/"),
-        (tmp_path / "nowhere", "a/000.png", model, out, 1, "nowhere is not a store"),
-    ]
-    call("ingest", "peek", whole, "a/000.png", "--model", model, "-o", out, "--device", "abacus").fails(
-        "is not a device", code=2
-    )
-    before = tree(tmp_path), tree(packed.path)
-    for store, sample_id, own, place, code, words in cases:
-        ran = call("ingest", "peek", store, sample_id, "--model", own, "-o", place).fails(words, code=code)
-        assert ran.out == ""
-        assert len(ran.err) < 1000
-        assert (tree(tmp_path), tree(packed.path)) == before
-
-
 def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, tmp_path: Path) -> None:
     """An image of the mode is one of the mean: the two stores give the same image."""
     write_images(tmp_path / "photos", 3)
@@ -361,19 +311,3 @@ def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, t
         peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png").done()
         images.append((tmp_path / f"{name}.png").read_bytes())
     assert images[0] == images[1]
-
-
-def test_the_latents_of_an_autoencoder_without_a_distribution_are_shown(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    shutil.rmtree(model / "vae")
-    tiny_dc().save_pretrained(model / "vae")
-    write_images(tmp_path / "photos", 1)
-    pack(tmp_path / "photos", tmp_path / "s", model, "--dtype", "F32").done()
-    store = Store.open(tmp_path / "s")
-    peek(store, "a/000.png", model, tmp_path / "out.png").done()
-    (bucket,) = store.buckets()
-    with torch.no_grad():
-        image = tiny_dc().from_pretrained(model / "vae").decode(torch.from_numpy(bucket.read(np.array([0]), "latent"))).sample
-    expected = np.rint((image[0].clamp(-1, 1) + 1).mul(127.5).numpy()).astype(np.uint8).transpose(1, 2, 0)
-    with Image.open(tmp_path / "out.png") as found:
-        assert np.array_equal(np.asarray(found), expected)

@@ -107,31 +107,6 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
         data[bit // 8] ^= 1 << bit % 8
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("empty", "it has no manifest.json; name a store's folder, or make one with `ingest pack SOURCE STORE`"),
-        ("sore", "{} has no 'sore' (did you mean 'store'?); name a store's folder, or make one with `ingest pack SOURCE {}/s"),
-        ("file", "it is a file; name a store's folder"),
-        ("photos", "it is a folder of images; pack it with `ingest pack {}/photos STORE`"),
-        ("photos/inner", "it is a folder of images"),
-        ("", "it has no manifest.json, but its subfolder store does; name {}/store"),
-        ("store/shards", "it is in the store {}/store; name that folder"),
-        ("store/manifest.json", "it is in the store {}/store; name that folder"),
-        ("store/no such file", "{}/store has no 'no such file'"),
-    ],
-)
-def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: str, words: str, tmp_path: Path) -> None:
-    make_store(tmp_path / "store", samples_of({"train/64x64": 2}))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_bytes(b"")
-    (tmp_path / "photos" / "inner").mkdir(parents=True)
-    (tmp_path / "photos" / "inner" / "a.JPG").write_bytes(b"")
-    with pytest.raises(StoreError) as raised:
-        read_manifest(tmp_path / name)
-    assert f"{tmp_path / name} is not a store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
-
-
 def test_a_manifest_that_is_too_long_is_refused_before_anything_is_written(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, manifest = tree(copy), read_manifest(copy)
     for module in ("format.manifest", "write.publish", "verify.verify"):

@@ -6,11 +6,9 @@ import gc
 import json
 import os
 import shutil
-import subprocess
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from bucketline.store.read.files import LostFile, lost_shards, refuse_lost_shard
 from bucketline.store.read.samples import Selection, live_samples
 from bucketline.store.shard.mapped import ZERO_BYTES, AddressRange
 from bucketline.store.shard.sidecar import encode_sidecar
-from tests.commands import BIN, call
+from tests.commands import call
 from tests.kit import (
     IMAGES,
     Sample,
@@ -150,7 +148,9 @@ def test_blocks_so_small_that_lmdb_keeps_them_inside_a_page_are_copied_too(tmp_p
 
 
 def test_the_range_begins_with_zeros_and_has_every_shard_byte_for_byte(store: Store) -> None:
-    whole, view = mapped_bytes(store)
+    whole = AddressRange([s.entry.lmdb.num_bytes for s in store.shards], lambda ordinal: store.shards[ordinal].opened())
+    whole.map(np.arange(len(store.shards)))
+    view = whole.bytes_view()
     assert not view[:ZERO_BYTES].any()
     for ordinal, shard in enumerate(store.shards):
         data = np.frombuffer(shard.paths.lmdb.read_bytes(), "u1")
@@ -282,35 +282,6 @@ def test_an_older_generation_that_cannot_be_read_is_said_to_be_old(tmp_path: Pat
     (tmp_path / "shards" / "g0.lmdb").unlink()
     with pytest.raises(CorruptError, match="generation 1 cannot be read completely; restore the files, or open generation 2"):
         refuse_lost_shards(LocalFolder(tmp_path), Store.open(tmp_path, 1).manifest)
-
-
-def mapped_bytes(store: Store) -> tuple[AddressRange, Any]:
-    whole = AddressRange([s.entry.lmdb.num_bytes for s in store.shards], lambda ordinal: store.shards[ordinal].opened())
-    whole.map(np.arange(len(store.shards)))
-    return whole, whole.bytes_view()
-
-
-def test_rows_of_every_column_are_those_under_the_map(store: Store) -> None:
-    whole, view = mapped_bytes(store)
-    gather = FileGather(store)
-    for bucket in store.buckets():
-        located = bucket.locate(np.random.default_rng(2).integers(0, bucket.num_rows, 50))
-        for column in bucket.columns:
-            out = np.full((50, column.row_bytes), 7, dtype="u1")
-            gather.rows(located, column, out)
-            begin = whole.first_byte[located.shard] + located.offsets(bucket.spec, column.name)
-            assert all(out[n].tobytes() == view[at : at + column.row_bytes].tobytes() for n, at in enumerate(begin))
-
-
-def test_ranges_of_any_length_are_padded_with_zeros(store: Store) -> None:
-    located = store.locate_captions(np.array([0, 1, 1, 0]), np.array([0, 0, 2, 3]))
-    whole, view = mapped_bytes(store)
-    lengths = np.array([0, 7, 64, 33])
-    out = np.full((4, 64), 9, dtype="u1")
-    gather = FileGather(store)
-    gather.read(located.shard, located.data, lengths, out)
-    for n, begin in enumerate(whole.first_byte[located.shard] + located.data):
-        assert out[n].tobytes() == view[begin : begin + lengths[n]].tobytes() + bytes(64 - lengths[n])
 
 
 def test_a_buffer_of_another_size_is_refused_before_anything_is_read(store: Store) -> None:
@@ -472,17 +443,6 @@ def test_odd_ids_take_one_line_each_and_come_back_from_json_as_they_are(tmp_path
     assert listed == list(ODD)
 
 
-def test_a_reader_that_stops_early_ends_ls_quietly(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", samples_of({"train/64x64": 600}))
-    for wanted in (b"", b"train/64x64/0.png\ttrain/64x64\n"):
-        with subprocess.Popen([BIN / "store", "ls", store.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            assert process.stdout.readline() == wanted if wanted else True
-            process.stdout.close()
-            assert process.stderr.read() == b""
-
-
 def test_a_pattern_that_nothing_fits_is_said_on_stderr_and_is_no_failure(changed: Store, tmp_path: Path) -> None:
     for more in ((), ("--json",)):
         ran = call("store", "ls", changed.path, "--split", "val", "--match", "*.gif", *more)
@@ -490,14 +450,3 @@ def test_a_pattern_that_nothing_fits_is_said_on_stderr_and_is_no_failure(changed
         assert ran.err == "no sample matches --split 'val' --match '*.gif'\n"
     empty = make_store(tmp_path / "empty").path
     assert call("store", "ls", empty).err == f"{empty} has no sample\n"
-
-
-def test_bad_requests_to_ls_are_refused(changed: Store, tmp_path: Path) -> None:
-    for asked, code, words in (
-        ((changed.path, "--bucket", "train/1x1"), 1, "no bucket 'train/1x1'; it has train/64x64"),
-        ((changed.path, "--split", "test"), 2, "--split"),
-        ((tmp_path / "nowhere",), 1, "nowhere is not a store"),
-        ((changed.path / "manifest.json",), 1, "is not a store"),
-    ):
-        ran = call("store", "ls", *asked).fails(words, code=code)
-        assert ran.out == ""
