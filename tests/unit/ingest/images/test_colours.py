@@ -13,12 +13,11 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.ingest.images.crop import Framing, parse_background, parse_grid
+from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import Reason, RejectedError, decode_image, placed_by_header
 from bucketline.ingest.images.pixels import colour_profile, to_srgb
 from tests import profiles
-from tests.models import colour_image, encoded
-from tests.photographs import crop_of
+from tests.models import encoded
 from tests.profiles import avif, cicp, with_chunk
 
 SIDE = 64
@@ -110,13 +109,6 @@ def test_inks_come_out_as_their_profile_says(kind: str) -> None:
         data = encoded(image, kind, icc_profile=profiles.ink_profile(corners), **({"quality": 100} if kind == "JPEG" else {}))
         expected = profiles.srgb_of(profiles.xyz_of_lab(corners[inks]))
         assert np.abs(pixels(data) - expected).max() < 6, inks  # the table holds Lab in 8 bits
-
-
-def test_a_jpeg_of_adobes_turned_round_inks_is_not_taken_for_its_negative() -> None:
-    photo = crop_of(0, SIDE, SIDE)
-    data = encoded(photo.convert("CMYK"), "JPEG", quality=98)
-    assert b"Adobe" in data
-    assert np.abs(pixels(data) - np.asarray(photo).astype(int)).mean() < 4
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
@@ -214,55 +206,13 @@ def test_lab_colours_come_out_as_their_arithmetic_says() -> None:
         assert np.abs(found - expected).max() < 4, colour
 
 
-@pytest.mark.parametrize(
-    ("background", "colour"),
-    [("white", (255, 255, 255)), ("black", (0, 0, 0)), ("grey", (128, 128, 128)), ("#10a0F0", (16, 160, 240))],
-)
-def test_the_background_shows_through_where_an_image_is_transparent(background: str, colour: tuple[int, int, int]) -> None:
-    rgb = colour_image(SIDE, SIDE)
-    alpha = np.linspace(0, 255, SIDE).astype("u1")[None].repeat(SIDE, 0)
-    expected = (rgb * (alpha / 255)[..., None] + np.array(colour) * (1 - alpha / 255)[..., None]).round()
-    image = Image.fromarray(np.dstack([rgb, alpha]))
-    rules = {"background": parse_background(background)}
-    for kind, options in (("PNG", {}), ("WEBP", {"lossless": True, "exact": True}), ("TIFF", {})):
-        assert np.abs(pixels(encoded(image, kind, **options), **rules) - expected).max() <= 1
-    grey = Image.merge("LA", (Image.fromarray(rgb[..., 0]), Image.fromarray(alpha)))
-    expected = (rgb[..., 0] * (alpha / 255))[..., None] + np.array(colour) * (1 - alpha / 255)[..., None]
-    assert np.abs(pixels(encoded(grey, "PNG"), **rules) - expected.round()).max() <= 1
-
-
-def test_palettes_with_one_clear_entry_and_with_an_opacity_each_show_the_background() -> None:
-    indexed = Image.fromarray(patches()).quantize(8)
-    index = np.asarray(indexed)
-    clear = int(index[0, 0])
-    for kind in ("PNG", "GIF"):
-        found = pixels(encoded(indexed, kind, transparency=clear), background="#00ff00")
-        assert (found[index == clear] == (0, 255, 0)).all()
-        assert np.array_equal(found[index != clear], patches()[index != clear])
-    half = bytes(128 if n == clear else 255 for n in range(8))
-    found = pixels(encoded(indexed, "PNG", transparency=half), background="#000000")
-    assert np.abs(found[index == clear] - 128).max() <= 1
-    assert np.array_equal(found[index != clear], patches()[index != clear])
-
-
-def test_an_rgb_image_with_one_clear_colour_and_a_premultiplied_one_show_the_background() -> None:
-    found = pixels(encoded(Image.fromarray(patches()), "PNG", transparency=(200, 60, 60)), background="#000000")
-    expected = COLOURS.copy()
-    expected[3] = 0
-    assert np.array_equal(stripes(found), expected)
+def test_colours_that_are_multiplied_by_their_opacity_already_show_the_background() -> None:
     half = np.dstack([patches() // 2, np.full((SIDE, SIDE), 128, "u1")])  # colours already halved, as `ExtraSamples` 1 says
     data = encoded(Image.fromarray(half), "TIFF")
     kind = struct.pack("<HHI", 338, 3, 1)
     assert kind + b"\x02\x00" in data
     found = pixels(data.replace(kind + b"\x02\x00", kind + b"\x01\x00"), background="#000000")
     assert np.abs(stripes(found) - COLOURS // 2).max() <= 2
-
-
-def test_values_whose_white_nobody_names_are_rejected() -> None:
-    for values in (np.ones((SIDE, SIDE), "<f4"), np.full((SIDE, SIDE), 200, "<i4")):
-        with pytest.raises(RejectedError, match="32-bit pixels") as error:
-            pixels(encoded(Image.fromarray(values), "TIFF"))
-        assert error.value.reason is Reason.MODE
 
 
 # Code points (CICP) of PNG, AVIF, HEIC and ICC profiles: wide gamuts are converted, HDR is rejected.
@@ -372,11 +322,6 @@ def test_code_points_of_another_image_in_an_avif_are_not_the_primarys() -> None:
     colr = next(n for n in range(at + 7, at + 7 + count) if data[n] & 0x7F == 4)
     data[colr] = 0  # no property
     assert np.abs(decoded(bytes(data)) - MUTED).max() <= 5
-
-
-def test_limited_range_and_subsampled_colours_are_the_decoders_business() -> None:
-    data = avif(Image.fromarray(patches(MUTED)), BT_709, SRGB, range="limited")
-    assert np.abs(decoded(data) - MUTED).max() <= 5
 
 
 @pytest.mark.parametrize("transfer", [PQ, HLG])
