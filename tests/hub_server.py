@@ -8,7 +8,9 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.serving import web_server
 
 TOKEN = "hf_of_a_test"
 
@@ -104,15 +106,9 @@ def running_hub() -> Iterator[Hub]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.answers_commits.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    with web_server(Handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield hub
+        finally:
+            hub.answers_commits.set()

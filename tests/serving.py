@@ -1,15 +1,17 @@
-"""A service in a process of its own, as the command `loader serve` starts it, or in a thread of the test's."""
+"""A service in a process of its own, as the command `loader serve` starts it, or in a thread of the test's; web servers."""
 
 from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from bucketline.loader.service.server import Service
@@ -66,3 +68,20 @@ def serving_here(
             service.stop()
             os.close(read)
             os.close(write)
+
+
+@contextmanager
+def web_server(
+    handler: Callable[..., BaseHTTPRequestHandler], context: ssl.SSLContext | None = None
+) -> Iterator[ThreadingHTTPServer]:
+    """Answer on the loopback interface, in threads that end with it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

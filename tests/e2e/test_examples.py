@@ -1,4 +1,4 @@
-"""The commands in the README and the help texts do what they say."""
+"""The commands in the README and the help texts, and the demo's comparison of text dtypes, do what they say."""
 
 from __future__ import annotations
 
@@ -90,24 +90,10 @@ def test_the_example_of_import_takes_the_latents_next_to_the_images(folder: Path
     assert Store.open(tmp_path / "imported.store").manifest.samples == 12
 
 
-def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
-    done = run_in(folder, example_of(ingest_cli.COMMANDS["scan"])).done()
-    assert "12 images" in done.out
+ON_A_STORE = ("ingest prompts", "ingest peek", "ingest scan", "loader peek", "loader plan")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ingest prompts",
-        "store info",
-        "store ls",
-        "store verify",
-        "store get",
-        "store export",
-        "ingest peek",
-        "loader peek",
-    ],
-)
+@pytest.mark.parametrize("name", [*ON_A_STORE, *(f"store {name}" for name in ("info", "ls", "verify", "get", "export"))])
 def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     (folder / "prompts.txt").write_text("a red cat\nthe house\n", encoding="utf-8")
@@ -127,12 +113,6 @@ def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, f
         assert done.out
     assert Store.open(tmp_path / "photos.store").manifest.samples == 10
     assert Store.open(tmp_path / "all.store").manifest.samples == 22
-
-
-def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:
-    assert packed.code == 0
-    done = run_in(folder, example_of(PlanCommand)).done()
-    assert "2 steps, 32 rows delivered" in done.out
 
 
 @pytest.mark.slow
@@ -213,3 +193,21 @@ def test_the_loader_pages_reading_without_torch_runs_as_it_stands(
     names = run_page("docs/loader.md", -1)
     assert np.isfinite(np.asarray(names["out"], dtype="f4")).all()
     assert "a cup of coffee" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_quantised_text_costs_little_on_real_captions_and_less_in_training(tmp_path: Path) -> None:
+    script, out = ROOT / "demo" / "text_dtype.py", tmp_path / "out"
+    done = spawn([sys.executable, script, out, "--steps", "4", "--batch-size", "2"]).done()
+    relative = {
+        name: float(percent)
+        for name, percent in re.findall(r"^(F16|BF16|I8|F8_E4M3) +[0-9.]+ +([0-9.]+)%", done.out, re.MULTILINE)
+    }
+    assert 0 < relative["F16"] < relative["BF16"] < relative["I8"] < 1 < relative["F8_E4M3"] < 4
+    f16, i8 = (int(number.replace(",", "")) for number in re.findall(r"(?:F16|I8) ([0-9,]+) bytes", done.out))
+    assert i8 < 0.55 * f16
+    both = re.search(r"^all: ([0-9.]+) and ([0-9.]+); validation: ([0-9.]+) and ([0-9.]+)", done.out, re.MULTILINE)
+    assert both is not None
+    first, second, val_first, val_second = map(float, both.groups())
+    assert second == pytest.approx(first, rel=0.01)
+    assert val_second == pytest.approx(val_first, rel=0.01)

@@ -1,4 +1,4 @@
-"""The wheel: every file of the package's folders that git tracks is in it, and nothing else."""
+"""The wheel: every file of the package's folders that git tracks is in it, and nothing else; its types are seen."""
 
 from __future__ import annotations
 
@@ -116,17 +116,8 @@ def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) ->
     assert lines[0].endswith("pip install 'bucketline[loader]'")
     (tmp_path / "model" / "unet").mkdir(parents=True)
     (tmp_path / "model" / "unet" / "config.json").touch()
-    asked = [
-        "--store",
-        tmp_path / "a.store",
-        "--model",
-        tmp_path / "model",
-        "--output-dir",
-        tmp_path / "run",
-        "--max-steps",
-        "1",
-    ]
-    code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--batch-size", "1"])
+    asked = ["--store", tmp_path / "a.store", "--model", tmp_path / "model", "--output-dir", tmp_path / "run"]
+    code, lines = without(["accelerate"], "bucketline.train.main", [*asked, "--max-steps", "1", "--batch-size", "1"])
     assert (code, lines) == (2, [lines[0]])
     assert lines[0].endswith("pip install 'bucketline[train]'")
 
@@ -201,14 +192,7 @@ def named(requirements: list[str]) -> set[str]:
 
 def imported(folder: str) -> set[str]:
     if folder == "bucketline":  # these are imported only by folders whose extra has torch, or diffusers as well
-        with_torch = (
-            "torch_setup.py",
-            "torch_setup.py",
-            "model_file.py",
-            "model_file.py",
-            "quantised_linear.py",
-            "torch_dtypes.py",
-        )
+        with_torch = ("torch_setup.py", "model_file.py", "quantised_linear.py", "torch_dtypes.py")
         paths = {path for path in (ROOT / folder).glob("*.py") if path.name not in with_torch}
     else:
         paths = {*(ROOT / folder).rglob("*.py")}
@@ -254,15 +238,6 @@ def test_the_version_stands_in_one_place() -> None:
     assert metadata.version("bucketline") == bucketline.__version__
 
 
-def test_the_description_of_the_package_has_no_link_into_the_checkout() -> None:
-    description = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
-    assert "pip install 'bucketline[all]'" in description
-    links = re.findall(r"\]\(([^)]+)\)", description)
-    assert not [link for link in links if not link.startswith("https://")]
-    assert PROJECT["authors"]
-    assert "Operating System :: POSIX :: Linux" in PROJECT["classifiers"]
-
-
 def test_another_system_is_refused_in_words() -> None:
     spawn([sys.executable, "-c", "import sys; sys.platform = 'darwin'; import bucketline.store"]).fails(
         "ImportError: bucketline runs on Linux only, and this is darwin"
@@ -280,3 +255,9 @@ def test_the_lock_has_a_hash_for_everything_and_names_neither_torch_nor_an_index
     assert "://" not in text
     direct = {name for name in minimums() if name != "torch"}
     assert direct <= names
+
+
+@pytest.mark.slow
+def test_a_batch_has_its_type_through_both_installs(tmp_path: Path) -> None:
+    ran = spawn([sys.executable, ROOT / "tests/packaging/typed_examples.py", "--mypy-only", "--out", tmp_path / "types"]).done()
+    assert [line.partition(";")[0] for line in ran.out.splitlines()] == ["mypy, editable install: right", "mypy, wheel: right"]

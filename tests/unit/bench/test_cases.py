@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from bucketline.bench import harness
-from bucketline.bench.__main__ import CASES, RUNS, main
 from bucketline.bench.cases.hot import Hot, HotBusy, HotText
-from bucketline.bench.cases.scale import Scale
+from bucketline.bench.cases.importing import Import
+from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
+from bucketline.bench.cases.scale import Scale, ScaleListing
 from bucketline.bench.cases.start import FirstBatch, Start
 from bucketline.bench.cases.stream import Stream, StreamService
-from bucketline.bench.harness import run_case
+from bucketline.bench.cases.train import Train, TrainSaves, Window, interval, results_of, results_of_saves
+from bucketline.bench.fixtures.trained_model import MODELS, ModelShape, Pieces, kept_photographs, kept_random_model, kept_store
+from bucketline.bench.harness import Case, run_case
+from bucketline.errors import BucketlineError
+from bucketline.store import Store
 from tests.commands import spawn
-from tests.unit.bench.measured import measured, read_results
 
 pytestmark = pytest.mark.slow
+
+FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_ratio", "ratios", "mark", "is_met"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +43,35 @@ def _torchs_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "WARM_UPS", 0)  # a round for figures that here nobody looks at
+
+
+def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, dict[str, Any]]:
+    """Run a case in this process; return its results, each held to what every result must be.
+
+    They are by subject, with `, FIGURE` after it unless the figure is that of the case itself.
+    """
+    code = run_case(case, [*map(str, args), "--json"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    found = json.loads(out.out)
+    for result in found["results"]:
+        assert set(result) == FIELDS
+        assert result["q1"] <= result["median"] <= result["q3"]
+        assert result["repeats"] >= 1
+        # a part of the disk's bytes may be none, and so may be a tiny store's share of the ranks' memory, and late graphs
+        assert result["limit_ratio"] > 0 or result["unit"] in ("of payload", "MB", "graphs")
+        assert all(ratio > 0 for ratio in result["ratios"].values())
+        assert (result["mark"] is None) == (result["is_met"] is None)
+    cases = [result["case"] for result in found["results"]]
+    assert all(case == cases[0] or case.startswith(f"{cases[0]}, ") for case in cases)
+    by_name = {result["subject"] + result["case"].removeprefix(cases[0]): result for result in found["results"]}
+    assert len(by_name) == len(cases)
+    return by_name
+
+
+def read_results(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    found = json.loads(capsys.readouterr().out)
+    return found["header"], found["results"]
 
 
 def test_quantised_text_is_compared_with_f16_on_disk_and_delivered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,25 +147,6 @@ def test_remote_delivery_compares_with_its_limits(capsys: pytest.CaptureFixture[
     assert by_case["stream, first batch", "100 rows"]["median"] >= 2 * 4, "four answers, one after the other"
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_every_case_shows_an_example(run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bucketline.bench", *run.split(), "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert f"Example: python -m bucketline.bench {run}" in " ".join(out.split())
-    assert "--stores" in out
-
-
-def test_the_help_of_all_cases_names_them() -> None:
-    ran = spawn([sys.executable, "-m", "bucketline.bench", "--help", "all"]).done()
-    assert [word for run in RUNS for word in run.split() if word not in ran.out] == []
-    first = spawn([sys.executable, "-m", "bucketline.bench", "--help"]).done().out
-    assert [case for case in CASES if case not in first] == []
-    assert len(CASES) == 8
-
-
 TINY = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--prefetch-mib", 1)
 
 
@@ -153,3 +174,174 @@ def test_running_all_refuses_a_case_that_there_is_not() -> None:
     spawn([sys.executable, "-m", "bucketline.bench", "--only", "nothing"]).fails(
         "--only has nothing; expected names from peers, hot", code=2
     )
+
+
+SHAPE = ModelShape(vae_widths=(4, 4), text_width=32, text_layers=1)
+
+
+def test_a_whole_pack_is_held_against_what_its_stages_can_be_together(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--images", 12, "--sides-px", 64, 100, "--grid", "64x64,64x96", "--vae-widths", 4, 4, "--batch-size", 4)
+    results = measured(Pack, capsys, *small, "--repeats", 1)
+    decoding, encoding, writing = (results[f"{stage} only"]["median"] for stage in ("decode", "encode", "write"))
+    limits = {
+        "limit on shared cores": 1 / (1 / decoding + 1 / encoding),
+        "the slower stage, limit with a GPU": min(decoding, encoding),
+        "limit of all three": together(decoding, encoding, writing),
+    }
+    for name, limit in limits.items():
+        assert results[name]["median"] == pytest.approx(limit, rel=1e-3), name
+    whole = results["whole pack"]
+    held = "the slower stage, limit with a GPU" if torch.cuda.is_available() else "limit on shared cores"
+    assert whole["limit_ratio"] == pytest.approx(whole["median"] / limits[held], rel=1e-3)
+    assert whole["mark"] == "at least 0.9"
+    assert set(whole["ratios"]) == set(limits) - {held}
+
+
+def test_the_memory_of_a_few_and_of_many_images_is_compared_and_a_listing_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_case(PackMemory, ["--images", "3", "40", "--repeats", "1", "--json"]) == 0
+    _, found = read_results(capsys)
+    results = {(one["case"].removeprefix("pack, memory, "), one["subject"]): one for one in found}
+    assert set(results) == {
+        *((kind, f"{count} images") for kind in ("private", "resident") for count in (3, 40)),
+        ("listing", "40 images"),
+    }
+    assert results["private", "40 images"]["limit_ratio"] > 0
+    assert not any(result["mark"] for result in found), "the mark is for sources that fill the buffers"
+    for count in (3, 40):
+        private, resident = (results[kind, f"{count} images"]["median"] for kind in ("private", "resident"))
+        assert 50 < private < resident, "MiB of a process that has imported torch, most of its code in mapped files"
+
+
+def test_a_run_again_is_held_against_a_walk_of_the_folder_in_time_and_in_cpu_time(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(PackAgain, capsys, "--images", 5, "--repeats", 1)
+    for of in ("", ", CPU"):
+        start, walk, one = (
+            results[f"{name}{of}"] for name in ("python -c pass", "walk and stat of 5 images", "again over 1 image")
+        )
+        assert one["limit_ratio"] == pytest.approx(one["median"] / start["median"], rel=1e-2)
+        for name in ("again over 5 images", "again over 5 images, --check content"):
+            again = results[f"{name}{of}"]
+            assert again["ratios"] == {one["subject"]: pytest.approx(again["median"] / one["median"], rel=1e-2)}
+            assert again["limit_ratio"] == pytest.approx(again["median"] / walk["median"], rel=1e-2)
+    assert len(results) == 10
+
+
+def test_a_listing_is_compared_with_stores_of_each_size_and_its_memory_told(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(ScaleListing, capsys, "--samples", 200, 400, "--shards", 2, 4, "--ranks", 4, "--repeats", 1)
+    steps = ("which are new", "which are gone", "what a rank looks up in", "which rows give way")
+    for step in steps:
+        least = results[f"{step}: 200 samples, 2 shards"]
+        for name in (f"{step}: {samples} samples, {shards} shards" for samples in (200, 400) for shards in (2, 4)):
+            assert results[name]["limit_ratio"] == pytest.approx(results[name]["median"] / least["median"], rel=1e-2)
+            assert results[name]["mark"] == "at most 2.5"
+    whole, first, other = (
+        results[f"listing {name}"]["median"]
+        for name in ("as it comes from a source", "kept by rank 0 of 1", "kept by rank 1 of 4")
+    )
+    assert other < first < whole
+    assert len(results) == 4 * len(steps) + 4
+
+
+def test_a_run_that_did_something_else_is_no_figure(tmp_path: Path) -> None:
+    source = kept_photographs(tmp_path, Pieces(count=2, sides_px=(64, 64)))
+    command = [str(source), str(tmp_path / "x.store"), "--model", str(kept_random_model(tmp_path, SHAPE)), "--grid", "64x64"]
+    with pytest.raises(BucketlineError, match=r"says \{'packed': 2\}, expected \{'packed': 3\}"):
+        pack_apart(command, expected={"packed": 3})
+    with pytest.raises(BucketlineError, match="ended with 2: error: --grid"):
+        pack_apart([*command, "--grid", "65x64"], expected={})
+
+
+def test_pieces_are_real_images_of_the_sizes_asked_for_and_each_has_a_caption(tmp_path: Path) -> None:
+    folder = kept_photographs(tmp_path, Pieces(count=25, sides_px=(300, 700)))
+    images = sorted(folder.rglob("*.jpg"))
+    assert len(images) == 25
+    sizes = set()
+    for path in images:
+        with Image.open(path) as image:
+            assert image.mode == "RGB"
+            assert all(300 <= side <= 700 for side in image.size)
+            assert len(image.getcolors(1 << 20) or []) > 1000, "a photograph"
+            sizes.add(image.size)
+        assert len(path.with_suffix(".txt").read_text(encoding="ascii").split()) == 12
+    assert len(sizes) > 20
+    before = images[0].stat().st_mtime_ns
+    assert kept_photographs(tmp_path, Pieces(count=25, sides_px=(300, 700))) == folder
+    assert images[0].stat().st_mtime_ns == before, "kept, not made again"
+
+
+def test_photographs_that_are_not_installed_are_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(BucketlineError, match=r"coffee.png is not installed.*run `make env`"):
+        kept_photographs(tmp_path, Pieces(count=1, sides_px=(64, 64)))
+    assert not list(tmp_path.glob("*.photos"))
+
+
+def test_an_import_is_held_against_reading_and_against_reading_and_writing(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(Import, capsys, "--samples", 5, "--repeats", 1)
+    read, write = (results[name]["median"] for name in ("read the files", "write the rows"))
+    assert results["both, one after the other"]["median"] == pytest.approx(1 / (1 / read + 1 / write), rel=1e-3)
+    assert results["import"]["mark"] == "at least 0.7"
+    assert set(results["import"]["ratios"]) == {"read the files, one process", "both, one after the other"}
+    assert results["import, CPU"]["unit"] == "CPU-s/GB"
+    assert results["import, CPU"]["median"] > 0
+
+
+def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(Train, capsys, "--rows", 8, "--steps", 2, "--repeats", 2)
+    assert results["resident batches"]["limit_ratio"] == 1
+    assert results["the loader's"]["mark"] == "at least 0.99"
+    low, high = (results[f"the pairs' mean ratio, 95 % {end}"]["median"] for end in ("from", "to"))
+    assert low <= results["the loader's"]["limit_ratio"] <= high
+    assert results["compiled after the warm-up"]["median"] == 0
+    assert results["mixed buckets ÷ the best one, a FLOP"]["median"] > 0
+    assert "MFU" not in results, "no peak of a CPU is known"
+
+
+def test_a_mixed_window_is_held_against_the_best_bucket_by_its_flops() -> None:
+    def window(flops: float, seconds: float) -> Window:
+        return Window(images=4, seconds=seconds, wait_s=0.5, flops=flops)
+
+    pairs = [(window(8e12, 2.0), window(8e12, 1.0))]
+    alone = {"small": [window(2e12, 1.0)], "large": [window(16e12, 1.0)]}
+    found = {one.subject: one for one in results_of("m", pairs, 0, alone, peak_flops=8e12)}
+    assert found["the loader's"].limit_ratio == 0.5
+    assert found["data wait"].median == 0.25
+    assert found["MFU"].median == 0.5
+    assert found["mixed buckets ÷ the best one, a FLOP"].median == 0.5
+
+
+def test_the_interval_holds_the_mean_and_narrows_with_the_number_of_pairs() -> None:
+    few, many = interval([0.98, 1.02] * 2), interval([0.98, 1.02] * 50)
+    assert few[0] < many[0] < 1 < many[1] < few[1]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_store_of_each_model_has_its_buckets_and_columns(tmp_path: Path, name: str) -> None:
+    store = Store.open(kept_store(tmp_path, name, 2))
+    model = MODELS[name]
+    assert {(one.height_px, one.width_px) for one in store.buckets("train")} == set(model.buckets_px)
+    assert list(store.manifest.text.tokens) == [model.tokens.name]
+    assert list(store.manifest.text.fixed) == ([] if model.pooled is None else ["pooled"])
+
+
+# The time that a save stops training is in the step that follows it.
+
+
+def test_a_step_with_a_save_is_held_against_the_others() -> None:
+    took = [1.0, 1.0, 9.0, 1.0, 1.0, 3.0, 1.0, 1.0, 5.0, 1.0, 1.0]  # after 1 step, and after 3, 6 and 9 a save
+    first_end = 100.0
+    found = {one.subject: one for one in results_of_saves("m", [*itertools.accumulate(took, initial=first_end)], 3)}
+    assert found["a step"].median == 1.0
+    assert found["the first step with a save"].limit_ratio == 9.0
+    assert found["a step with a save"].limit_ratio == 4.0
+    assert found["a step with a save"].is_met is False
+
+
+def test_a_run_is_measured_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(TrainSaves, capsys, "--model", "tiny", "--rows", 8, "--save-every", 2, "--repeats", 1)
+    assert results["a step"]["repeats"] == 3
+    assert results["a step with a save"]["mark"] == "at most 2"

@@ -5,19 +5,16 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bucketline.command_line import guarded, human_number, print_error, say, stderr_console
+from bucketline.command_line import guarded, human_number, print_error, progress_bar, say, stderr_console
 from bucketline.errors import UsageError
 from bucketline.store import Store
-from bucketline.store.change.commit import drop
-from tests.commands import BIN, ROOT, call
-from tests.kit import make_sample, make_store, samples_of
+from tests.commands import BIN, ROOT
 
 BUCKET = "train/64x64"
 
@@ -61,35 +58,6 @@ def test_a_long_line_breaks_between_words_on_a_terminal_only(monkeypatch: pytest
     say("to a stream that the shell has closed")
 
 
-def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:
-    samples = samples_of({"train/512x512": 40})
-    make_store(tmp_path, samples)
-    assert re.search(r"on disk, [\d.]+ times the payload of [\d.]+ KiB\n", call("store", "info", tmp_path).out)
-    drop(tmp_path, [sample.id for sample in samples])
-    assert re.fullmatch(r"0 samples, generation 2, 1 shard, [\d.]+ [KM]iB on disk, payload [\d.]+ K?i?B", first_line(tmp_path))
-
-
-def first_line(store: Path) -> str:
-    return call("store", "info", store).out.splitlines()[0]
-
-
-def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path) -> None:
-    make_store(tmp_path / "s", [make_sample("a.png", BUCKET, ("snow",))])
-    assert call("store", "get", tmp_path / "s", "a.png", "-o", tmp_path / "a").out.endswith(", 1 caption\n")
-    assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch-size", 1).out
-    assert " has 1 sample in 1 shard, " in call("store", "merge", tmp_path / "u", tmp_path / "s").out
-
-
-def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:
-    from tests.models import png
-
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.png").write_bytes(png(20, 30, 1))
-    out = call("ingest", "scan", tmp_path / "photos", "--grid", "16x24", "--min-size-px", 8).out
-    assert out.startswith("1 image, ")
-    assert "  1 image without a caption: a.png; --json names all\n" in out
-
-
 def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subprocess.CompletedProcess[bytes]:
     read, write = os.pipe()
     os.close(read)
@@ -107,12 +75,8 @@ def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subproce
 
 HELP: dict[str, list[object]] = {
     "store": [BIN / "store", "--help"],
-    "ingest pack": [BIN / "ingest", "pack", "--help"],
-    "loader serve": [BIN / "loader", "serve", "--help"],
     "bucketline": [BIN / "bucketline", "--help"],
     "bucketline --version": [BIN / "bucketline", "--version"],
-    "bucketline store": [BIN / "bucketline", "store", "--help"],
-    "version": [BIN / "store", "version"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py", "--help"],
 }
 
@@ -122,7 +86,7 @@ def test_help_that_nobody_reads_to_its_end_is_no_trace(name: str) -> None:
     assert run_unread(HELP[name]).stderr == b""
 
 
-@pytest.mark.parametrize("command", ["ls", "info", "verify"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_output_that_nobody_reads_to_its_end_is_no_trace(store: Store, command: str) -> None:
     ran = run_unread([BIN / "store", command, store.path])
     assert (ran.returncode, ran.stderr) == (1, b"")
@@ -163,3 +127,22 @@ def test_a_log_on_a_full_disk_ends_nothing_and_continues_once_there_is_room(
 
 def test_an_error_that_nobody_reads_ends_the_command_as_it_would(tmp_path: Path) -> None:
     assert run_unread([BIN / "store", "info", tmp_path], stderr_too=True).returncode == 1
+
+
+# One decision for bars and lines: is stderr a terminal that shows bars?
+
+
+def test_force_color_makes_no_terminal_of_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not stderr_console().is_terminal
+    with progress_bar("verify", 2) as update:
+        update(advance=1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("compatible", "is_terminal"), [("", True), ("0", False)])
+def test_a_terminal_may_ask_for_lines(monkeypatch: pytest.MonkeyPatch, compatible: str, *, is_terminal: bool) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TTY_COMPATIBLE", compatible)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert stderr_console().is_terminal is is_terminal

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,11 +11,10 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from bucketline.command_line import progress_bar, stderr_console
 from bucketline.errors import UsageError
 from bucketline.pages.page import Finding, Section, document, parts, refuse_page
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
-from tests.page_checks import RECORD, check_record
+from tests.browser import RECORD, check_record
 from tests.pages import parsed
 
 
@@ -147,27 +144,3 @@ def test_a_page_replaces_one_of_ours_and_nothing_else(tmp_path: Path) -> None:
     for taken in (other, link):
         with pytest.raises(UsageError, match=f"{taken.name} exists; name a file that does not, or delete it"):
             refuse_page(taken)
-
-
-# One decision for bars and lines: is stderr a terminal that shows bars?
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_force_color_makes_no_terminal_of_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert not stderr_console().is_terminal
-    with progress_bar("verify", 2) as update:
-        update(advance=1)
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("compatible", "is_terminal"), [("", True), ("0", False)])
-def test_a_terminal_may_ask_for_lines(monkeypatch: pytest.MonkeyPatch, compatible: str, *, is_terminal: bool) -> None:
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setenv("TTY_COMPATIBLE", compatible)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert stderr_console().is_terminal is is_terminal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.family_models import FORMS, write_pipeline
-from tests.unit.families.packed import Packed, pack
+from tests.unit.families.forms import Packed, pack
 
 # All forms are tried by `make test-full`, and these by `make test`: a UNet of one and of two encoders, transformers with a
 # pooled embedding and three or two encoders, and one with a language model and its chat.

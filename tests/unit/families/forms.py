@@ -1,9 +1,10 @@
-"""Every form's tiny model, and batches of captions of any lengths for it, made without packing."""
+"""Every form's tiny model, batches of captions of any lengths for it, and its pipeline with a store that `ingest` packed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bucketline.families.family import Family, Padding, StoreFacts
+from bucketline.families.registry import family_of_pipeline
 from bucketline.loader import Batch
 from bucketline.store.format.block import CLASS_LABELS, POOLED, TOKENS
 from bucketline.train.model import open_model_config
+from tests.commands import Ran, call
 from tests.family_models import FORMS, tiny_model
+from tests.models import png
 
 CHANNELS = 4  # of every tiny model's latents
 EVERY_FORM = (*FORMS, "dit")
@@ -85,3 +89,47 @@ def predicted(family: Family, model: Any, batch: Batch) -> Tensor:
     timesteps = (batch.keys % 1000).float()
     prediction: Tensor = family.predict(model, batch.latents, timesteps if is_flow else timesteps.long(), batch)
     return prediction
+
+
+TEXTS = ("a red cat", "a blue dog of the house")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A family's tiny pipeline, and a store that was packed with it."""
+
+    form: str
+    model: Path
+    images: Path
+    store: Path
+
+    @property
+    def family(self) -> type[Family]:
+        found = family_of_pipeline(FORMS[self.form].pipeline)
+        assert found is not None
+        return found
+
+    @property
+    def encoder(self) -> str:
+        """A text encoder that the family cannot do without."""
+        return next(part.encoder for part in self.family.parts if not part.is_optional)
+
+    @property
+    def tokenizer(self) -> str:
+        return next(part.tokenizer for part in self.family.parts if not part.is_optional)
+
+
+def ingest(command: str, packed: Packed, model: Path, *more: object) -> Ran:
+    height, width = FORMS[packed.form].size
+    return call("ingest", command, packed.images, *more, "--model", model, "--grid", f"{height}x{width}", "--min-size-px", 8)
+
+
+def pack(form: str, model: Path, root: Path) -> Packed:
+    height, width = FORMS[form].size
+    made = Packed(form=form, model=model, images=root / "images", store=root / "store")
+    made.images.mkdir()
+    for n, text in enumerate(TEXTS):
+        (made.images / f"{n}.png").write_bytes(png(height, width, seed=n))
+        (made.images / f"{n}.txt").write_text(text, encoding="utf-8")
+    ingest("pack", made, model, made.store).done()
+    return made

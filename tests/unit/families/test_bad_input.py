@@ -28,8 +28,8 @@ from tests.commands import Ran, call, called
 from tests.family_models import FORMS, open_pipeline, write_pipeline
 from tests.kit import edit_json, rewrite_manifest
 from tests.models import png
+from tests.unit.families.forms import Packed, ingest
 from tests.unit.families.oracle import one_step
-from tests.unit.families.packed import Packed, ingest
 
 UNKNOWN = {"transformer": "StableAudioDiTModel", "unet": "Kandinsky3UNet"}
 FLOW = "FlowMatchEulerDiscreteScheduler"
@@ -80,14 +80,6 @@ def others(family: type[Family]) -> Iterator[type[Family]]:
     return (one for one in (*FAMILIES[at + 1 :], *FAMILIES) if one.parts and one.model_class != family.model_class)
 
 
-def test_a_pipeline_whose_name_is_not_known_is_refused_with_the_nearest(packed: Packed, model: Path, tmp_path: Path) -> None:
-    name = FORMS[packed.form].pipeline
-    wrong = name.replace("Pipeline", "sPipeline")
-    edit_json(index_path(model), _class_name=wrong)
-    words = (str(model), f"its pipeline is {wrong}", "known are ", f"the nearest is {name}", " a model of a known pipeline")
-    assert_not_packed(packed, model, tmp_path, *words)
-
-
 def test_a_model_that_draws_from_images_is_neither_packed_with_nor_trained(packed: Packed, model: Path, tmp_path: Path) -> None:
     """By its index: such a model may be of the same class, and of as many channels, as the one of captions only."""
     name = FORMS[packed.form].pipeline
@@ -130,12 +122,6 @@ def test_a_part_that_the_index_names_and_that_is_not_there_is_named(
 def test_a_model_without_its_transformer_or_unet_is_not_trained(packed: Packed, model: Path, tmp_path: Path) -> None:
     shutil.rmtree(model / packed.family.folder)
     assert_not_trained(packed, model, tmp_path, f"{model} has neither unet/config.json nor transformer/config.json", "must be")
-
-
-def test_a_tokenizer_without_its_configuration_is_named(packed: Packed, model: Path, tmp_path: Path) -> None:
-    (model / packed.tokenizer / "tokenizer_config.json").unlink()
-    words = (f"{packed.tokenizer}/ has no tokenizer_config.json; it has ", "download or save the model again")
-    assert_not_packed(packed, model, tmp_path, *words, is_scanned=True)
 
 
 def test_a_vae_of_another_class_is_refused(packed: Packed, model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from bucketline.train.config import Objective
 from bucketline.train.step import train_step
 from tests.family_models import FORMS
 from tests.unit.families.conftest import QUICK
-from tests.unit.families.packed import Packed
+from tests.unit.families.forms import Packed
 from tests.unit.families.test_whole_pipelines import trainer_of
 from tests.unit.families.training_scripts import Script
 from tests.unit.train.packed_families import Packed as PackedFamily

@@ -31,8 +31,8 @@ from bucketline.train.parallel import StopRequest
 from tests.commands import call
 from tests.family_models import FORMS, open_pipeline
 from tests.kit import edit_json
+from tests.unit.families.forms import Packed
 from tests.unit.families.oracle import one_step
-from tests.unit.families.packed import Packed
 from tests.unit.train.tiny_run import ALONE, built
 
 if TYPE_CHECKING:

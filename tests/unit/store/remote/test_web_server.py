@@ -7,11 +7,9 @@ import os
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +20,7 @@ from bucketline.errors import StoreError
 from bucketline.store.folder import DeniedError, ExistsError, MissingObjectError, NoRangesError
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from tests.leftovers import wait_until
+from tests.serving import web_server
 from tests.unit.loader.service.test_tcp import certificate_of
 
 NUM_BYTES = (3 << 20) + 17
@@ -35,22 +34,6 @@ def data(tmp_path: Path) -> bytes:
     (tmp_path / "a.store" / "shards").mkdir(parents=True)
     (tmp_path / "a.store" / NAME).write_bytes(data)
     return data
-
-
-@contextmanager
-def served(
-    handler: Callable[..., BaseHTTPRequestHandler], context: ssl.SSLContext | None = None
-) -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        if context is not None:
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def folder_on(server: RangeServer) -> ObjectFolder:
@@ -126,7 +109,7 @@ def test_a_user_and_password_are_sent_and_not_to_another_server(tmp_path: Path, 
     (tmp_path / "manifest.json").write_bytes(b"1")
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     handler = partial(type("Noting", (SimpleHTTPRequestHandler,), {"do_GET": answer}), directory=str(tmp_path))
-    with served(handler) as other, RangeServer(tmp_path, elsewhere=f"http://127.0.0.1:{other.server_port}") as server:
+    with web_server(handler) as other, RangeServer(tmp_path, elsewhere=f"http://127.0.0.1:{other.server_port}") as server:
         server.outage = Fault.ELSEWHERE
         for port in (other.server_port, server.port):
             assert ObjectFolder.open(f"http://me:p%40ss@127.0.0.1:{port}").read("manifest.json") == b"1"
@@ -138,7 +121,7 @@ def test_what_is_gone_for_good_is_missing(tmp_path: Path) -> None:
     handler = type(
         "Gone", (SimpleHTTPRequestHandler,), {"do_GET": lambda request: request.send_error(410), "log_message": print}
     )
-    with served(handler) as server, pytest.raises(MissingObjectError, match=r"manifest\.json is missing"):
+    with web_server(handler) as server, pytest.raises(MissingObjectError, match=r"manifest\.json is missing"):
         ObjectFolder.open(f"http://127.0.0.1:{server.server_port}").read("manifest.json")
 
 
@@ -161,7 +144,7 @@ def test_a_certificate_that_nobody_trusts_is_refused(data: bytes, tmp_path: Path
     certificate, key = certificate_of(tmp_path, "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with served(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)), context) as server:
+    with web_server(partial(SimpleHTTPRequestHandler, directory=str(tmp_path)), context) as server:
         url = f"https://127.0.0.1:{server.server_port}/a.store"
         with pytest.raises(StoreError, match=f"cannot read {url}.*CaUsedAsEndEntity"):
             ObjectFolder.open(url, RemoteOptions(deadline_s=2.0)).read(NAME)
@@ -198,7 +181,7 @@ class Noting(BaseHTTPRequestHandler):
 def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server that notes what it is asked for, and an environment with credentials for it."""
     Noting.noted.clear()
-    with served(Noting) as server:
+    with web_server(Noting) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
         account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))

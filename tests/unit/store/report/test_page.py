@@ -30,12 +30,13 @@ from bucketline.store.report.latent_rgb import (
     vae_family_of,
 )
 from bucketline.store.report.report import findings
+from tests.browser import Browser, check_page, check_record, find_browser
 from tests.commands import call
 from tests.kit import make_sample, make_store, samples_of
 from tests.models import SMALL
 from tests.pages import parsed
 from tests.photographs import crop_of
-from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, NAME, NAN_ROW, ROWS, cropped
+from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, NAME, NAN_ROW, ROWS, cropped, write_store
 
 FAULTY = ("constant", "duplicates", "crops")
 
@@ -194,28 +195,6 @@ def test_a_store_in_object_storage_has_the_same_page(store_with: Callable[..., S
     for name in ("samples", "crops", "captions", "latents", "duplicates", "plan"):
         one, other = (text[text.index(f'<section id="{name}"') :].partition("</section>")[0] for text in (ours, theirs))
         assert one == other
-
-
-def test_a_page_is_never_written_over_anything(store_with: Callable[..., Store], tmp_path: Path) -> None:
-    store = store_with()
-    (tmp_path / "mine.html").write_text("mine", encoding="ascii")
-    for out, message in (
-        (tmp_path / "mine.html", "mine.html exists"),
-        (tmp_path / "page.txt", "name a file that ends in .html"),
-        (store.path / "page.html", "is inside the store"),
-        (tmp_path / "none" / "page.html", "is not a folder"),
-    ):
-        call("store", "report", store.path, "-o", out).fails(message, code=2)
-    assert (tmp_path / "mine.html").read_text(encoding="ascii") == "mine"
-
-
-@pytest.mark.slow  # it imports torch in a process of its own
-def test_a_model_that_cannot_be_read_is_an_error(store_with: Callable[..., Store], tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    call("store", "report", store_with().path, "-o", tmp_path / "r.html", "--model", tmp_path / "model").fails(
-        "lacks the part vae/"
-    )
-    assert not (tmp_path / "r.html").exists()
 
 
 def test_a_png_is_read_by_others() -> None:
@@ -430,3 +409,27 @@ def test_false_colours_show_what_differs_most_as_brightness() -> None:
 def test_false_colours_of_latents_without_a_finite_value_are_grey() -> None:
     latent = np.full((4, 2, 2), np.nan)
     assert (false_colours([latent]).image(latent) == 128).all()
+
+
+# In the browser of this machine; on one that has none, the record that a browser tried the pages holds instead.
+
+
+@pytest.mark.slow
+def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
+    program = find_browser()
+    if program is None:
+        check_record()
+        return
+    store = write_store(tmp_path / "photos.store", "constant", "duplicates", "crops", scaling_factor=0.45)
+    assert call("store", "report", store.path, "-o", tmp_path / "report.html").code == 0
+    with Browser(program) as browser:
+        assert "search and buckets" in check_page(browser, tmp_path / "report.html")
+        # a page that does what is forbidden is noticed
+        text = (
+            (tmp_path / "report.html")
+            .read_text(encoding="utf-8")
+            .replace('"use strict";', '"use strict"; console.log("mine");')
+        )
+        (tmp_path / "changed.html").write_text(text, encoding="utf-8")
+        with pytest.raises(AssertionError):
+            check_page(browser, tmp_path / "changed.html")
