@@ -20,7 +20,7 @@ from bucketline.store.change.commit import drop
 from bucketline.store.folder import ExistsError, Folder, LocalFolder, MissingObjectError, folder_time
 from bucketline.store.remote.generations import find_newest, newest_generation
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.verify.verify import Verified, verify_folder
+from bucketline.store.verify.verify import verify_folder
 from tests.kit import make_store, samples_of
 from tests.object_storage import S3Bucket, in_memory
 
@@ -269,21 +269,21 @@ def places(tmp_path: Path) -> list[Folder]:
     make_store(store, samples, samples_of({BUCKET: 4}, "second/"))
     for sample in samples[:2]:
         drop(store, [sample.id])
-    disk, bucket = LocalFolder(store), in_memory()
+    return [LocalFolder(store), in_a_bucket(LocalFolder(store))]
+
+
+def in_a_bucket(disk: LocalFolder) -> ObjectFolder:
+    bucket = in_memory()
     for file in disk.names():
         if not file.name.startswith("pending/"):
             bucket.write(file.name, disk.read(file.name))
-    return [disk, bucket]
+    return bucket
 
 
 def older_list(folder: Folder) -> str:
     """Return the name of generation 3's list of dropped rows."""
     (name,) = (file.name for file in folder.names("generations") if file.name.startswith("generations/3-"))
     return name
-
-
-def found(folder: Folder, tmp_path: Path) -> Verified:
-    return verify_folder(folder, lambda _: None, 1)
 
 
 DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {
@@ -304,12 +304,12 @@ DAMAGE: dict[str, tuple[Callable[[Folder], None], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_same_is_found_on_a_disk_and_in_a_bucket(damage: str, places: list[Folder], tmp_path: Path) -> None:
+def test_the_same_is_found_on_a_disk_and_in_a_bucket(damage: str, places: list[Folder]) -> None:
     change, error, what = DAMAGE[damage]
     said = []
     for folder in places:
         change(folder)
-        result = found(folder, tmp_path)
+        result = verify_folder(folder, lambda _: None, 1)
         assert all(error in fault.error for fault in result.corrupt)
         assert bool(result.corrupt) == bool(error)
         assert [what in stray.what for stray in result.strays] == ([True] if what else [])
@@ -323,19 +323,12 @@ SAMPLES = samples_of({"train/64x64": 8})
 
 @pytest.fixture(params=["disk", "bucket"])
 def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    """The damaged of a store of three generations after its first, that have lost a sample each."""
+    """The folder of a store of three generations after its first, that have lost a sample each."""
     store = tmp_path / "a.store"
     make_store(store, SAMPLES)
     for sample in SAMPLES[:3]:
         drop(store, [sample.id])
-    disk = LocalFolder(store)
-    if request.param == "disk":
-        return disk
-    bucket = in_memory()
-    for file in disk.names():
-        if not file.name.startswith("pending/"):
-            bucket.write(file.name, disk.read(file.name))
-    return bucket
+    return LocalFolder(store) if request.param == "disk" else in_a_bucket(LocalFolder(store))
 
 
 def change(damaged: Folder) -> None:

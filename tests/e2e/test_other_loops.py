@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from bucketline.loader import Batch, BatchDataset, Loader, LoaderConfig, Remainder
 from bucketline.store import Store
-from tests.epoch_oracle import Micro, Oracle, as_micro, micros, rows_of
+from tests.epoch_oracle import Micro, Oracle, as_micro, rows_of
 from tests.kit import make_store, samples_of
 
 pytestmark = pytest.mark.slow
@@ -157,28 +156,3 @@ def test_a_prepared_dataloader_of_accelerate_reads_epoch_after_epoch(kept: Store
     with Loader(kept, config()) as loader:
         batches = Accelerator(cpu=True, dataloader_config=asked).prepare(DataLoader(BatchDataset(loader), batch_size=None))
         assert [[as_micro(batch) for batch in batches] for _ in range(3)] == [train.epoch(epoch) for epoch in range(3)]
-
-
-@pytest.mark.parametrize("through", ["loader", "dataset"])
-def test_two_ranks_resume_as_one_and_one_as_two(kept: Store, through: str) -> None:
-    carried: dict[str, Any] = {"remainder": Remainder.CARRY, "epochs": 3}
-    two = oracle(kept, batch_size=2, ranks=2, **carried)
-    each = len(two.epoch(0))
-    for stop in (1, each, each + 1):
-        states = []
-        for rank in range(2):
-            with Loader(kept, config(batch_size=2, **carried), rank=rank, world_size=2) as loader:
-                taken = loader.forever()
-                assert (
-                    micros(next(taken) for _ in range(stop))
-                    == [one for epoch in range(3) for one in two.epoch(epoch, rank)][:stop]
-                )
-                states.append(json.loads(json.dumps(loader.state_dict())))
-        assert states[0] == states[1]
-        one = oracle(kept, **carried)
-        with Loader(kept, config(**carried)) as loader:
-            loader.load_state_dict(states[0])
-            batches: Any = DataLoader(BatchDataset(loader), batch_size=None) if through == "dataset" else loader
-            found = [micros(batches) for _ in range(loader.epoch, 3)]
-        rest = [[micro for micro in one.epoch(epoch) if micro.step >= stop] for epoch in range(3)]
-        assert found == [epoch for epoch in rest if epoch]

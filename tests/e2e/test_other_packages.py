@@ -114,13 +114,6 @@ def test_a_package_whose_command_cannot_be_imported_leaves_the_others_alone(
     assert spawn([BIN / "store", "version"], PYTHONPATH=str(there)).code == 0
 
 
-def test_without_the_package_its_importer_is_not_known_and_the_known_ones_are_named(cache: Path, tmp_path: Path) -> None:
-    spawn([sys.executable, "-m", "bucketline.ingest", "import", "npy", cache, tmp_path / "s", "--vae", "sdxl"]).fails(
-        "KIND is 'npy', expected kohya, ", code=2
-    )
-    assert not (tmp_path / "s").exists()
-
-
 def test_an_installed_packages_family_is_found_by_its_pipeline_and_its_model(environment: dict[str, str]) -> None:
     program = (
         "from bucketline.families.registry import family_of_model, family_of_pipeline as p; "

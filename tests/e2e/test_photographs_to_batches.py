@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from bucketline.ingest.rules import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.store.format.block import sample_digest
-from tests.commands import BIN, call, spawn, torchrun
+from tests.commands import torchrun
 from tests.kit import by_id
 from tests.photographs import encoded_by_hand
 
@@ -49,23 +46,6 @@ def test_two_ranks_account_for_every_photograph(packed: Packed, photographs: Pat
     assert sorted(by_id(opened)) == ids
 
 
-def test_the_store_is_sound(packed: Packed) -> None:
-    ran = spawn([BIN / "store", "verify", packed[0], "--json"]).done()
-    assert ran.json["corrupt"] == []
-    assert ran.json["rows"] == packed[1]["packed"]
-
-
-def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: Packed) -> None:
-    sides: dict[str, set[str]] = {}
-    for bucket in Store.open(packed[0]).buckets():
-        for sample_id in bucket.sample_ids(np.arange(bucket.num_rows)):
-            sides.setdefault(sample_id.split("/")[0], set()).add(bucket.split)
-            assert (bucket.split == "val") == held_out(sample_id, FRACTION, SplitBy.FOLDER)
-    assert all(len(found) == 1 for found in sides.values())
-    assert {"train"} in sides.values()
-    assert {"val"} in sides.values()
-
-
 def test_two_ranks_read_every_training_sample_once_and_one_bucket_at_every_step(packed: Packed, photographs: Path) -> None:
     config = LoaderConfig(batch_size=4, epochs=1, seed=1, remainder=Remainder.PARTIAL)
     store = Store.open(packed[0])  # one generation for both: each rank of the pack has made one
@@ -82,15 +62,6 @@ def test_two_ranks_read_every_training_sample_once_and_one_bucket_at_every_step(
         loader.close()
     train = [i for i in images_of(photographs) if not held_out(i, FRACTION, SplitBy.FOLDER)]
     assert sorted(read) == sorted(map(sample_digest, train))
-
-
-def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch(packed: Packed) -> None:
-    plan = call("loader", "plan", packed[0], "--batch-size", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
-    counts = Counter(sample_id for batch in plan["batches"] for ids in batch["ranks"] for sample_id in ids)
-    assert max(counts.values()) == 2
-    for bucket in plan["buckets"]:
-        assert 0 <= bucket["carried"] < bucket["global_batch"] == 8
-    assert sum(counts.values()) == plan["rows"] == sum(2 * b["rows"] - b["carried"] for b in plan["buckets"])
 
 
 def upright(path: Path) -> Image.Image:
@@ -134,23 +105,3 @@ def test_tokens_are_what_transformers_gives_by_hand(packed: Packed, demo_model: 
             stored = store.read_caption(store.shards.index(shard), row)["tokens"]
             assert stored.shape == expected.shape
             np.testing.assert_allclose(stored.astype(np.float32), expected, atol=5e-3)
-
-
-def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
-    packed: Packed, photographs: Path, demo_model: Path
-) -> None:
-    before = (packed[0] / "manifest.json").read_bytes()
-    asked = ["--val-fraction", f"{FRACTION}:folder", "--json"]
-    report = call("ingest", "pack", photographs, packed[0], "--model", demo_model, *asked).json
-    assert (report["packed"], report["unchanged"], report["rejected"]) == (0, report["found"], 0)
-    assert (packed[0] / "manifest.json").read_bytes() == before
-
-
-def test_a_sample_taken_out_by_the_command_is_a_file_that_safetensors_reads(
-    packed: Packed, photographs: Path, tmp_path: Path
-) -> None:
-    sample_id = images_of(photographs)[0]
-    spawn([BIN / "store", "get", packed[0], sample_id, "-o", tmp_path / "x.safetensors", "--json"]).done()
-    check = "import json, sys; from safetensors.numpy import load_file; print(json.dumps(sorted(load_file(sys.argv[1]))))"
-    names = json.loads(spawn([sys.executable, "-c", check, tmp_path / "x.safetensors"]).out)
-    assert {"latent", "id", "crop", "original_size", "captions", "checksum", "caption.0.tokens"} <= set(names)

@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.families.family import StoreFacts
 from bucketline.train.config import Precision
 from bucketline.train.lora import add_adapters
 from bucketline.train.optim import Average
 from bucketline.train.parallel import TrainRanks, local, repeated_blocks, shard, tensors_of
+from tests.models import write_files
+from tests.requirements_page import OF, PUBLISHED
 from tests.unit.train.tiny_run import config, load
 
 pytestmark = pytest.mark.slow
@@ -29,39 +30,11 @@ pytestmark = pytest.mark.slow
 RANKS = TrainRanks(rank=13, world_size=64)
 CPU = torch.device("cpu")
 
-# of each model: its configuration, what its store offers, and its billions of weights.
-REAL: dict[str, tuple[str, dict[str, Any], StoreFacts, float]] = {
-    "sdxl": ("unet", MODELS["sdxl"].config, StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
-    "sd3.5-large": (
-        "transformer",
-        {
-            "_class_name": "SD3Transformer2DModel",
-            "sample_size": 128,
-            "num_layers": 38,
-            "num_attention_heads": 38,
-            "attention_head_dim": 64,
-            "caption_projection_dim": 2432,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 2048,
-            "out_channels": 16,
-            "pos_embed_max_size": 192,
-            "qk_norm": "rms_norm",
-        },
-        StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 2048}),
-        8.057,
-    ),
-    "flux": (
-        "transformer",
-        {
-            "_class_name": "FluxTransformer2DModel",
-            "in_channels": 64,
-            "num_layers": 19,
-            "num_single_layers": 38,
-            "guidance_embeds": True,
-        },
-        StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 768}),
-        11.901,
-    ),
+# of each model: the name of its published configuration, what its store offers, and its billions of weights.
+REAL: dict[str, tuple[str, StoreFacts, float]] = {
+    "sdxl": ("SDXL", StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
+    "sd3.5-large": ("SD 3.5 large", StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 2048}), 8.057),
+    "flux": ("FLUX.1-dev", StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 768}), 11.901),
 }
 
 
@@ -94,9 +67,10 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("lora_rank", [None, 16])
 @pytest.mark.parametrize("name", REAL)
 def test_a_rank_holds_its_share_and_nothing_on_its_host(tmp_path: Path, name: str, lora_rank: int | None) -> None:
-    folder, fields, facts, billions = REAL[name]
-    (tmp_path / folder).mkdir()
-    (tmp_path / folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    model_name, facts, billions = REAL[name]
+    published, kind = PUBLISHED[model_name], OF[PUBLISHED[model_name].family]
+    fields = {"_class_name": kind.model_class, **(published.config or {})}
+    write_files(tmp_path, {f"{kind.folder}/config.json": json.dumps(fields)})
     asked = config(tmp_path, precision=Precision.BF16, lora_rank=lora_rank)
     with HostBytes() as on_host:
         family, unsharded = load(tmp_path, facts, 0, on_meta=True)

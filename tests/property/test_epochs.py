@@ -304,7 +304,7 @@ whatever = pytest.mark.filterwarnings("ignore:this epoch has no batch", "ignore:
 
 @whatever
 @given(config=walked_configs(), done=st.lists(acts, min_size=1, max_size=8))
-@settings(max_examples=150)
+@settings(max_examples=70)
 def test_loops_states_copies_and_forks_in_any_sequence_lead_where_the_oracle_says(
     stores: list[Store], config: LoaderConfig, done: list[Act]
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
@@ -149,6 +149,7 @@ def test_what_is_printed_parses_to_the_same(kind: type[OptionValue], text: str) 
 
 @pytest.mark.parametrize("kind", TYPED)
 @given(data=st.data())
+@settings(max_examples=50)
 def test_what_is_typed_is_refused_or_means_all_of_it(kind: type[OptionValue], data: st.DataObject) -> None:
     text = data.draw(words(kind))
     if (value := parsed(kind, text)) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,17 +79,6 @@ def test_commands_and_options_of_a_page_are_there(page: Path) -> None:
             continue
         asked = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {line.partition(' -- ')[0]}"))
         assert asked <= known, (line, asked - known)
-
-
-def test_pages_name_the_repository_that_the_package_does() -> None:
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    own = urls["Repository"]
-    assert all(one.startswith(own) for one in urls.values())
-    cloned = {
-        page.relative_to(ROOT).as_posix(): re.findall(r"git clone (\S+)", page.read_text(encoding="utf-8")) for page in PAGES
-    }
-    assert cloned["README.md"]
-    assert {url.removesuffix(".git") for found in cloned.values() for url in found} == {own}
 
 
 def test_every_command_is_documented() -> None:

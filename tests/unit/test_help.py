@@ -64,13 +64,6 @@ def test_the_first_screen_is_one_and_begins_with_what_is_required(name: str) -> 
     assert any(line.startswith("Example: ") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["bucketline train", "ingest pack", "ingest import", "loader plan", "loader peek"])
-def test_the_first_screen_of_a_long_command_has_the_options_that_most_runs_set(name: str) -> None:
-    lines = command_help(name, COMMANDS_OF[name]).splitlines()
-    options = [one for one in options_of(COMMANDS_OF[name]) if one.names and not one.is_in_file]
-    assert 10 <= sum(any(line.startswith(f"  {one.typed}") for line in lines) for one in options) <= 16
-
-
 @pytest.mark.parametrize("name", COMMANDS_OF)
 def test_every_option_is_explained_once_in_full(name: str) -> None:
     command = COMMANDS_OF[name]
@@ -84,34 +77,6 @@ def test_every_option_is_explained_once_in_full(name: str) -> None:
     if "--help all: the same in full" not in (first := command_help(name, command).splitlines()):
         sections = [line.split()[1] for line in first if line.startswith("  --help ")]
         assert {one.section for one in options if not one.is_required} <= {*sections}
-
-
-@pytest.mark.parametrize("program", ["ingest", "store", "loader"])
-def test_the_help_of_a_program_has_a_line_for_each_command(program: str) -> None:
-    lines = call(program, "--help").out.splitlines()
-    own = [name.split()[1] for name in COMMANDS_OF if name.startswith(f"{program} ")]
-    rows = [line for line in lines if line.startswith("  ")]
-    assert [row.split()[0] for row in rows] == [*own, "version"]
-    assert max(map(len, lines)) <= 80
-
-
-def test_the_help_of_bucketline_has_a_line_for_each_command() -> None:
-    lines = spawn([BIN / "bucketline", "--help"]).out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith(" ")] == lines[0].partition("{")[2].partition("}")[0].split(
-        ","
-    )
-    assert max(map(len, lines)) <= 80
-
-
-def test_storage_is_listed_behind_what_the_command_is_for() -> None:
-    for name, command in COMMANDS_OF.items():
-        sections = [
-            one.section
-            for line in command_help(name, command).splitlines()
-            for one in options_of(command)
-            if line.startswith(f"  {one.typed}")
-        ]
-        assert "storage" not in sections[: len([one for one in sections if one != "storage"])], name
 
 
 def test_a_section_is_asked_for_by_its_name() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import threading
 from collections import deque
@@ -25,7 +24,6 @@ from bucketline.store.write.publish import lock_store, prepare_store
 from tests.commands import spawn
 from tests.kit import IMAGES, empty_store, open_writer, spec_of
 from tests.leftovers import wait_until
-from tests.lines import ROOT
 
 
 @pytest.mark.slow
@@ -150,13 +148,6 @@ def test_ctrl_c_while_heartbeats_start_is_all_that_a_rank_sees(interrupted: Call
         exchange.begin_beats(lambda: 0)
     exchange.leave()
     interrupted()
-
-
-def test_every_thread_that_an_object_keeps_is_joinable() -> None:
-    kept = re.compile(r"self\.\w+(: .+)? = \[?\s*(threading\.)?Thread\(")
-    files = [path for name in ("bucketline", "store", "ingest", "loader", "train") for path in (ROOT / name).rglob("*.py")]
-    assert len(files) > 100
-    assert [str(path.relative_to(ROOT)) for path in files if kept.search(path.read_text(encoding="utf-8"))] == []
 
 
 # One writer at a time, and the second is told who the first is.

@@ -211,18 +211,6 @@ def test_a_folder_of_a_variant_alone_is_packed_with(variant: str, own: Path, tmp
     assert ran.json["packed"] == 4
 
 
-@pytest.mark.parametrize("part", ["vae", "text_encoder"])
-def test_a_part_without_weights_is_named_with_what_was_looked_for(part: str, own: Path, tmp_path: Path) -> None:
-    for path in (own / part).glob("*.safetensors"):
-        path.rename(path.with_suffix(".msgpack"))
-    ran = pack(own, tmp_path)
-    base = "diffusion_pytorch_model" if part == "vae" else "model"
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith(f"error: {own}: {part}/ has no weights: looked for {base}.safetensors, {base}.bin, ")
-    assert f"({base}.fp16.safetensors); it has config.json, {base}.msgpack; " in ran.err
-    assert len(ran.err.splitlines()) == 1
-
-
 def test_the_trainer_loads_a_variant_and_names_what_it_looked_for(tmp_path: Path) -> None:
     from diffusers import UNet2DConditionModel
 

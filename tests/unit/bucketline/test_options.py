@@ -252,8 +252,11 @@ def test_each_word_is_answered_once_with_what_its_command_has(program: str) -> N
     assert {re.split(r"[ ,\[]", ours)[0] for ours in kinds["options"]} <= own
     in_file = {*kinds.get("run_file", ()), *kinds.get("data_set_file", ())}
     assert {ours.split(" ")[0] for ours in in_file} <= {one.name for one in fields(command)}
-    for option in others:
-        assert f"there is no option {option}; " in refusal(command, option)
+    with pytest.raises(UsageError) as refused:
+        parse_options(command, ["photos", *others], "it")
+    assert [line.partition("; ")[0] for line in refused.value.args if "; " in line] == [
+        f"there is no option {one}" for one in others
+    ]
 
 
 def test_the_options_that_sentences_name_exist() -> None:

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from bucketline.errors import ModelError, UsageError
+from bucketline.errors import ModelError
 from bucketline.families.packing import PATCH
-from bucketline.families.vaes import PACKED_VAES, vae_decode, vae_encode
+from bucketline.families.vaes import PACKED_VAES
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_model import load_text_part
 from bucketline.ingest.encoders.vae import LatentColumns, OomRetry, VaeEncoder, seed_of
@@ -27,7 +27,7 @@ from bucketline.store import Store
 from bucketline.store.format.block import LatentKind
 from tests.commands import Ran, call
 from tests.family_models import t5_tokenizer, tiny_dc, tiny_flux2_vae, tiny_qwen21_vae, tiny_qwen_vae, tiny_vae
-from tests.models import SMALL, colour_image, png, write_files, write_images, write_model
+from tests.models import colour_image, png, write_files, write_model
 
 CPU = torch.device("cpu")
 SIZE = (16, 24)
@@ -111,17 +111,6 @@ def test_a_flipped_latent_is_the_mirrored_images_not_the_mirrored_latent(images:
         expected = vae.encode(pixels_of(images / sample_id, mirrored=True)).latent_dist.mode()[0].numpy()
         np.testing.assert_array_equal(stored, expected)
         assert np.abs(stored - plain[sample_id][:, :, ::-1]).max() > 1e-3
-
-
-def test_another_choice_of_latents_or_flips_is_refused_naming_it(images: Path, tmp_path: Path, model: Path) -> None:
-    assert pack(images, tmp_path / "s", model).code == 0
-    for option, field in (
-        (("--flip",), "no --flip, this run has --flip"),
-        (("--latents", "sample"), "--latents mode, this run has --latents sample"),
-        (("--encode-dtype", "BF16"), "--encode-dtype fp32, this run has --encode-dtype bf16"),
-        (("--max-tokens", "5"), "no --max-tokens, this run has --max-tokens 5"),
-    ):
-        pack(images, tmp_path / "s", model, *option).fails(field)
 
 
 @torch.no_grad()
@@ -254,13 +243,6 @@ def test_what_finds_no_memory_is_halved_in_order_and_one_item_alone_is_an_error(
         halving([1, 99], "64x64 px")
 
 
-def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, model: Path) -> None:
-    for option, message in ((0, "--max-tokens is 0, expected 1 or more"), (13, "accepts at most 12")):
-        pack(images, tmp_path / "s", model, "--max-tokens", option).fails(message, code=2)
-    with pytest.raises(UsageError):
-        VaeEncoder(open_model(str(with_vae(tmp_path / "dc", tiny_dc()))), CPU, "F16", latents=LatentKind.MOMENTS)
-
-
 # The VAE classes that images are encoded with: each as the VAE itself does it, and as its pipeline undoes it.
 
 TINY = {
@@ -324,12 +306,6 @@ def test_a_flux2_store_records_the_batch_norm_of_patches(tmp_path: Path) -> None
     assert isinstance(found, dict)
     assert found["mean"] == vae.bn.running_mean.tolist()
     assert len(found["std"]) == 4 * PATCH**2  # type: ignore[arg-type]
-
-
-def test_images_of_a_vae_with_transparency_have_three_channels() -> None:
-    vae = tiny_qwen21_vae().eval()
-    with torch.no_grad():
-        assert vae_decode(vae, vae_encode(vae, torch.zeros(1, 3, 32, 32))[:, :4]).shape == (1, 3, 32, 32)
 
 
 # Text encoders in 8 and 4 bits: how far their embeddings are off, what their weights take, and what a store records.
@@ -409,18 +385,6 @@ def test_rotary_frequencies_keep_their_precision(tmp_path: Path) -> None:
     whole = loaded(folder, "F32").encoder.rotary_emb.inv_freq
     for dtype in ("BF16", "F16", "nf4"):
         assert torch.equal(loaded(folder, dtype).encoder.rotary_emb.inv_freq, whole)
-
-
-def test_a_pack_records_the_dtype_and_refuses_another(tmp_path: Path) -> None:
-    model, source, store = write_model(tmp_path / "model"), tmp_path / "source", tmp_path / "store"
-    write_images(source, 2)
-    asked = ("ingest", "pack", source, store, "--model", model, *SMALL, "--json")
-    call(*asked, "--encode-dtype", "int8").done()
-    manifest = json.loads((store / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["encoders"]["text_encoder"]["dtype"] == "int8"
-    assert manifest["encoders"]["vae"]["dtype"] == "F32"
-    call(*asked, "--encode-dtype", "nf4").fails("--encode-dtype int8, this run has --encode-dtype nf4")
-    assert call(*asked, "--encode-dtype", "int8").json["unchanged"] == 2
 
 
 def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -52,14 +52,6 @@ from tests.unit.ingest.importers.writers import (
 )
 
 
-@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
-def test_kohyas_other_models(family: str, known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known(family)
-    summary = run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done().json
-    assert summary["text"] == "encode"
-    assert_as_packed(tmp_path / "s.store", own, Form(scaled=family == "flux"))
-
-
 def test_of_kohyas_caches_of_two_models_one_has_to_be_chosen(sdxl: Known, tmp_path: Path) -> None:
     source = kohya(tmp_path / "cache", sdxl)
     for sample in sdxl.samples:

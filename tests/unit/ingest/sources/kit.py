@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import tarfile
@@ -9,6 +10,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json, source_from_json
 from bucketline.ingest.sources.source import Listing
@@ -22,6 +26,27 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]], **options: A
             info = tarfile.TarInfo(name)
             info.size, info.mtime = len(data), 1_600_000_000
             archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+TABLES = ("jsonl", "csv", "parquet")
+
+
+def write_table(path: Path, rows: Iterable[tuple[str, Any]], column: str = "text") -> Path:
+    """Write a table of the kind that its suffix says: images with a text each, several, or none, next to another column."""
+    if path.suffix == ".jsonl":
+        lines = [json.dumps({"file_name": name, column: value}) for name, value in rows]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    elif path.suffix == ".csv":
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["other", "file_name", column])
+        writer.writerows([5, name, value if isinstance(value, str) else "\n".join(value or [])] for name, value in rows)
+        path.write_text(text.getvalue(), encoding="utf-8", newline="")
+    else:
+        names, values = zip(*rows, strict=True)
+        texts = pa.array([[value] if isinstance(value, str) else value for value in values], pa.list_(pa.string()))
+        pq.write_table(pa.table({"file_name": names, column: texts, "n": range(len(names))}), path)
     return path
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import UsageError
@@ -19,9 +17,8 @@ from bucketline.ingest.sources.captions.files import MAX_CAPTIONS_BYTES, Caption
 from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.ingest.sources.source import Listing, SourceItem, SourceOptions
 from tests.commands import call
-from tests.models import SMALL, png, write_files
-from tests.pages import parsed
-from tests.unit.ingest.sources.kit import captions, listing_of, write_members
+from tests.models import SMALL, png
+from tests.unit.ingest.sources.kit import TABLES, captions, listing_of, write_members, write_table
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
@@ -97,26 +94,12 @@ def test_a_caption_file_that_gives_way_to_another_is_counted_in_words(tmp_path: 
     )
 
 
-TABLES = ("jsonl", "csv", "parquet")
-
-
-def write_table(path: Path, column: str, rows: Mapping[str, str]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"file_name": name, column: text}) + "\n" for name, text in rows.items()), "utf-8")
-    elif path.suffix == ".csv":
-        path.write_text("\n".join([f"file_name,{column}", *(f"{name},{text}" for name, text in rows.items())]), "utf-8")
-    else:
-        table: Any = pa.table({"file_name": list(rows), column: list(rows.values())})
-        pq.write_table(table, path)
-    return path
-
-
 @pytest.mark.parametrize("column", ["caption", "prompt", "captions", "text"])
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("is_source", [True, False])
 def test_a_tables_captions_are_found_under_any_usual_column(column: str, kind: str, tmp_path: Path, *, is_source: bool) -> None:
     make(tmp_path, {"a.png": "", "b.png": ""})
-    table = write_table(tmp_path / f"metadata.{kind}", column, {"a.png": "one", "b.png": "two"})
+    table = write_table(tmp_path / f"metadata.{kind}", [("a.png", "one"), ("b.png", "two")], column)
     listing = listing_of(table if is_source else tmp_path)
     assert captions(listing) == {"a.png": ("one",), "b.png": ("two",)}
     assert listing.captions_from == {f"metadata.{kind}, {column}": 2}
@@ -125,12 +108,12 @@ def test_a_tables_captions_are_found_under_any_usual_column(column: str, kind: s
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_without_a_column_of_captions_leaves_the_files_their_captions_and_says_so(kind: str, tmp_path: Path) -> None:
     make(tmp_path, {"a.png": "", "a.txt": "from the file"})
-    write_table(tmp_path / f"metadata.{kind}", "description", {"a.png": "one"})
+    write_table(tmp_path / f"metadata.{kind}", [("a.png", "one")], "description")
     listing = listing_of(tmp_path)
     assert captions(listing) == {"a.png": ("from the file",)}
-    assert [note.partition(";")[0] for note in listing.notes] == [
-        f"metadata.{kind} has no captions: it has no column text, caption, captions, prompt, prompts, only description"
-    ]
+    (note,) = listing.notes
+    assert note.startswith(f"metadata.{kind} has no captions: it has no column text, ")
+    assert "description" in note.partition(";")[0]
 
 
 def scan(*args: object) -> Any:
@@ -152,7 +135,7 @@ def test_another_column_can_be_named(kind: str, tmp_path: Path) -> None:
         members = [("a.png", png(20, 30)), ("a.txt", b"other"), ("a.json", text.encode())]
         place = write_members(tmp_path / "s.tar", members)
     else:
-        write_table(place / f"metadata.{kind}", "description", {"a.png": "one"})
+        write_table(place / f"metadata.{kind}", [("a.png", "one")], "description")
     source = open_source(str(place), SourceOptions(captions_from=("description",)))
     assert [item.captions for item in source.listing().items] == [("one",)]
     scan(place, "--captions-from", "nowhere").fails("nowhere", "--captions-from")
@@ -343,15 +326,3 @@ def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alon
     assert "1048592 bytes" in (listing.items[3].caption_error or "")
     assert listing.notes == ["1 image without a caption has only the trigger word"]
     assert CaptionRules().applied(Listing(items=list(items))).items == items
-
-
-def test_a_scan_shows_what_would_be_stored(tmp_path: Path) -> None:
-    files: dict[str, str | bytes] = {"0.png": png(20, 30), "0.txt": "", "1.png": png(20, 30, 1), "1.txt": "a cat, red"}
-    write_files(tmp_path / "photos", files)
-    asked = ("ingest", "scan", tmp_path / "photos", *SMALL, "-o", tmp_path / "sheet.html")
-    rules = ("--shuffle-tags", 2, "--caption-template", "the house of {caption}", "--caption-template", "dog")
-    report = call(*asked, *rules, "--json").json
-    assert (report["captions"], report["without_caption"]) == (3, 0)
-    assert any("1 image without a caption has only the trigger word" in note for note in report["notes"])
-    page = parsed(tmp_path / "sheet.html").text
-    assert all(f"dog, the house of {tags}" in page for tags in ("red, a cat", "a cat, red"))

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError, StoreError, UsageError
@@ -25,7 +23,7 @@ from tests.commands import call
 from tests.kit import everything
 from tests.models import SMALL, pack, png, write_images
 from tests.object_storage import SECRET, S3Bucket
-from tests.unit.ingest.sources.kit import write_members
+from tests.unit.ingest.sources.kit import TABLES, write_members, write_table
 
 SAME = (
     *("found", "packed", "unchanged", "rejected", "without_caption", "captions_from", "notes", "captions_without_image"),
@@ -113,17 +111,10 @@ def test_a_folder_is_the_same_as_on_a_disk(objects: ObjectFolder, photos: Path, 
     assert (dry["unchanged"], dry["new"]) == (12, 0)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("kind", TABLES)
 def test_a_table_is_the_same_as_on_a_disk(photos: Path, tmp_path: Path, model: Path, kind: str) -> None:
-    table = [{"file_name": f"a/00{n}.png", "text": f"number {n}"} for n in (0, 2, 4)]
-    table += [{"file_name": "gone.png", "text": "not there"}]
-    path = photos / f"some.{kind}"
-    if kind == "csv":
-        path.write_text("file_name,text\n" + "".join(f"{row['file_name']},{row['text']}\n" for row in table))
-    elif kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in table))
-    else:
-        pq.write_table(pa.Table.from_pylist(table), path)
+    rows_of_table = [*((f"a/00{n}.png", f"number {n}") for n in (0, 2, 4)), ("gone.png", "not there")]
+    path = write_table(photos / f"some.{kind}", rows_of_table)
     objects = ObjectFolder.open(f"memory://{uuid.uuid4().hex}/photos")
     sent(photos, objects)
     place = f"{objects.url}/some.{kind}"

@@ -130,15 +130,6 @@ def test_a_column_says_the_split_of_each_row(tmp_path: Path) -> None:
     assert held_out_and_trained(str(tmp_path / "saved"))[:2] == (1, 1)
 
 
-def test_a_column_with_many_other_words_is_trained_on_and_told_in_a_few_lines(tmp_path: Path) -> None:
-    rows = [{"file_name": f"{n}.png", "text": "x", "split": "test" if n == 50 else f"reel {n}"} for n in range(100)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    trained, held_out, notes = held_out_and_trained(str(tmp_path / "t.jsonl"))
-    assert (trained, held_out, len(notes)) == (99, 0, 12)
-    assert any(note.startswith("split test (1 image) is left out") for note in notes)
-    assert notes[-1] == "89 more splits (89 images) become train"
-
-
 def test_a_column_may_number_or_list_its_splits(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", "train", {"split": [0, 1, 1, 1]})
     assert "split 1 (3 images) becomes train" in held_out_and_trained(str(tmp_path / "a.parquet"))[2]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
 import shutil
 import sys
@@ -25,34 +22,13 @@ from bucketline.ingest.sources.tar import TarSource
 from bucketline.store import Store
 from tests.commands import call, spawn
 from tests.kit import by_id
-from tests.models import SMALL, in_file, png, write_files, write_images
-from tests.unit.ingest.sources.kit import captions, listing_of
+from tests.models import SMALL, png, write_files, write_images
+from tests.unit.ingest.sources.kit import TABLES, captions, listing_of, write_table
 from tests.unit.ingest.test_rules import write_tars
 
 Rows = list[tuple[str, Any]]
 
 
-def write_jsonl(path: Path, rows: Rows) -> None:
-    path.write_text("".join(json.dumps({"file_name": name, "text": text}) + "\n" for name, text in rows), encoding="utf-8")
-
-
-def write_csv(path: Path, rows: Rows) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["other", "file_name", "text"])
-    writer.writerows([5, name, value if isinstance(value, str) else "\n".join(value or [])] for name, value in rows)
-    path.write_text(text.getvalue(), encoding="utf-8", newline="")
-
-
-def write_parquet(path: Path, rows: Rows) -> None:
-    texts = [[value] if isinstance(value, str) else value for _, value in rows]
-    table: Any = pa.table(
-        {"file_name": [name for name, _ in rows], "text": pa.array(texts, pa.list_(pa.string())), "n": range(len(rows))}
-    )
-    pq.write_table(table, path)
-
-
-WRITERS: dict[str, Callable[[Path, Rows], None]] = {"jsonl": write_jsonl, "csv": write_csv, "parquet": write_parquet}
 ROWS: Rows = [("b.png", "one, with a comma"), ("c/a.png", ["two", "three"]), ("d.png", None), ("./e.png", " ä \n")]
 CAPTIONS = {"b.png": ("one, with a comma",), "c/a.png": ("two", "three"), "d.png": (), "e.png": ("ä",)}
 
@@ -61,19 +37,19 @@ def images(folder: Path, names: Sequence[str]) -> None:
     write_files(folder, {name: png(20, 30, n) for n, name in enumerate(names)})
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", TABLES)
 def test_every_kind_of_table_gives_a_folder_the_same_captions(kind: str, tmp_path: Path) -> None:
     images(tmp_path, list(CAPTIONS))
-    WRITERS[kind](tmp_path / f"metadata.{kind}", [*ROWS, ("gone.png", "x")])
+    write_table(tmp_path / f"metadata.{kind}", [*ROWS, ("gone.png", "x")])
     assert captions(tmp_path) == CAPTIONS
     assert listing_of(tmp_path).orphans == [f"gone.png (in metadata.{kind})"]
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", TABLES)
 def test_a_table_is_a_source_of_what_it_names_and_of_nothing_else(kind: str, tmp_path: Path) -> None:
     images(tmp_path, [*CAPTIONS, "not named.png"])
     (tmp_path / "b.txt").write_text("not the table's", encoding="ascii")
-    WRITERS[kind](tmp_path / f"some.{kind}", ROWS)
+    write_table(tmp_path / f"some.{kind}", ROWS)
     source = open_source(str(tmp_path / f"some.{kind}"))
     assert captions(source.listing()) == CAPTIONS
     for item in source.in_turn(source.listing().items):
@@ -83,10 +59,10 @@ def test_a_table_is_a_source_of_what_it_names_and_of_nothing_else(kind: str, tmp
         assert (stamp.num_bytes, stamp.mtime_ns) == (len(data), (tmp_path / item.id).stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", TABLES)
 def test_an_image_that_two_rows_name_is_an_error_that_names_both_rows(kind: str, tmp_path: Path) -> None:
     images(tmp_path, ["a.png", "b.png"])
-    WRITERS[kind](tmp_path / f"metadata.{kind}", [("a.png", "x"), ("b.png", "y"), ("./a.png", "z")])
+    write_table(tmp_path / f"metadata.{kind}", [("a.png", "x"), ("b.png", "y"), ("./a.png", "z")])
     for source in (tmp_path, tmp_path / f"metadata.{kind}"):
         with pytest.raises(
             SourceError, match=r"'a.png': one at metadata.*(line|row) \d, one at metadata.*(line|row) \d; ids must"
@@ -97,7 +73,7 @@ def test_an_image_that_two_rows_name_is_an_error_that_names_both_rows(kind: str,
 def test_two_tables_of_one_folder_that_name_the_same_image_are_named_both(tmp_path: Path) -> None:
     images(tmp_path, ["a.png"])
     for kind in ("csv", "jsonl"):
-        WRITERS[kind](tmp_path / f"metadata.{kind}", [("a.png", "x")])
+        write_table(tmp_path / f"metadata.{kind}", [("a.png", "x")])
     with pytest.raises(SourceError, match=r"one at metadata.csv, line 2, one at metadata.jsonl, line 1"):
         listing_of(tmp_path)
 
@@ -110,14 +86,14 @@ WRITTEN: dict[str, Callable[[Path, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("how", WRITTEN)
 def test_names_as_windows_writes_them_and_absolute_ones_inside_the_folder_are_read(how: str, kind: str, tmp_path: Path) -> None:
     images(tmp_path / "real", ["sub/a.png", "sub/deep/b.png"])
     folder = tmp_path / "way"
     folder.symlink_to("real")
     rows: Rows = [(WRITTEN[how](folder, name), name) for name in ("sub/a.png", "sub/deep/b.png")]
-    WRITERS[kind](folder / f"metadata.{kind}", rows)
+    write_table(folder / f"metadata.{kind}", rows)
     for source in (folder, folder / f"metadata.{kind}"):
         listing = listing_of(source)
         assert captions(listing) == {name: (name,) for name in ("sub/a.png", "sub/deep/b.png")}
@@ -129,7 +105,7 @@ def test_names_as_windows_writes_them_and_absolute_ones_inside_the_folder_are_re
 
 def test_an_image_whose_name_has_a_backslash_keeps_it(tmp_path: Path) -> None:
     images(tmp_path, ["a\\b.png"])
-    write_jsonl(tmp_path / "metadata.jsonl", [("a\\b.png", "x")])
+    write_table(tmp_path / "metadata.jsonl", [("a\\b.png", "x")])
     for source in (tmp_path, tmp_path / "metadata.jsonl"):
         assert captions(source) == {"a\\b.png": ("x",)}
 
@@ -137,8 +113,8 @@ def test_an_image_whose_name_has_a_backslash_keeps_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["photos/a.png", "/elsewhere/a.png", "C:\\photos\\a.png", "a.jpg"])
 def test_a_table_of_which_no_row_names_an_image_is_refused_with_a_name_of_each(name: str, tmp_path: Path) -> None:
     images(tmp_path, ["a.png", "b/c.png"])
-    write_jsonl(tmp_path / "metadata.jsonl", [("a.png", "x")])
-    write_jsonl(tmp_path / "b" / "metadata.jsonl", [(name, "x"), ("other.png", "x")])
+    write_table(tmp_path / "metadata.jsonl", [("a.png", "x")])
+    write_table(tmp_path / "b" / "metadata.jsonl", [(name, "x"), ("other.png", "x")])
     with pytest.raises(SourceError) as caught:
         listing_of(tmp_path)
     assert str(caught.value).startswith(
@@ -149,14 +125,14 @@ def test_a_table_of_which_no_row_names_an_image_is_refused_with_a_name_of_each(n
 OUTSIDE = ("../secret.png", "a/../../secret.png", "/etc/passwd", "link.png", "folder/secret.png", ".", "..")
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_row_that_leads_out_of_the_tables_folder_is_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:
     inside = tmp_path / "photos"
     images(tmp_path, ["secret.png", "photos/a.png"])
     (inside / "link.png").symlink_to(tmp_path / "secret.png")
     (inside / "folder").symlink_to(tmp_path)
-    WRITERS[kind](inside / f"t.{kind}", [("a.png", "x"), (name, "x")])
+    write_table(inside / f"t.{kind}", [("a.png", "x"), (name, "x")])
     with pytest.raises(SourceError, match=rf"t.{kind}, (line|row) \d: .*leads out of the table's folder") as caught:
         listing_of(inside / f"t.{kind}")
     assert repr(name) in str(caught.value)
@@ -167,13 +143,13 @@ def test_links_that_stay_inside_the_folder_are_followed(tmp_path: Path) -> None:
     (tmp_path / "real" / "to.png").symlink_to("a/b.png")
     (tmp_path / "real" / "c").symlink_to("a")
     (tmp_path / "way").symlink_to(tmp_path / "real")
-    write_csv(tmp_path / "real" / "t.csv", [("to.png", "x"), ("c/b.png", "x")])
+    write_table(tmp_path / "real" / "t.csv", [("to.png", "x"), ("c/b.png", "x")])
     source = open_source(str(tmp_path / "way" / "t.csv"))
     assert [len(source.read(item)[0]) for item in source.listing().items] == [len(png(20, 30, 0))] * 2
 
 
 def test_a_file_that_a_table_names_and_that_is_not_there_is_found_and_cannot_be_read(tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", [("gone.png", "x")])
+    write_table(tmp_path / "t.csv", [("gone.png", "x")])
     source = open_source(str(tmp_path / "t.csv"))
     (item,) = source.listing().items
     for look in (source.stamp, source.read, source.opened):
@@ -208,46 +184,20 @@ def test_a_parquet_table_of_other_types_is_refused_with_its_row(tmp_path: Path) 
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet(tmp_path / "t.parquet", ROWS)
+    write_table(tmp_path / "t.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"t.parquet: reading it needs pyarrow; .*bucketline\[tables\]"):
         listing_of(tmp_path / "t.parquet")
 
 
 def test_a_text_that_no_store_can_hold_is_noted_at_its_image(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "t.jsonl", [("a.png", "\ud83d"), ("b.png", "x" * (1 << 21)), ("c.png", "fine")])
+    write_table(tmp_path / "t.jsonl", [("a.png", "\ud83d"), ("b.png", "x" * (1 << 21)), ("c.png", "fine")])
     errors = [item.caption_error for item in listing_of(tmp_path / "t.jsonl").items]
     assert errors == [
         "its text in t.jsonl has a lone surrogate, half of a character",
         f"its text in t.jsonl has {1 << 21} bytes",
         None,
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere", "nowhere does not exist: {} has no 'nowhere'; expected a folder of images"),
-        ("photoes", "photoes does not exist: {} has no 'photoes' (did you mean 'photos'?); expected a folder of images"),
-        ("nowhere/photos", "photos does not exist: {} has no 'nowhere'; expected"),
-        ("a.png/photos", "photos does not exist: {}/a.png is a file; expected"),
-        ("a.png", "a.png is an image; expected its folder"),
-        ("a.txt", "a.txt is not a known kind of source; expected a folder of images"),
-        ("t.csv", "t.csv does not exist: {} has no 't.csv'; expected a table"),
-        ("shard.tar", "shard.tar: no such tar, {} has no 'shard.tar'; expected"),
-        ("{0..2}.tar", "0.tar: no such tar, {} has no '0.tar'; expected"),
-        ("*.tar", "no file matches the pattern; expected"),
-        ("{0..2.tar", "expected"),
-    ],
-)
-def test_what_is_no_source_is_refused_with_what_it_is_and_what_was_expected(name: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png(20, 20))
-    (tmp_path / "a.txt").write_bytes(b"")
-    (tmp_path / "photos").mkdir()
-    with pytest.raises(SourceError) as caught:
-        open_source(f"{tmp_path}{os.sep}{name}")
-    assert words.replace("{}", str(tmp_path)) in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
 
 
 # Parquet files with embedded images, folders of them, and files whose metadata are damaged or claim gigabytes.
@@ -330,27 +280,6 @@ def test_a_file_packs_what_a_folder_of_its_images_packs(tmp_path: Path, model: P
     again = call("ingest", "pack", file, tmp_path / "a", "--model", model, "--check", "content", "--json").done().json
     assert (again["packed"], again["unchanged"]) == (0, 10)
     assert call("ingest", "scan", file, "--json", *SMALL).json["found"] == 10
-
-
-def test_a_folder_as_on_the_hub_has_its_splits(tmp_path: Path, model: Path) -> None:
-    folder = tmp_path / "hub"
-    for part in range(2):
-        write(folder / "data" / f"train-0000{part}-of-00002.parquet", pictures(4, 10 * part), caption=[["x", "y"]] * 4)
-    write(folder / "data" / "validation-00000-of-00001.parquet", pictures(3, 50), caption=[["z"]] * 3)
-    write(folder / "data" / "test-00000-of-00001.parquet", pictures(2, 70), caption=[["z"]] * 2)
-    (folder / "README.md").write_text("a data set", encoding="utf-8")
-    ran = call("ingest", "pack", folder, tmp_path / "s", "--model", model, *SMALL).done()
-    found = by_id(Store.open(tmp_path / "s"))
-    assert sorted(found) == [
-        *(f"train/train-0000{part}-of-00002/{row:08d}" for part in range(2) for row in range(4)),
-        *(f"validation/validation-00000-of-00001/{row:08d}" for row in range(3)),
-    ]
-    assert all(held.record.bucket.startswith("val/") == name.startswith("validation") for name, held in found.items())
-    assert found["train/train-00000-of-00002/00000000"].record.captions == ("x", "y")
-    assert 'split test (2 images) is left out; to include it: dataset_splits = ["train=train", ' in ran.out
-    file = in_file(tmp_path / "d.toml", folder, dataset_splits=["test=train"])
-    call("ingest", "pack", file, tmp_path / "t", "--model", model, *SMALL).done()
-    assert {name.split("/")[0] for name in by_id(Store.open(tmp_path / "t"))} == {"test"}
 
 
 def test_rows_without_bytes_are_rejected_and_a_changed_file_ends_the_run(tmp_path: Path, model: Path) -> None:

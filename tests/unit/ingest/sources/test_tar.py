@@ -303,10 +303,8 @@ SECRET = "Zq81secret"
         f"pipe:curl -s -H 'Authorization: Bearer {SECRET}' http://127.0.0.1:1/a.tar",
     ],
 )
-@pytest.mark.parametrize("command", ["pack", "scan"])
-def test_passwords_tokens_and_commands_are_in_no_message(command: str, text: str, model: Path, tmp_path: Path) -> None:
-    places = (text, tmp_path / "s") if command == "pack" else (text,)
-    ran = call("ingest", command, *places, "--model", model) if command == "pack" else call("ingest", command, *places)
+def test_passwords_tokens_and_commands_are_in_no_message(text: str) -> None:
+    ran = call("ingest", "scan", text)
     assert ran.code == (2 if text.startswith("s3:") else 1)  # the URL of something in object storage has no query
     assert ran.err.startswith("error: ")
     assert SECRET not in ran.out + ran.err
