@@ -1,15 +1,13 @@
 """Write a store from Ray Data: `dataset.map_batches(encode).write_datasink(StoreSink("photos.store", …))`.
 
-Ray runs a task again if its worker was lost, so tasks only make shards, each in a folder of its own. They count once the driver
-has published them, when all tasks have ended. If the store is in object storage, tasks send their shards as they are sealed.
+Each task commits its own shards. Ray runs a task again if its worker was lost: its rows then replace those of the same ids.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +17,9 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.extensions import extra_named
 from bucketline.store import StoreWriter
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync.working import AttemptStore, PartStore, take_attempt, target_at
-from bucketline.store.transfer import PendingNotes
-from bucketline.store.write.publish import begin_attempts, new_manifest, remove_attempts
+from bucketline.store.parallel import PartCommitter
+from bucketline.store.sync.working import WorkingStore, own_working_store, target_at
+from bucketline.store.write.publish import new_manifest
 from bucketline.store.write.store_writer import PartWriter
 
 with extra_named("ray"):
@@ -34,13 +31,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.remote.urls import RemoteOptions
-    from bucketline.store.sync.working import SentShard
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.store.write.row_form import Arrays
 
 __all__ = ["StoreSink", "batch_of", "sample"]
 
 ROWS_PER_TASK = 4096
-_RUN = "ray-"  # begins the names of shards, and of runs in a bucket
 _FIELDS = ("id", "split", "columns", "texts", "ragged")
 _NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
 
@@ -70,21 +66,12 @@ def batch_of(samples: Iterable[Mapping[str, str | bytes]]) -> dict[str, list[str
     return {name: [row[name] for row in rows] for name in _FIELDS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """The outcome of a task; nothing of it counts before the driver has taken its shards."""
-
-    name: str
-    sealed: list[str]  # names of its shards
-    sent: list[SentShard]  # the same, if the store is in object storage
-
-
 class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
-    """Writes rows of `sample` to a store, which is published when all of them are written.
+    """Writes rows of `sample` to a store.
 
-    The store is in a folder that all nodes share, or at a URL, to which each task sends its shards as they are sealed. A row
-    replaces the published one of the same id. If the job fails, or the driver is killed, the store is as it was before; run the
-    job again. While the job runs, the store's folder is locked; a URL may be written by others, as `ingest pack` says.
+    The store is in a folder that all nodes share, or at a URL. Each task commits what it has written, as `ingest pack`'s ranks
+    do, so others may write meanwhile. A row replaces an older one of the same id. If the job fails or is killed, what finished
+    tasks have written stays; run the job again.
     """
 
     def __init__(
@@ -106,17 +93,14 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
             UsageError: as `StoreWriter`; or if the URL cannot be a store's.
         """
         self._target = target_at(path, remote, work)
-        self._path, folder = self._target.path, self._target.folder
-        self._objects = folder if isinstance(folder, ObjectFolder) else None
+        writer = StoreWriter.to(self._target, **contents)
+        self._form, self._shard_bytes, self._schema = writer._form, writer._shard_bytes, writer._schema
+        self._writer: StoreWriter | None = writer
+        self._empty = new_manifest(self._schema)
         self._rows_per_task = rows_per_task
-        self._writer: StoreWriter | None = StoreWriter.to(self._target, **contents)
-        self._form, self._shard_bytes = self._writer._form, self._writer._shard_bytes
-        self._empty = new_manifest(self._writer._schema)
-        self._run = secrets.token_hex(4)
-        self._held: ExitStack | None = None  # during the job
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_held": None}  # the locks stay with the driver
+        return {**self.__dict__, "_writer": None}  # the driver's
 
     @property
     def min_rows_per_write(self) -> int | None:
@@ -124,77 +108,44 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         return self._rows_per_task
 
     def on_write_start(self, schema: object = None) -> None:  # noqa: ARG002 - Ray's own signature
-        """Lock the store, and create it if there is none. Ray calls this on the driver.
+        """Create the store if there is none, and adopt what a killed writer left. Ray calls this on the driver.
 
         Raises:
             LockedError, FingerprintError, StoreError: as `StoreWriter.__enter__`; or if the URL cannot be read or written.
         """
-        if self._held is not None:
-            return
         assert self._writer is not None
-        with ExitStack() as held:
-            held.enter_context(self._target.held())
-            held.enter_context(self._writer)
-            if self._objects is not None:
-                held.enter_context(PendingNotes(self._objects, f"{_RUN}{self._run}-"))
-            else:
-                begin_attempts(self._path, self._run)
-                held.callback(remove_attempts, self._path)
-            self._held = held.pop_all()
+        with self._target.held(), self._writer:
+            pass
 
-    def write(self, blocks: Iterable[Any], ctx: Any) -> _Written:  # noqa: ANN401 - Ray's own types
-        """Write the rows of a task to shards of its own, and return their names. Ray calls this in a task.
+    def write(self, blocks: Iterable[Any], ctx: Any) -> int:  # noqa: ANN401 - Ray's own types
+        """Write and commit the rows of a task, and return their number. Ray calls this in a task.
 
         Raises:
-            UsageError, StoreError: as `StoreWriter.add`; or if a shard cannot be sent.
+            UsageError, StoreError: as `StoreWriter.add`; or if a shard cannot be sent or committed.
         """
-        name = f"t{ctx.task_idx:06d}-{secrets.token_hex(4)}"  # never that of another attempt
-        own: AttemptStore | PartStore = AttemptStore(self._path, self._empty, self._run)
-        if self._objects is not None:
-            own = PartStore(self._objects, self._path.with_name(f"{self._path.name}.workers"), self._empty)
-        try:
-            folder, sender = own.begin(name if self._objects is None else f"{_RUN}{self._run}-{name}")
-            with sender or nullcontext():
-                num_put = 0
-                with self._part(folder, name) as writer:
-                    for arguments in _arguments(blocks):
-                        writer.add(*arguments)
-                        if sender is not None:
-                            for shard in writer.sealed[num_put:]:
-                                sender.put(shard)
-                                sender.wait_for_room(lambda: None)
-                            num_put = len(writer.sealed)
-                if sender is not None:
-                    for shard in writer.sealed[num_put:]:
-                        sender.put(shard)
-                    sender.finish(lambda: None)
-            return _Written(name=name, sealed=writer.sealed, sent=own.finish(folder, writer.sealed))
-        finally:
-            own.close()
+        number = 0
+        with ExitStack() as held:
+            target: StoreTarget = self._target
+            if isinstance(target, WorkingStore):  # each task has a folder of its own on its machine's disk
+                parent = target.path.with_name(f"{target.path.name}.workers")
+                target = held.enter_context(own_working_store(target.folder, parent))
+            names = f"ray-{secrets.token_hex(4)}-t{ctx.task_idx:06d}-{{:04d}}"  # never those of another attempt
+            part = PartWriter(target.path, self._form, names, self._shard_bytes)
+            writer = held.enter_context(PartCommitter(part, target, target.newest() or self._empty))
+            for arguments in _arguments(blocks):
+                writer.add(*arguments)
+                number += 1
+            writer.commit()
+        return number
 
-    def on_write_complete(self, write_result: Any) -> None:  # noqa: ANN401 - Ray's own type
-        """Publish what the tasks have written. Ray calls this on the driver, with one result of each task.
+    def on_write_complete(self, write_result: Any) -> None:  # noqa: ANN401, ARG002 - Ray's own signature
+        """Create the store if there was no task. Ray calls this on the driver.
 
         Raises:
             StoreError: if the store cannot be written.
         """
-        self.on_write_start()  # without any task, Ray has not called it
-        assert self._writer is not None
-        assert self._held is not None
-        with self._held:
-            self._held = None
-            for task in write_result.write_returns:
-                take_attempt(self._path, self._run, task.name, task.sealed, task.sent)
-            self._writer.publish([name for task in write_result.write_returns for name in task.sealed])
-
-    def on_write_failed(self, error: Exception) -> None:
-        """Leave the store as it was before, and release its lock. Ray calls this on the driver."""
-        if (held := self._held) is not None:
-            self._held = None
-            held.__exit__(type(error), error, None)
-
-    def _part(self, folder: Path, task: str) -> PartWriter:
-        return PartWriter(folder, self._form, f"{_RUN}{self._run}-{task}-{{:04d}}", self._shard_bytes)
+        if self._target.newest() is None:
+            self.on_write_start()
 
 
 def _arguments(blocks: Iterable[Any]) -> Iterator[tuple[Any, ...]]:

@@ -74,23 +74,18 @@ class RayEngine(OptionValue):
 class WantedWorkers(OptionValue):
     """The workers of a Ray cluster.
 
-    >>> WantedWorkers.parse("2:8@0.5gpu", "--workers")
-    WantedWorkers(least=2, most=8, gpus=0.5, cpus=None)
+    >>> WantedWorkers.parse("8@0.5gpu", "--workers")
+    WantedWorkers(most=8, gpus=0.5, cpus=None)
     """
 
-    FORMS = ("auto", "[LEAST:]MOST[@GPUS[,CPUS]]", "[LEAST:]MOST@CPUS[,GPUS]", "@GPUS[,CPUS]", "@CPUS[,GPUS]")
-    METAVAR = "N|MIN:MAX[@Ggpu,Ccpu]"
-    EXPECTED = "[MIN:]MAX and what each takes, such as 4, 2:8 or 2:8@1gpu,4cpu"
-    LIMITS: ClassVar = {"least": ONE_OR_MORE, "most": ONE_OR_MORE}
+    FORMS = ("auto", "MOST[@GPUS[,CPUS]]", "MOST@CPUS[,GPUS]", "@GPUS[,CPUS]", "@CPUS[,GPUS]")
+    METAVAR = "N[@Ggpu,Ccpu]"
+    EXPECTED = "a number and what each takes, such as 4 or 8@1gpu,4cpu"
+    LIMITS: ClassVar = {"most": ONE_OR_MORE}
 
-    least: int | None = None  # with which packing begins; None: with all
     most: int | None = None  # None: as many as there is room for
     gpus: Annotated[float | None, in_units({"gpu": 1}, kind=float)] = None  # of each; None: by what the cluster has
     cpus: Annotated[float | None, in_units({"cpu": 1}, kind=float)] = None
-
-    def fault(self) -> str | None:
-        """Return that more are to begin than there may be, if it is so."""
-        return "more than at most" if self.least and self.most and self.least > self.most else None
 
 
 AS_THERE_IS_ROOM = WantedWorkers()
@@ -220,8 +215,8 @@ class RayOptions:
     of the one that `ray:auto` finds, or of one started on this machine for this run. Default: in this process, or in the ranks
     that torchrun started."""
     workers: WantedWorkers = AS_THERE_IS_ROOM
-    """Of --engine ray: 2:8@1gpu begins with 2 workers and uses up to 8, with 1 GPU each; @1gpu,8cpu says only what each takes.
-    auto: as many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
+    """Of --engine ray: 8@1gpu uses up to 8 workers at a time, with 1 GPU each; @1gpu,8cpu says only what each takes. auto: as
+    many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
     each of its GPUs, or 1. A worker decodes with as many threads as it has CPUs."""
 
 

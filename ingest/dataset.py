@@ -20,7 +20,7 @@ from bucketline.ingest.images.crop import latent_sizes, model_grid
 from bucketline.ingest.pack import pack_session, pack_source, ray_workers
 from bucketline.ingest.packed_index import PackedIndex, SampleChanges, hold_out_one, leave_out_withdrawn, sample_changes
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
-from bucketline.ingest.parallel.exchange import take_apart
+from bucketline.ingest.parallel.items import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
@@ -161,7 +161,7 @@ def pack_dataset(
     workers = ray_workers(config, world_size)
     with pack_session(config, rank, world_size, local_rank, local_world_size, workers) as session:
         try:
-            file = session.ranks.from_first(lambda: _checked(config), DatasetFile)
+            file = session.ranks.tell("sources", _checked(config) if session.ranks.is_first else None, DatasetFile)
             for entry in file.sources:
                 asked = _pack_config(config, entry)
                 with naming_source(config.source, entry):
@@ -169,7 +169,7 @@ def pack_dataset(
                     if session.ranks.is_first:
                         with redirect_stdout(session.stdout):
                             on_start(entry, asked, own)
-                    result = pack_source(own, session, is_last=entry is file.sources[-1])
+                    result = pack_source(own, session)
                 if result is not None:
                     results[str(entry.name)] = result
                     with redirect_stdout(session.stdout):

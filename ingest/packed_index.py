@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.parallel.exchange import Outline, Share
+    from bucketline.ingest.parallel.items import Outline, Share
     from bucketline.ingest.sources.source import Listing, SourceItem
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Manifest, Store

@@ -14,8 +14,7 @@ from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits, num_header_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bucketline.ingest.parallel.exchange import ItemParts
-    from bucketline.ingest.parallel.ranks import PackRanks
+    from bucketline.ingest.parallel.items import ItemParts
     from bucketline.ingest.pipeline.model import PhasePlan
     from bucketline.ingest.sources.source import Source, SourceItem
 
@@ -25,40 +24,32 @@ _AHEAD_BYTES = 256 << 20  # of file contents, if they come with the items
 
 
 @contextmanager
-def packing_progress(
-    total: int, ranks: PackRanks, what: str, remark: Callable[[], str] = lambda: ""
-) -> Iterator[Callable[[], None]]:
-    """Show progress of rank 0's share and a remark; yield a function to call once per image."""
-    if not ranks.is_first:
+def packing_progress(total: int, what: str | None, remark: Callable[[], str] = lambda: "") -> Iterator[Callable[[], None]]:
+    """Show progress of a share and a remark, unless `what` is None; yield a function to call once per image."""
+    if what is None:
         yield lambda: None
         return
-    with counting_progress(
-        what if ranks.world_size == 1 else f"{what} (rank 0 of {ranks.world_size})", total, remark
-    ) as advance:
+    with counting_progress(what, total, remark) as advance:
         yield advance
 
 
 @contextmanager
 def caption_progress(
-    total: int, ranks: PackRanks, plan: Callable[[], PhasePlan]
+    total: int, what: str | None, plan: Callable[[], PhasePlan]
 ) -> Iterator[tuple[Callable[[], None], Callable[[], bool]]]:
-    """Show progress of rank 0's captions; yield what to call once per image, and what tells whether there are two phases.
+    """Show progress of captions; yield what to call once per image, and what tells whether there are two phases.
 
-    The latter prints the plan on rank 0 when it is asked.
+    The latter prints the plan when it is asked. If `what` is None, nothing is shown.
     """
-
-    def are_two() -> bool:
-        if ranks.is_first:
-            print(f"pack: {plan()}", file=as_log(sys.stderr), flush=True)
-        return plan().are_two
-
     with ExitStack() as shown:
         advance: list[Callable[[], None]] = []
 
         def is_due() -> bool:
-            if (found := are_two()) and ranks.is_first:
-                advance.append(shown.enter_context(counting_progress("captions", total)))
-            return found
+            if what is not None:
+                print(f"pack: {plan()}", file=as_log(sys.stderr), flush=True)
+                if plan().are_two:
+                    advance.append(shown.enter_context(counting_progress("captions", total)))
+            return plan().are_two
 
         yield lambda: advance[0]() if advance else None, is_due
 

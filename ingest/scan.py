@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.images.crop import Placement
-    from bucketline.ingest.parallel.exchange import ItemParts
+    from bucketline.ingest.parallel.items import ItemParts
     from bucketline.ingest.pipeline.image_reader import ReadImage
     from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile
     from bucketline.ingest.sources.source import Listing, Source, SourceItem

@@ -9,7 +9,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -25,8 +25,9 @@ from bucketline.errors import BucketlineError, RankError, SourceError, UsageErro
 from bucketline.option_value import unlike
 from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.format.block import sample_digest
+from bucketline.store.remote.generations import find_newest
+from bucketline.store.remote.urls import is_url
 from bucketline.store.sync.working import sender_to, target_at
-from bucketline.store.write.publish import unlisted
 from bucketline.store.write.store_writer import StoreWriter
 
 if TYPE_CHECKING:
@@ -40,14 +41,15 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.store.transfer import ShardSender
+    from bucketline.store.write.publish import StoreTarget
     from bucketline.store.write.store_writer import PartWriter
 
 
 # ----------------------------------------------------------------------------------------------------------------- part worker
-# A worker of `write_store`: encode one item after another, and add its samples to a part of the store.
+# A worker of `write_store`: encode one item after another, add its samples to a part of the store, and commit the part.
 
-READY = "ready"  # the first message of a worker
-_POLL_S = 1.0  # between two looks whether the process that publishes is still there
+READY, DONE = "ready", "done"  # the first message of a worker, and its last
+_POLL_S = 1.0  # between two looks whether the process that hands out items is still there
 ARGUMENTS = ("sample_id", "split", "columns", "captions", "ragged")  # of `PartWriter.add`
 
 
@@ -70,15 +72,6 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The result of a task, or of sealing the worker's last shard."""
-
-    num_samples: int
-    sealed: list[str]  # names of the shards that were sealed meanwhile
-    is_last: bool = False  # of no task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """An error that ends the run; `kind` is the name of one of our errors."""
 
@@ -87,96 +80,121 @@ class Failure:
     trace: str  # of the worker
 
 
-@dataclass(slots=True)
-class ItemEncoder:
-    """Encodes items into a part."""
+class PartCommitter:
+    """Adds samples to a part, and commits its shards: in a store at a URL, they are sent as they are sealed."""
 
-    part: PartWriter
-    encode: Callable[[Any], Any]
-    num_told: int = 0  # sealed shards that an outcome has named
+    def __init__(self, part: PartWriter, target: StoreTarget, manifest: Manifest) -> None:
+        """Write nothing yet; until it is entered, it can be pickled. `manifest` is a generation of the store, `target`."""
+        self.part, self._target, self._manifest = part, target, manifest
+        self._sender: ShardSender | None = None
+        self._num_put = 0
 
-    def run(self, task: Task) -> Outcome | Failure:
-        """Encode an item and add its samples; nothing of it is added after the first one that is refused."""
-        try:
-            num_samples = 0
-            for sample in self._samples(task):
-                arguments = _arguments(task, sample)
-                if arguments["sample_id"] not in self.part.withdrawn:
-                    self.part.add(**arguments)
-                    num_samples += 1
-        except BucketlineError as error:
-            return _failure_of(error, "" if task.name.removeprefix("item ") in str(error) else f"{task.name}: ")
-        return self.outcome(num_samples)
+    def __enter__(self) -> PartCommitter:
+        self._sender = sender_to(self._target, self._manifest, f"write-{secrets.token_hex(4)}", is_first=False)
+        if self._sender is not None:
+            self._sender.__enter__()
+        return self
 
-    def outcome(self, num_samples: int = 0, *, is_last: bool = False) -> Outcome:
-        """Return an outcome with the shards that were sealed since the last one."""
-        sealed = self.part.sealed[self.num_told :]
-        self.num_told += len(sealed)
-        return Outcome(num_samples=num_samples, sealed=sealed, is_last=is_last)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.part.close()  # what was committed to a shard that is not sealed stays for the next writer
+        if self._sender is not None:
+            self._sender.__exit__(kind, error, trace)
 
-    def _samples(self, task: Task) -> Iterator[object]:
-        try:
-            made = self.encode(task.item)
-            if made is None:
-                return
-            if isinstance(made, Mapping) or (isinstance(made, tuple) and made and isinstance(made[0], str)):
-                yield made
-                return
-            if not isinstance(made, Iterable) or isinstance(made, str | bytes):
-                raise UsageError(
-                    f"{task.name}: encode returned a value of type {type(made).__name__}, expected a sample as "
-                    f"StoreWriter.add takes it, dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), several, or None"
-                )
-            yield from made
-        except BucketlineError:
-            raise
-        except Exception as error:
-            raise SourceError(
-                f"{task.name}: encode raised {type(error).__name__}: {error}; what was written before is kept: correct it, or "
-                "have "
-                "encode return None to leave the item out, and call write_store again to continue"
-            ) from error
+    def add(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401 - those of `PartWriter.add`
+        """Add a sample as `PartWriter.add` does."""
+        self.part.add(*arguments, **named)
+        self._send()
+
+    def commit(self) -> None:
+        """Seal what was added, and commit it; call it once, at the end."""
+        self.part.seal()
+        self._send()
+        if self._sender is not None:
+            self._sender.finish(lambda: None)
+        if self.part.sealed:
+            self._target.publish(self._manifest, self.part.sealed)
+
+    def _send(self) -> None:
+        if self._sender is not None and len(self.part.sealed) > self._num_put:
+            for name in self.part.sealed[self._num_put :]:
+                self._sender.put(name)
+            self._num_put = len(self.part.sealed)
+            self._sender.wait_for_room(lambda: None)
+
+
+def run_task(writer: PartCommitter, encode: Callable[[Any], Any], task: Task) -> int | Failure:
+    """Encode an item, add its samples, and return their number; nothing of it is added after the first that is refused."""
+    try:
+        num_samples = 0
+        for sample in _samples(encode, task):
+            arguments = _arguments(task, sample)
+            if arguments["sample_id"] not in writer.part.withdrawn:
+                writer.add(**arguments)
+                num_samples += 1
+    except BucketlineError as error:
+        return _failure_of(error, "" if task.name.removeprefix("item ") in str(error) else f"{task.name}: ")
+    return num_samples
+
+
+def _samples(encode: Callable[[Any], Any], task: Task) -> Iterator[object]:
+    try:
+        made = encode(task.item)
+        if made is None:
+            return
+        if isinstance(made, Mapping) or (isinstance(made, tuple) and made and isinstance(made[0], str)):
+            yield made
+            return
+        if not isinstance(made, Iterable) or isinstance(made, str | bytes):
+            raise UsageError(
+                f"{task.name}: encode returned a value of type {type(made).__name__}, expected a sample as "
+                f"StoreWriter.add takes it, dict({', '.join(f'{name}=…' for name in ARGUMENTS)}), several, or None"
+            )
+        yield from made
+    except BucketlineError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{task.name}: encode raised {type(error).__name__}: {error}; what was written before is kept: correct it, or have "
+            "encode return None to leave the item out, and call write_store again to continue"
+        ) from error
 
 
 def run_worker(
-    connection: Connection[Any, Any], part: PartWriter, encode: Callable[[Any], Any], is_stopped: Flag, parent: int
+    connection: Connection[Any, Any], writer: PartCommitter, encode: Callable[[Any], Any], is_stopped: Flag, parent: int
 ) -> None:
-    """Encode the tasks that arrive until None does, or `is_stopped` is set; the process `parent` publishes.
-
-    If that is gone, what is committed stays for the store's next writer.
-    """
+    """Encode the tasks that arrive until None does, `is_stopped` is set, or the process `parent` is gone; then commit them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every process; the parent says when to stop
-    encoder = ItemEncoder(part, encode)
-    with suppress(BrokenPipeError, ConnectionResetError):
-        try:
-            connection.send(READY)
-            with part:
-                while is_parent_there := _has_message(connection, parent):
-                    task = connection.recv()
-                    if task is None or is_stopped.value:
-                        break
-                    connection.send(encoder.run(task))
-                if not is_parent_there:
-                    part.commit()
-                    part.close()
+    _tell(connection, READY)
+    try:
+        with writer:
+            for task in _tasks(connection, parent):
+                if is_stopped.value:
+                    break
+                _tell(connection, run_task(writer, encode, task))
+            writer.commit()
+    except BucketlineError as error:
+        _tell(connection, _failure_of(error))
+    else:
+        _tell(connection, DONE)
+    connection.close()
+
+
+def _tell(connection: Connection[Any, Any], message: object) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone
+        connection.send(message)
+
+
+def _tasks(connection: Connection[Any, Any], parent: int) -> Iterator[Task]:
+    with suppress(EOFError):
+        while os.getppid() == parent:
+            if connection.poll(_POLL_S):
+                if (task := connection.recv()) is None:
                     return
-        except BucketlineError as error:
-            connection.send(_failure_of(error))
-        else:
-            connection.send(encoder.outcome(is_last=True))
-        connection.close()
+                yield task
 
 
 def _failure_of(error: BucketlineError, beginning: str = "") -> Failure:
     return Failure(kind=type(error).__name__, message=f"{beginning}{error}", trace=traceback.format_exc())
-
-
-def _has_message(connection: Connection[Any, Any], parent: int) -> bool:
-    """Wait for a message; return False if the parent is gone."""
-    while os.getppid() == parent:
-        if connection.poll(_POLL_S):
-            return True
-    return False
 
 
 def _arguments(task: Task, sample: object) -> dict[str, Any]:
@@ -214,30 +232,30 @@ class _Worker:
     connection: Connection[Any, Any]
     tasks: deque[Task] = field(default_factory=deque)  # handed over, without an outcome yet
     is_ready: bool = False
+    is_done: bool = False  # it has committed, or ended
 
 
 class WorkerPool:
-    """Processes with a part each. Use it in a `with` block; an error in it ends them between two items."""
+    """Processes that write a part each. Use it in a `with` block; an error in it ends them between two items."""
 
-    def __init__(self, parts: Sequence[PartWriter], encode: Callable[[Any], Any], start: StartMethod) -> None:
+    def __init__(self, writers: Sequence[PartCommitter], encode: Callable[[Any], Any], start: StartMethod) -> None:
         if start == "spawn":
             try:
                 ForkingPickler.dumps(encode)
             except _NOT_PICKLED as error:
                 raise UsageError(
                     f"encode={encode!r:.100} cannot be sent to other processes ({error}); define it at the top level of a "
-                    "module, "
-                    'or pass workers=0 or, in a process that has not used a GPU, start="fork"'
+                    'module, or pass workers=0 or, in a process that has not used a GPU, start="fork"'
                 ) from error
-        self._parts, self._encode = parts, encode
+        self._writers, self._encode = writers, encode
         self._context = _context(start)
         self._is_stopped = RawValue("b", 0)  # without a lock, which a killed worker would keep
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> WorkerPool:
-        for part in self._parts:
+        for writer in self._writers:
             ours, theirs = self._context.Pipe()
-            arguments = (theirs, part, self._encode, self._is_stopped, os.getpid())
+            arguments = (theirs, writer, self._encode, self._is_stopped, os.getpid())
             process = self._context.Process(target=run_worker, args=arguments, name="bucketline-write")
             process.start()
             theirs.close()
@@ -251,45 +269,38 @@ class WorkerPool:
             worker.process.join()
             worker.connection.close()
 
-    def encode(self, tasks: Iterator[Task], has_room: Callable[[], None]) -> Iterator[Outcome]:
-        """Yield the outcome of each task. `has_room` is called before a task is handed out, and may wait."""
+    def encode(self, tasks: Iterator[Task]) -> Iterator[int]:
+        """Yield the number of samples of each task."""
         is_over = False
         while not is_over or any(worker.tasks for worker in self._workers):
             for worker in self._workers:
                 while not is_over and len(worker.tasks) < QUEUED:
-                    has_room()
                     if (task := next(tasks, None)) is None:
                         is_over = True
                     else:
                         self._send(worker, task)
-            for outcome in self._received():
-                yield raised(outcome)
+            for worker, message in self._received(self._workers):
+                if message != READY:
+                    worker.tasks.popleft()
+                    yield raised(message)
 
-    def finish(self, *, at_once: bool = False) -> Iterator[Outcome]:
-        """Have the workers seal their last shards, and yield what became of the rest; `at_once`: without the tasks that wait.
+    def finish(self, *, at_once: bool = False) -> Iterator[int]:
+        """Have the workers commit, and yield what became of the rest; `at_once`: without the tasks that wait.
 
         An error is not raised if it is not the first.
         """
         self._is_stopped.value = at_once
-        left = list(self._workers)
-        for worker in left:
-            try:
+        for worker in self._workers:
+            with suppress(OSError):
                 worker.connection.send(None)
-            except OSError:
-                continue
-        while left:
-            for worker in [one for one in left if one.connection in wait([other.connection for other in left], _POOL_POLL_S)]:
-                try:
-                    message = worker.connection.recv()
-                except (EOFError, OSError):
-                    left.remove(worker)
-                    if not at_once and worker.tasks:
-                        raise self._ended(worker) from None
-                    continue
-                if isinstance(message, Outcome):
-                    yield message
-                elif isinstance(message, Failure) and not at_once:
-                    yield raised(message)
+        while left := [worker for worker in self._workers if not worker.is_done]:
+            try:
+                for _, message in self._received(left):
+                    if message not in (READY, DONE):
+                        yield raised(message)
+            except BucketlineError:
+                if not at_once:
+                    raise
 
     def _send(self, worker: _Worker, task: Task) -> None:
         try:
@@ -303,19 +314,19 @@ class WorkerPool:
             raise self._ended(worker) from None
         worker.tasks.append(task)
 
-    def _received(self) -> Iterator[Outcome | Failure]:
-        by_connection = {worker.connection: worker for worker in self._workers}
+    def _received(self, workers: Sequence[_Worker]) -> Iterator[tuple[_Worker, Any]]:
+        """Yield messages that arrive within a moment."""
+        by_connection = {worker.connection: worker for worker in workers}
         for connection in wait(list(by_connection), _POOL_POLL_S):
             worker = by_connection[connection]  # type: ignore[index] # only connections were given
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError):
+                worker.is_done = True
                 raise self._ended(worker) from None
-            if message == READY:
-                worker.is_ready = True
-                continue
-            worker.tasks.popleft()
-            yield message
+            worker.is_ready = True
+            worker.is_done = message == DONE or (isinstance(message, Failure) and not worker.tasks)
+            yield worker, message
 
     def _ended(self, worker: _Worker) -> RankError:
         worker.process.join(5)
@@ -339,21 +350,9 @@ def _context(start: StartMethod) -> SpawnContext | ForkContext:
     return multiprocessing.get_context("fork") if start == "fork" else multiprocessing.get_context("spawn")
 
 
-def encode_here(
-    part: PartWriter, encode: Callable[[Any], Any], tasks: Iterator[Task], has_room: Callable[[], None]
-) -> Iterator[Outcome]:
-    """Yield the outcome of each task, encoded in this process. Otherwise as `WorkerPool.encode`."""
-    encoder = ItemEncoder(part, encode)
-    for task in tasks:
-        has_room()
-        yield raised(encoder.run(task))
-    part.seal()
-    yield encoder.outcome(is_last=True)
-
-
-def raised(message: Outcome | Failure) -> Outcome:
-    """Return an outcome, or raise the error that a failure is, with the worker's own traceback as a note."""
-    if isinstance(message, Outcome):
+def raised(message: int | Failure) -> int:
+    """Return a number of samples, or raise the error that a failure is, with the worker's own traceback as a note."""
+    if isinstance(message, int):
         return message
     kind = getattr(errors, message.kind, RankError)
     error = kind(message.message)
@@ -392,9 +391,10 @@ def write_store(
 
         write_store("photos.store", names, encode, workers=8, columns=[…], text=[…], empty_caption=…)
 
-    Call it again to continue: only items are encoded whose samples the store lacks. Ctrl-C, a failing item or a killed worker
-    end the call after the items at hand, and what was encoded is published; after `kill -9`, the next call adopts what was
-    committed. A progress bar is on stderr if that is a terminal.
+    Each process commits what it has written, so a call makes several generations. Call it again to continue: only items are
+    encoded whose samples the store lacks. Ctrl-C, a failing item or a killed worker end the call after the items at hand, and
+    what the other processes have encoded is published; the next call adopts what a killed one had committed to its shard. A
+    progress bar is on stderr if that is a terminal.
 
     `path` is a folder or a URL; `remote` says how to reach the URL, and `work` is the folder on this machine in which its
     shards are made and then sent. `items` are names (str or Path), which are their samples' ids, or a mapping from ids to
@@ -402,8 +402,9 @@ def write_store(
     arguments of `StoreWriter.add`, as `dict(sample_id=…, split=…, columns=…, captions=…, ragged=…)` or as a tuple in this
     order; or several of these, or None to leave the item out, which the next call tries again. It is sent to each process once:
     an object with `__call__` can load a model at its first call and keep it. `workers` is the number of processes, by default
-    that of the cores; 0 encodes in this one. `start` is how they start: `"fork"` needs no importable `encode`, and must not be
-    used once this process has used a GPU or started threads. `contents` are the keyword arguments of `StoreWriter`.
+    that of the cores; 0 encodes in this one. `start` is how they start: `"fork"` needs no importable `encode`, is not for a
+    URL, and must not be used once this process has used a GPU or started threads. `contents` are the keyword arguments of
+    `StoreWriter`.
 
     Raises:
         UsageError: if an item has no id or two have the same; as `StoreWriter.add`, naming the item; or if `encode` or an item
@@ -421,31 +422,35 @@ def write_store(
         raise unlike("encode", encode, "a function of an item, or an object with __call__")
     if start not in get_args(StartMethod):
         raise UsageError(f"start is {start!r:.80}, expected {' or '.join(map(repr, get_args(StartMethod)))}")
+    if start == "fork" and workers and is_url(path):
+        raise UsageError('start="fork" is for a store in a folder: a forked process cannot reach a URL; pass start="spawn"')
     target = target_at(path, remote, work, partial(bar_of_bytes, "send"))
-    writer = StoreWriter.to(target, **contents)
-    with target.held(), writer, ExitStack() as held:
-        total = len(items) if isinstance(items, Sized) else None
-        update = held.enter_context(progress_bar("write", total))
-        sender = sender_to(target, writer.manifest, f"write-{secrets.token_hex(4)}", is_first=True)
-        held.enter_context(sender or nullcontext())
-        run = _Run(writer, sender, lambda: update(advance=1))
-        tasks = run.missing(_identified(items, ids))
-        run.write(tasks, encode, workers, start)
-        return WriteSummary(
-            num_written=run.num_written,
-            num_unchanged=run.num_unchanged,
-            num_left_out=run.num_left_out,
-            manifest=writer.publish(),
-        )
+    store = StoreWriter.to(target, **contents)
+    with target.held():
+        with store:  # creates it, adopts what a killed call left; from then on each process commits for itself
+            parts = [store.part(f"w{n:03d}") for n in range(max(workers, 1))]
+        writers = [PartCommitter(part, target, store.manifest) for part in parts]
+        with progress_bar("write", len(items) if isinstance(items, Sized) else None) as update:
+            run = _Run(store, lambda: update(advance=1))
+            tasks = run.missing(_identified(items, ids))
+            if workers:
+                run.write_by_workers(writers, tasks, encode, start)
+            else:
+                run.write_here(writers[0], tasks, encode)
+    return WriteSummary(
+        num_written=run.num_written,
+        num_unchanged=run.num_unchanged,
+        num_left_out=run.num_left_out,
+        manifest=find_newest(target.folder, lists=True) or store.manifest,
+    )
 
 
 class _Run:
-    """One call: counts, and sends shards of a store at a URL."""
+    """One call, and its counts."""
 
-    def __init__(self, writer: StoreWriter, sender: ShardSender | None, on_item: Callable[[], None]) -> None:
+    def __init__(self, store: StoreWriter, on_item: Callable[[], None]) -> None:
         self.num_written = self.num_unchanged = self.num_left_out = 0
-        self._writer, self._sender, self._on_item = writer, sender, on_item
-        self._put = set[str]()  # names of the shards that are to be sent
+        self._store, self._on_item = store, on_item
 
     def missing(self, tasks: Iterable[Task]) -> Iterator[Task]:
         seen = set[bytes]()
@@ -456,69 +461,43 @@ class _Run:
                         f"two items give the id {sample_id!r:.200}; ids must be unique: leave one out, or rename it"
                     )
                 seen.add(digest)
-            if all(sample_id in self._writer for sample_id in task.ids):
+            if all(sample_id in self._store for sample_id in task.ids):
                 self.num_unchanged += 1
                 self._on_item()
             else:
                 yield task
 
-    def write(self, tasks: Iterator[Task], encode: Callable[[Any], Any], workers: int, start: StartMethod) -> None:
-        """Encode all tasks and seal; if that is not possible, publish what there is and raise why."""
-        parts = [self._writer.part(f"w{n:03d}") for n in range(max(workers, 1))]
-        if workers:
-            self._write_by_workers(parts, tasks, encode, start)
-        else:
-            with parts[0] as part:
-                self._take_all(encode_here(part, encode, tasks, self._wait_for_room), part.seal)
-        self._send_rest()
+    def write_here(self, writer: PartCommitter, tasks: Iterator[Task], encode: Callable[[Any], Any]) -> None:
+        """Encode all tasks in this process, and commit; if an error comes between, commit what there is and raise it."""
+        with writer:
+            try:
+                for task in tasks:
+                    self._count(raised(run_task(writer, encode, task)))
+            except BaseException:
+                with suppress(BucketlineError):  # the first error is the one to raise
+                    writer.commit()
+                raise
+            writer.commit()
 
-    def _write_by_workers(
-        self, parts: Sequence[PartWriter], tasks: Iterator[Task], encode: Callable[[Any], Any], start: StartMethod
+    def write_by_workers(
+        self, writers: Sequence[PartCommitter], tasks: Iterator[Task], encode: Callable[[Any], Any], start: StartMethod
     ) -> None:
-        with WorkerPool(parts, encode, start) as pool:
+        """Have all tasks encoded and committed; if an error comes between, have what there is committed, and raise it."""
+        with WorkerPool(writers, encode, start) as pool:
+            try:
+                for num_samples in pool.encode(tasks):
+                    self._count(num_samples)
+            except BaseException:
+                for num_samples in pool.finish(at_once=True):
+                    self.num_written += num_samples
+                raise
+            for _ in pool.finish():
+                pass
 
-            def stop() -> None:
-                for outcome in pool.finish(at_once=True):
-                    self._take(outcome)
-
-            self._take_all(pool.encode(tasks, self._wait_for_room), stop)
-            for outcome in pool.finish():
-                self._take(outcome)
-
-    def _take_all(self, outcomes: Iterator[Outcome], stop: Callable[[], None]) -> None:
-        try:
-            for outcome in outcomes:
-                self._take(outcome)
-                if not outcome.is_last:
-                    self.num_left_out += not outcome.num_samples
-                    self._on_item()
-        except BaseException:
-            with suppress(BucketlineError):  # the first error is the one to raise; what is not published now stays pending
-                stop()
-                self._send_rest()
-                self._writer.publish()
-            raise
-
-    def _take(self, outcome: Outcome) -> None:
-        self.num_written += outcome.num_samples
-        self._send(outcome.sealed)
-
-    def _send(self, names: Iterable[str]) -> None:
-        if self._sender is not None:
-            for name in sorted(set(names) - self._put):
-                self._put.add(name)
-                self._sender.put(name)
-
-    def _wait_for_room(self) -> None:
-        if self._sender is not None:
-            self._sender.wait_for_room(lambda: None)
-
-    def _send_rest(self) -> None:
-        """Send what is left, with what a killed worker had sealed, before it is published."""
-        if self._sender is not None:
-            self._send(unlisted(self._writer.path, self._writer.manifest))
-            with bar_of_bytes("send", self._sender.bytes_left) as on_bytes:
-                self._sender.finish(lambda: None, on_bytes)
+    def _count(self, num_samples: int) -> None:
+        self.num_written += num_samples
+        self.num_left_out += not num_samples
+        self._on_item()
 
 
 def _checked_workers(workers: int | None) -> int:

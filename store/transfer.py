@@ -398,10 +398,6 @@ class ShardSender:
         self._bytes[name] = shard_paths(self._path, name).lmdb.stat().st_size
         self._waiting.put(name)
 
-    def keep(self, names: Iterable[str]) -> None:
-        """List shards, too, that another machine has sent for this run."""
-        self._listed |= set(names)
-
     @property
     def bytes_left(self) -> int:
         return sum(self._bytes.values()) - self._bytes_done
@@ -477,34 +473,6 @@ class ShardSender:
         self._bytes_done += num_bytes  # one thread adds, as one shard is sent at a time
 
 
-class PendingNotes:
-    """Repeats the notes of a run's processes, also of those that have ended, while its `with` block lasts."""
-
-    def __init__(self, objects: ObjectFolder, prefix: str) -> None:
-        """Request nothing yet; `prefix` begins the names of the processes."""
-        self._objects, self._prefix = objects, f"{PENDING}/{prefix}"
-        self._is_over = threading.Event()
-        self._thread = JoinableThread(self._run_thread, name="bucketline-notes")
-
-    def repeat(self) -> None:
-        for entry in _notes(self._objects):
-            if entry.name.startswith(self._prefix):
-                self._objects.write(entry.name, self._objects.read(entry.name, _MAX_NOTE_BYTES))
-
-    def __enter__(self) -> PendingNotes:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _run_thread(self) -> None:
-        while not self._is_over.wait(REPEAT_S):
-            with suppress(StoreError):  # the next time is early enough
-                self.repeat()
-
-
 def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -> None:
     """Send a sealed shard, note that, then keep only the length of its file. A crash in between leaves the whole file."""
     entry = read_meta(store, name, with_columns=bool(manifest.added)).entry
@@ -563,13 +531,24 @@ def noted(objects: ObjectFolder, what: str, names: Collection[str]) -> Iterator[
     if not names:
         yield
         return
-    run = f"{what}-{secrets.token_hex(8)}"
-    note = f"{PENDING}/{run}"
-    objects.write(note, json.dumps(sorted(names)).encode())
-    with PendingNotes(objects, run):
+    note, data, is_over = f"{PENDING}/{what}-{secrets.token_hex(8)}", json.dumps(sorted(names)).encode(), threading.Event()
+    objects.write(note, data)
+    thread = JoinableThread(_repeat, args=(objects, note, data, is_over), name="bucketline-notes")
+    thread.start()
+    try:
         yield
+    finally:
+        is_over.set()
+        thread.join()
     with suppress(DeniedError):  # it goes once it is old
         objects.remove([note])
+
+
+def _repeat(objects: ObjectFolder, note: str, data: bytes, is_over: threading.Event) -> None:
+    """Write a note again now and then, so that it does not become old."""
+    while not is_over.wait(REPEAT_S):
+        with suppress(StoreError):  # the next time is early enough
+            objects.write(note, data)
 
 
 def _notes(objects: ObjectFolder) -> list[ListedFile]:

@@ -87,7 +87,7 @@ def command_of(process: subprocess.Popen[str]) -> int | None:
 
 def packing_workers(process: subprocess.Popen[str]) -> list[int]:
     """Return the workers of a pack among the descendants of a cluster's process."""
-    return [pid for pid in descendants_of(process.pid) if "PackWorker" in title_of(pid)]
+    return [pid for pid in descendants_of(process.pid) if "pack_rank" in title_of(pid)]
 
 
 def kill(pid: int) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.parallel.exchange import Outline
+    from bucketline.ingest.parallel.items import Outline
     from bucketline.ingest.sources.source import Listing
     from bucketline.loader.plan.epoch_steps import ShardRuns
     from bucketline.loader.plan.plan import Plan
@@ -241,7 +241,7 @@ def _microseconds(act: Callable[[], object], samples: int, _: int) -> float:
 def _outline_of(path: Path) -> Outline:
     """Return the outline of a source whose images are the store's samples."""
     from bucketline.bench.fixtures.stores import sample_ids
-    from bucketline.ingest.parallel.exchange import take_apart
+    from bucketline.ingest.parallel.items import take_apart
     from bucketline.ingest.sources.source import Listing, SourceItem
     from bucketline.store import Store
 
@@ -260,7 +260,7 @@ def _listing(count: int) -> Listing:
 
 def _dealt(count: int, num_ranks: int, rank: int) -> object:
     """Return what a rank keeps: its images, and on rank 0 also the outline of all images."""
-    from bucketline.ingest.parallel.exchange import take_apart
+    from bucketline.ingest.parallel.items import take_apart
 
     outline, slices = take_apart(_listing(count), num_ranks)
     return (outline, slices[0]) if rank == 0 else slices[rank]

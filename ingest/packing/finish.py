@@ -1,4 +1,4 @@
-"""Commit what a rank has packed, and end a pack: what is to be dropped, and the sums."""
+"""The end of a pack: the sums, what is to be dropped, and the last generation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from bucketline.ingest.pipeline.model import NOT_COMPARED
 from bucketline.ingest.pipeline.pool import slowest_of
 from bucketline.ingest.summary import (
     WITHOUT_CAPTION,
-    RunSummary,
     by_reason,
+    check_identity,
+    joined_summaries,
     rejects_as_lines,
     without_caption_as_lines,
 )
@@ -24,13 +25,14 @@ from bucketline.store.format.block import PLAIN_FAMILY
 from bucketline.store.remote.generations import find_newest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.packing.run import PackRun
-    from bucketline.ingest.pipeline.slice_packer import SlicePacker
+    from bucketline.ingest.packing.run import ListedSource, PackPlan
+    from bucketline.ingest.summary import RunSummary
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text import TextError
+    from bucketline.store.write.publish import StoreTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +70,29 @@ class PackResult(SampleChanges):
     slowest_stage: str  # decode, encode or write
 
 
-def finish(run: PackRun) -> PackResult:
-    """Write the rejects and publish the last generation: this process's shards, without what is to be dropped."""
-    config, target, outline, account = run.config, run.target, run.outline, run.account
-    assert run.plan is not None
-    assert run.newest is not None
-    before = run.plan.manifest
+def finish(
+    config: PackConfig,
+    target: StoreTarget,
+    listed: ListedSource,
+    plan: PackPlan,
+    newest: Manifest,
+    sealed: Sequence[str],
+    summaries: Sequence[RunSummary],
+) -> PackResult:
+    """Add up what all ranks have packed, and publish the last generation: rank 0's shards, without what is to be dropped.
+
+    `newest` is the newest generation that rank 0 knows, `sealed` are its shards.
+    """
+    outline, before, account = listed.outline, plan.manifest, joined_summaries(summaries)
+    account.withdrawn = listed.num_withdrawn
+    check_identity(outline.num_items + listed.num_withdrawn, account)
     dropped, changes = sample_changes(config, target.open(before), outline, account)
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     without_caption = without_caption_as_lines(outline.without_caption, account)
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption)
-    newest = run.newest
-    if len(run.slices) > 1:  # other ranks have committed
+    if plan.num_ranks > 1:  # other ranks have committed
         newest = find_newest(target.folder, lists=True) or newest
-    published = target.publish(newest, run.sealed, dropped, {**newest.rules, **config.caption_rules.as_json()})
+    published = target.publish(newest, sealed, dropped, {**newest.rules, **config.caption_rules.as_json()})
     unnoted = note_model(config, is_compared=account.has_encoded)
     target.send_lists()
     remove_kept_captions(config.store)
@@ -116,7 +127,7 @@ def finish(run: PackRun) -> PackResult:
         disk_bytes=target.disk_bytes(published),
         generation=published.generation,
         generations_meanwhile=max(0, published.generation - before.generation - 1),
-        seconds=round(time.monotonic() - run.started, 3),
+        seconds=round(time.monotonic() - listed.started, 3),
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=account.on_shared_cores),
     )
@@ -133,44 +144,3 @@ def _notes_about_encoders(config: PackConfig, before: Manifest, account: RunSumm
     assert isinstance(text, dict)
     stored = f"the last hidden state of its {text['class']!s:.80} is stored"
     return [f"how the model's pipeline encodes captions is not known, so {stored}; --text plain confirms that"]
-
-
-# ------------------------------------------------------------------------------------------------------------------- meanwhile
-# What a rank commits by itself: during packing with `--publish-every`, and at its end. No rank waits for another, or tells it.
-
-SEALING = 0.1  # of a period, in which the shard that was ended with it is sealed
-
-
-class Meanwhile:
-    """The commits of one rank. Call `check` between images."""
-
-    def __init__(self, every_s: float | None, packer: SlicePacker, publish: Callable[[list[str]], None]) -> None:
-        """`every_s` is the period, None for none; `publish` commits sealed shards, which have been sent if that is needed."""
-        self._every_s, self._packer, self._publish = every_s, packer, publish
-        self._end_at = time.monotonic() + (every_s or 0.0)
-        self._publish_at = self._end_at + SEALING * (every_s or 0.0)
-        self._num_published = 0  # of the packer's shards
-
-    def check(self) -> None:
-        """End the shard if a period is over, and commit those that are ready."""
-        if self._every_s is not None:
-            if time.monotonic() >= self._end_at:
-                self._end_at = time.monotonic() + self._every_s
-                self._packer.end_shard()
-            self.publish_due()
-
-    def publish_due(self) -> None:
-        """Commit if it is time."""
-        if self._every_s is not None and time.monotonic() >= self._publish_at and self.ready():
-            self._publish_at = time.monotonic() + self._every_s
-            self.commit()
-
-    def commit(self) -> None:
-        """Commit all shards that are ready and not committed yet."""
-        if ready := self.ready():
-            self._publish(ready)
-            self._num_published += len(ready)
-
-    def ready(self) -> list[str]:
-        """Return the shards that are ready and not committed yet."""
-        return list(self._packer.ready[self._num_published :])

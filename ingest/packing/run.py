@@ -1,10 +1,10 @@
-"""A pack as seen by the process that publishes, rank 0 or a Ray driver: open, list, plan, take what was packed."""
+"""What rank 0 of a pack does before images are read: list the source, deal it out, open the store, and plan."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,44 +20,36 @@ from bucketline.ingest.config import CAPTION_OPTIONS, recorded_rules, refuse_oth
 from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.packed_index import hold_out_one, leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
-from bucketline.ingest.parallel.exchange import take_apart
-from bucketline.ingest.pipeline.slice_worker import PackPlan
+from bucketline.ingest.parallel.items import take_apart
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
-from bucketline.ingest.summary import check_identity, joined_summaries
 from bucketline.store import Store
 from bucketline.store.commands.look import bar_of_bytes
 from bucketline.store.folder import LocalFolder
 from bucketline.store.format.block import CLASS_LABELS, DTYPES
+from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
 from bucketline.store.format.schema import Schema, text_entry
 from bucketline.store.read.files import refuse_lost_shards
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.urls import working_cache
 from bucketline.store.write.publish import LocalTarget
-from bucketline.typed_json import TypedJsonError, decode_field
+from bucketline.typed_json import Json, TypedJsonError, decode_field
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import ExitStack
-
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.crop import Grid
-    from bucketline.ingest.parallel.exchange import ItemParts, Outline
+    from bucketline.ingest.parallel.items import Outline
     from bucketline.ingest.pipeline.model import EncoderFacts
-    from bucketline.ingest.pipeline.slice_worker import PackedSlice
-    from bucketline.ingest.sources.source import Listing, Source
-    from bucketline.ingest.summary import RunSummary
+    from bucketline.ingest.sources.source import Source
     from bucketline.store.folder import Folder
-    from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.write.publish import StoreTarget
-    from bucketline.typed_json import Json
 
 
-# --------------------------------------------------------------------------------------------------------------------- prepare
+# ---------------------------------------------------------------------------------------------------------------- list and plan
 
 
 def opened_source(config: PackConfig) -> Source:
@@ -70,21 +62,64 @@ def opened_source(config: PackConfig) -> Source:
     return source
 
 
-def prepare(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedSource:
+    """A source as rank 0 has listed it."""
+
+    source: Source
+    outline: Outline
+    parts: list[list[bytes]]  # the items of each rank, see `ItemParts`
+    num_withdrawn: int  # images whose ids are withdrawn: they are in no part
+    started: float
+
+
+def list_source(config: PackConfig, target: StoreTarget, num_ranks: int) -> ListedSource:
+    """List the source, and deal its items out to ranks. `target` is held."""
+    started = time.monotonic()
+    source = opened_source(config)
+    newest = newest_whole(target.folder)
+    listing = config.listing_of(source)
+    num_withdrawn = leave_out_withdrawn(listing, newest, config.taken_back)
+    existing = target.newest()
+    hold_out_one(listing.items, config.held_out, None if existing is None else target.open(existing))
+    outline, shares = take_apart(listing, num_ranks)
+    return ListedSource(
+        source=source,
+        outline=outline,
+        parts=[own.parts for own in shares],
+        num_withdrawn=num_withdrawn,
+        started=started,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """What all ranks of a pack have in common, decided by rank 0."""
+
+    source: Json
+    manifest: Manifest  # of the generation that the run continues
+    token: str  # in the names of the run's shards, never used before
+    num_ranks: int
+
+    def name_of(self, writer: str) -> str:
+        """Return what the names of the shards begin with that a rank makes."""
+        return f"g{self.manifest.generation + 1:06d}-{self.token}-{writer}"
+
+
+def make_plan(
     config: PackConfig,
+    target: StoreTarget,
+    listed: ListedSource,
     model: ModelFolder,
     facts: EncoderFacts,
-    outline: Outline,
-    held: ExitStack,
-    target: StoreTarget,
     *,
     num_making: int,
-) -> Manifest:
+) -> PackPlan:
     """Open or create the store, adopt the shards of an interrupted run, and check the free disk space.
 
-    The store stays locked until `held` is closed. Its manifest keeps its caption rules until the rows of other rules are
-    published, in the same generation. `num_making`: processes that make shards on this disk; they send them if the store
-    is in object storage.
+    The store is locked for a moment: from then on each rank locks it for its commits. Its manifest keeps its caption rules
+    until rows of other rules are published, in the same generation. `num_making`: processes that make shards on this disk;
+    they send them if the store is in object storage.
     """
     existing = target.newest()
     if facts.text.get("family") == CLASS_LABELS:
@@ -106,11 +141,17 @@ def prepare(
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
     most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
     store = None if existing is None else target.open(existing)
-    refuse_small_disk(config, facts, grid, outline, store, most_bytes, is_recaptioned=is_recaptioned)
-    manifest = held.enter_context(target.writing(contents))
-    if existing is None:
-        note_model(config, is_compared=True)  # so that an interrupted run is continued without it
-    return manifest
+    refuse_small_disk(config, facts, grid, listed.outline, store, most_bytes, is_recaptioned=is_recaptioned)
+    with target.writing(contents) as newest:
+        if existing is None:
+            note_model(config, is_compared=True)  # so that an interrupted run is continued without it
+        manifest = target.publish(newest, (), taken_back=config.taken_back) if config.taken_back else newest
+    return PackPlan(
+        source=source_as_json(listed.source),
+        manifest=manifest,
+        token=secrets.token_hex(4),
+        num_ranks=len(listed.parts),
+    )
 
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
@@ -211,91 +252,6 @@ def newest_store(config: Placed) -> Store | None:
     folder = LocalFolder(config.store) if isinstance(config.place, Path) else config.objects(config.place)
     manifest = newest_whole(folder)
     return None if manifest is None else Store.at(folder, manifest, working_cache(config.work))
-
-
-# ------------------------------------------------------------------------------------------------------------------------- run
-
-
-@dataclass(slots=True, kw_only=True)
-class PackRun:
-    """One run: its source, its plan, and what was packed of it so far."""
-
-    config: PackConfig
-    target: StoreTarget
-    source: Source
-    outline: Outline
-    slices: list[ItemParts]
-    started: float
-    num_withdrawn: int  # images whose ids are withdrawn: they are in no slice
-    plan: PackPlan | None = None
-    newest: Manifest | None = None  # that of the plan, or of this process's last commit
-    accounts: dict[int, RunSummary] = field(default_factory=dict)  # by slice
-    sealed: list[str] = field(default_factory=list)  # names of the shards
-
-    @classmethod
-    def listed(
-        cls,
-        config: PackConfig,
-        target: StoreTarget,
-        held: ExitStack,
-        num_slices: Callable[[Listing], int],
-    ) -> PackRun:
-        """List the source, and cut it into slices; the store's folder is this process's until `held` is closed."""
-        started = time.monotonic()
-        held.enter_context(target.held())
-        source = opened_source(config)
-        newest = newest_whole(target.folder)
-        listing = config.listing_of(source)
-        num_withdrawn = leave_out_withdrawn(listing, newest, config.taken_back)
-        existing = target.newest()
-        hold_out_one(listing.items, config.held_out, None if existing is None else target.open(existing))
-        outline, slices = take_apart(listing, num_slices(listing))
-        return cls(
-            config=config,
-            target=target,
-            source=source,
-            outline=outline,
-            slices=slices,
-            started=started,
-            num_withdrawn=num_withdrawn,
-        )
-
-    def begin(self, model: ModelFolder, facts: EncoderFacts, held: ExitStack, *, num_making: int) -> PackPlan:
-        """Open or create the store, which stays locked until `held` is closed, and return the plan; see `prepare`."""
-        manifest = prepare(self.config, model, facts, self.outline, held, self.target, num_making=num_making)
-        if taken_back := self.config.taken_back:
-            manifest = self.target.publish(manifest, (), taken_back=taken_back)
-        self.newest = manifest
-        self.plan = PackPlan(
-            source=source_as_json(self.source),
-            manifest=manifest,
-            token=secrets.token_hex(4),
-            num_slices=len(self.slices),
-        )
-        return self.plan
-
-    def publish(self, sealed: Sequence[str]) -> None:
-        """Publish a generation with shards that are sealed, and sent if that is needed, before the end of the run."""
-        assert self.newest is not None
-        self.newest = self.target.publish(self.newest, sealed)
-
-    def take(self, number: int, packed: PackedSlice) -> None:
-        """Count a slice, whose shards are in the store's folder."""
-        self.sealed += packed.sealed
-        self.accounts[number] = packed.account
-        self.slices[number].parts.clear()  # memory
-
-    @property
-    def num_packed(self) -> int:
-        """Return the number of images whose shards are in the store's folder."""
-        return sum(account.packed for account in self.accounts.values())
-
-    @property
-    def account(self) -> RunSummary:
-        whole = joined_summaries(self.accounts[number] for number in sorted(self.accounts))
-        whole.withdrawn = self.num_withdrawn
-        check_identity(self.outline.num_items + self.num_withdrawn, whole)
-        return whole
 
 
 # ---------------------------------------------------------------------------------------------------------------- stored rules

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
-    from bucketline.ingest.parallel.exchange import Share
+    from bucketline.ingest.parallel.items import Share
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text import TextSpec
 

@@ -23,7 +23,7 @@ from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns
 from bucketline.store.format.text import TEXT_GROUP
-from bucketline.store.write.publish import seal_rest
+from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut
     from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
     from bucketline.ingest.images.crop import Grid
-    from bucketline.ingest.parallel.exchange import Share
+    from bucketline.ingest.parallel.items import Share
     from bucketline.ingest.pipeline.captions import CaptionWriter
     from bucketline.ingest.pipeline.image_reader import ReadImage
     from bucketline.ingest.pipeline.pool import StageTimer
@@ -247,11 +247,12 @@ class SlicePacker:
         self.account.on_shared_cores = self.stages.on_shared_cores()
 
     def seal_rest(self) -> None:
-        """After `run` was stopped: seal what it had committed, and have that sent."""
-        for name in seal_rest(self.folder):
-            self.sealed.append(name)
-            if self.sender is not None:
-                self.sender.put(name)
+        """After `run` was stopped: seal what it had committed in a folder of its own, and have that sent."""
+        for path in sorted((self.folder / "pending").glob("*.lmdb")):
+            if seal(self.folder, path.stem):
+                self.sealed.append(path.stem)
+                if self.sender is not None:
+                    self.sender.put(path.stem)
 
     def encode_captions(
         self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None], is_due: Callable[[], bool]

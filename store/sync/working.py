@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from base64 import b64decode, b64encode
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.files.atomic_write import FileLock, explaining, make_sparse, write_durably
-from bucketline.files.paths import read_regular
+from bucketline.files.atomic_write import FileLock, explaining
 from bucketline.store.change.commit import WorkFolder, commit_change
 from bucketline.store.change.merge import fingerprint_of
 from bucketline.store.format.manifest import (
@@ -21,7 +18,6 @@ from bucketline.store.format.manifest import (
     check_fingerprint,
     generation_path,
     generations,
-    shard_paths,
     write_manifest,
 )
 from bucketline.store.read.files import files_of, lost_shards
@@ -30,7 +26,6 @@ from bucketline.store.remote.cache.folder import forget_cache
 from bucketline.store.remote.generations import find_newest, refuse_without_put_if_absent
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import is_url, refuse_misspelt, working_cache, working_folder
-from bucketline.store.shard.meta import decode_meta
 from bucketline.store.sync.push_pull import get_lists
 from bucketline.store.transfer import (
     ShardSender,
@@ -39,20 +34,16 @@ from bucketline.store.transfer import (
     remove_pending,
     send_lists,
     send_shard,
-    sent_mark,
     sent_shards,
     shard_of,
 )
 from bucketline.store.write.publish import (
     LocalTarget,
     adopt,
-    attempt_path,
-    begin_attempt,
     lock_store,
     new_manifest,
     newest_manifest,
     prepare_store,
-    take_shards,
     with_shards,
 )
 from bucketline.typed_json import first_difference
@@ -216,120 +207,28 @@ def sender_to(target: StoreTarget, manifest: Manifest, run: str, *, is_first: bo
     return target.sender(manifest, run, is_first=is_first) if isinstance(target, WorkingStore) else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------- parts
-# Make shards in several processes, of which one publishes: each in a folder of its own, from which that one takes them.
-#
-# On a disk that all of them share, each attempt has a folder in the store's (`AttemptStore`). Otherwise the store is in object
-# storage, and a process has a folder of its own (`PartStore`), which may be removed at any time. Its shards are sent as they
-# are sealed. The process that publishes takes their sidecars and descriptions into its own folder; from then on they are as if
-# they had been made and sent there.
+@contextmanager
+def own_working_store(objects: ObjectFolder, parent: Path) -> Iterator[WorkingStore]:
+    """Yield the store in `objects` with a new folder in `parent`, for this process only; it is removed after the block.
 
-_MAX_SIDECAR_BYTES = 1 << 32
+    So is what ended processes left in `parent`: shards there count once they are committed.
+    """
+    with explaining(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(parent)
+    path = parent / secrets.token_hex(8)
+    lock = FileLock(path.with_suffix(_LOCK), parent)
+    try:
+        prepare_store(path)
+        yield WorkingStore(objects, path, path / "cache")
+    finally:
+        forget_cache(path / "cache")
+        shutil.rmtree(path, ignore_errors=True)
+        lock.path.unlink(missing_ok=True)
+        lock.release()
+
+
 _LOCK = ".lock"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentShard:
-    """A shard that is in the bucket, and that no generation lists yet. Contents are in base 64, so that it can be JSON."""
-
-    name: str
-    meta: str
-
-
-class AttemptStore:
-    """The attempts of one run, on a disk that all its workers share; see `store/write/publish.py`."""
-
-    def __init__(self, path: Path, manifest: Manifest, run: str) -> None:
-        """Make nothing yet. `manifest` is the generation that the run continues."""
-        self._path, self._manifest, self._run = path, manifest, run
-
-    def open(self) -> Store:
-        return Store(self._path, self._manifest)
-
-    def begin(self, name: str) -> tuple[Path, None]:
-        """Return a folder for the shards of an attempt, laid out as a store. No other attempt has the name."""
-        return begin_attempt(self._path, self._run, name), None
-
-    def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:  # noqa: ARG002 - as that of `PartStore`
-        """Return nothing: the shards are taken from the folder."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing: the process that publishes removes the folders."""
-
-
-class PartStore:
-    """A folder in `parent` for shards of the store in `objects`, for this process only."""
-
-    def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest) -> None:
-        """Make the folder, and remove those of ended processes. `manifest` is the generation that the run continues."""
-        self.objects, self._manifest = objects, manifest
-        with explaining(parent):
-            parent.mkdir(parents=True, exist_ok=True)
-            _remove_left(parent)
-            self.path = parent / secrets.token_hex(8)
-            self._lock = FileLock(self.path.with_suffix(_LOCK), parent)
-            self.path.mkdir()
-
-    def open(self) -> Store:
-        """Return the generation; what is read of it comes through a cache in the folder."""
-        return Store.at(self.objects, self._manifest, self.path / "cache")
-
-    def close(self) -> None:
-        forget_cache(self.path / "cache")
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.path.unlink(missing_ok=True)
-        self._lock.release()
-
-    def begin(self, run: str) -> tuple[Path, ShardSender]:
-        folder = self.path / run
-        prepare_store(folder)
-        return folder, ShardSender(self.objects, folder, self._manifest, run)
-
-    def sent(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
-        """Return shards of an attempt, which have been sent."""
-        with explaining(folder):
-            found = []
-            for name in names:
-                paths = shard_paths(folder, name)
-                found.append(SentShard(name=name, meta=_encoded(paths.meta)))
-            return found
-
-    def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
-        """Return the shards of an attempt, which have been sent, and remove its folder."""
-        found = self.sent(folder, names)
-        with explaining(folder):
-            shutil.rmtree(folder)
-        return found
-
-
-def take_attempt(store: Path, run: str, name: str, sealed: Iterable[str], sent: Iterable[SentShard]) -> None:
-    """Take the shards of an attempt into the store's folder, from the disk or, if they were sent, by what `finish` returned.
-
-    Call it under the store's lock. Otherwise as `take_shards` and `take_sent`.
-    """
-    if sent := list(sent):
-        take_sent(store, sent)
-    else:
-        take_shards(store, attempt_path(store, run, name), sealed)
-
-
-def take_sent(store: Path, sent: Iterable[SentShard]) -> None:
-    """Take shards that another machine has made and sent into the folder that stands for their store. Call under its lock.
-
-    The shard's own file comes last, without content, and makes it a shard that the next run adopts.
-    """
-    for shard in sent:
-        paths = shard_paths(store, shard.name)
-        with explaining(store):
-            data = b64decode(shard.meta)
-            write_durably(paths.meta, data)
-            write_durably(sent_mark(store, shard.name), b"")
-            make_sparse(paths.lmdb, decode_meta(data, paths.meta, shard.name).entry.lmdb.num_bytes)
-
-
-def _encoded(path: Path) -> str:
-    return b64encode(read_regular(path, _MAX_SIDECAR_BYTES)).decode("ascii")
 
 
 def _remove_left(parent: Path) -> None:

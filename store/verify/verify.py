@@ -32,7 +32,7 @@ from bucketline.store.remote.objects import ObjectFolder, asked_again
 from bucketline.store.transfer import Downloader
 from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
 from bucketline.store.write.column import MAKING
-from bucketline.store.write.publish import ATTEMPTS_FOLDER, KEPT_CAPTIONS, RANKS_FOLDER
+from bucketline.store.write.publish import KEPT_CAPTIONS, RUNS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "packed_model.json")  # see FORMAT.md
 _PART_BYTES = 8 << 20  # of a file that is read in parts
 _NEXT = "on a disk the next pack adopts it if it is complete, in a bucket `store compact --gc` removes it after a day"
-_OF_RUNS = tuple(f"pending/{name}" for name in (ATTEMPTS_FOLDER, RANKS_FOLDER, KEPT_CAPTIONS))
+_OF_RUNS = tuple(f"pending/{name}" for name in (RUNS_FOLDER, KEPT_CAPTIONS))
 _DECODING = "decoding"  # folder of the packer's notes about images that crash their decoder
 
 

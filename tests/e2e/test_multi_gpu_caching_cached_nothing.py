@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from bucketline.errors import AccountError
-from bucketline.ingest.parallel.exchange import ItemParts, Share, rank_of
+from bucketline.ingest.parallel.items import ItemParts, Share, rank_of
 from bucketline.ingest.summary import RunSummary, check_identity, joined_summaries
 from bucketline.store import Store
 from bucketline.store.format.block import sample_digest

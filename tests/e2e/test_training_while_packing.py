@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import BucketlineError
-from bucketline.ingest.packing.finish import Meanwhile
-from bucketline.ingest.packing.run import PackRun
+from bucketline.ingest.packing.share import SharePacker
 from bucketline.loader.seen import read_run
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
@@ -27,7 +26,7 @@ from tests.models import SMALL, write_images
 from tests.unit.train.tiny_run import as_arguments, config, losses, write_unet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from multiprocessing.synchronize import Event
 
     from bucketline.train.config import TrainConfig
@@ -96,13 +95,13 @@ class Packing:
 
 def _pack(is_free: Event, answer: Path, *arguments: object) -> None:
     """Pack; until it is free, slowly, and stopped after each generation that is published."""
-    publish, publish_due, published = PackRun.publish, Meanwhile.publish_due, threading.Event()
+    commit, publish_due, published = SharePacker.commit, SharePacker.publish_due, threading.Event()
 
-    def noting(self: PackRun, sealed: Sequence[str]) -> None:
-        publish(self, sealed)
+    def noting(self: SharePacker) -> None:
+        commit(self)
         published.set()
 
-    def stopping(self: Meanwhile) -> None:
+    def stopping(self: SharePacker) -> None:
         published.clear()
         publish_due(self)
         if not is_free.is_set():
@@ -110,8 +109,8 @@ def _pack(is_free: Event, answer: Path, *arguments: object) -> None:
             if published.is_set():
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    PackRun.publish = noting  # type: ignore[method-assign]  # in this process only
-    Meanwhile.publish_due = stopping  # type: ignore[method-assign]
+    SharePacker.commit = noting  # type: ignore[method-assign]  # in this process only
+    SharePacker.publish_due = stopping  # type: ignore[method-assign]
     answer.write_text(json.dumps(asdict(call("ingest", "pack", *arguments))), encoding="utf-8")
 
 

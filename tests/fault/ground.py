@@ -26,7 +26,7 @@ COMMAND_S = 60.0  # of a whole command, which loads a model; a single answer has
 FOR_PACKS = (
     "bucketline.ingest.pack",
     "bucketline.ingest.cli",
-    "bucketline.ingest.parallel.exchange",
+    "bucketline.ingest.parallel.ranks",
     "diffusers.models.autoencoders.autoencoder_kl",
     "transformers.models.bert",
     "rich.progress",

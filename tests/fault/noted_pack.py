@@ -41,7 +41,7 @@ MOMENTS = {
     "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
     "end": ("bucketline.ingest.pipeline.slice_packer", "RowWriter.__exit__"),  # only the last shard is to be sealed
-    "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),
+    "done": ("bucketline.ingest.parallel.ranks", "PackRanks.done"),
     "compact": ("bucketline.store.write.seal", "_write_anew"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
@@ -190,8 +190,8 @@ def ended_within(process: Apart, limit_s: float) -> tuple[int | None, str, str]:
 
 def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None) -> dict[str, Any]:
     """Run the ranks to their ends; `notes`, or else STORE.committed, is what the names of their notes begin with."""
-    exchange: Any = importlib.import_module("bucketline.ingest.parallel.exchange")
-    exchange.CHECK_S = (0.0, 0.0)  # at every image; the images here take milliseconds
+    ranks_module: Any = importlib.import_module("bucketline.ingest.parallel.ranks")
+    ranks_module.CHECK_S = (0.0, 0.0)  # at every image; the images here take milliseconds
     with kept_port() as port:
         os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         notes = notes or f"{asked[2].removeprefix('file://')}.committed"

@@ -15,7 +15,7 @@ import pytest
 from bucketline.errors import LockedError, StoreError
 from bucketline.files.atomic_write import FileLock
 from bucketline.forks import ForkSafeLock, JoinableThread, OwnerProcess
-from bucketline.ingest.parallel.exchange import Exchange
+from bucketline.ingest.parallel.ranks import RunFiles
 from bucketline.ingest.pipeline.slice_packer import RowWriter
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
@@ -143,10 +143,10 @@ def test_ctrl_c_while_the_writing_thread_starts_is_all_that_a_pack_sees(interrup
 
 
 def test_ctrl_c_while_heartbeats_start_is_all_that_a_rank_sees(interrupted: Callable[[], None], tmp_path: Path) -> None:
-    exchange = Exchange(LocalFolder(tmp_path), tmp_path, 0, 2)
+    files = RunFiles(LocalFolder(tmp_path), tmp_path, 0, 2)
     with pytest.raises(KeyboardInterrupt):
-        exchange.begin_beats(lambda: 0)
-    exchange.leave()
+        files.begin_beats(lambda: 0)
+    files.leave()
     interrupted()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +12,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from bucketline.errors import LockedError, UsageError
+from bucketline.errors import UsageError
 from bucketline.ray import StoreSink, batch_of, sample
-from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter, transfer
+from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter
 from bucketline.store.format.block import RAGGED_PREFIX
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.transfer import PendingNotes, pending_shards
 from tests.kit import Held, everything
-from tests.leftovers import wait_until
-from tests.object_storage import in_memory, pulled
+from tests.object_storage import pulled
 
 CONTENTS: dict[str, Any] = {
     "columns": [
@@ -96,7 +93,7 @@ def written(path: Path, *numbers: int) -> Store:
 def test_rows_are_those_of_a_store_writer_and_a_task_that_ran_twice_doubles_none(tmp_path: Path) -> None:
     run_tasks(StoreSink(tmp_path / "s", **CONTENTS), block(*range(6)), block(*range(6, 12)), twice=(0,))
     compare(Store.open(tmp_path / "s"), written(tmp_path / "expected", *range(12)))
-    assert not (tmp_path / "s" / "pending" / "attempts").exists()
+    assert [path.name for path in (tmp_path / "s" / "pending").iterdir()] == ["writer.lock"]
 
 
 def test_a_row_replaces_the_published_one_of_its_id(tmp_path: Path) -> None:
@@ -106,18 +103,15 @@ def test_a_row_replaces_the_published_one_of_its_id(tmp_path: Path) -> None:
     assert (manifest.samples, manifest.generation) == (2, 2)
 
 
-def test_the_store_is_locked_during_the_job_and_as_before_if_it_fails(tmp_path: Path) -> None:
-    run_tasks(StoreSink(tmp_path / "s", **CONTENTS), block(1))
-    before = Store.open(tmp_path / "s").manifest
+def test_each_task_commits_for_itself_and_what_a_failed_one_had_added_is_lost(tmp_path: Path) -> None:
     sink = StoreSink(tmp_path / "s", **CONTENTS)
     sink.on_write_start(None)
-    sink.write([block(2, 3)], SimpleNamespace(task_idx=0))
-    with pytest.raises(LockedError, match="being written by another process"), StoreWriter(tmp_path / "s", **CONTENTS):
-        pass
-    sink.on_write_failed(ValueError("a task failed"))
-    assert Store.open(tmp_path / "s").manifest == before
-    with StoreWriter(tmp_path / "s", **CONTENTS) as writer:
-        assert writer.manifest == before
+    assert copy_of(sink).write([block(2, 3)], SimpleNamespace(task_idx=0)) == 2
+    with StoreWriter(tmp_path / "s", **CONTENTS) as other:  # meanwhile
+        other.add(*arguments(1))
+    with pytest.raises(UsageError, match="added before"):
+        copy_of(sink).write([block(4, 4)], SimpleNamespace(task_idx=1))
+    assert by_id(Store.open(tmp_path / "s")).keys() == {"1.wav", "2.wav", "3.wav"}
 
 
 def test_a_row_that_was_not_made_by_sample_is_refused(tmp_path: Path) -> None:
@@ -127,7 +121,6 @@ def test_a_row_that_was_not_made_by_sample_is_refused(tmp_path: Path) -> None:
         sink.write([pa.table({"id": ["a"], "split": ["train"]})], SimpleNamespace(task_idx=0))
     with pytest.raises(UsageError, match="a row has a value of type object, expected an array"):
         sample("a", "train", {"target": object()})
-    sink.on_write_failed(ValueError())
 
 
 @pytest.fixture
@@ -140,41 +133,21 @@ def sink_at(place: ObjectFolder, **more: Any) -> StoreSink:
     return StoreSink(place.url, **CONTENTS, **more)
 
 
-def test_a_url_gets_what_a_folder_would_shards_first_and_one_generation_at_the_end(place: ObjectFolder, tmp_path: Path) -> None:
-    sink = sink_at(place, shard_bytes=1)
-    sink.on_write_start(None)
-    lost, first, second = (
-        copy_of(sink).write([block(*numbers)], SimpleNamespace(task_idx=number))
-        for number, numbers in enumerate((range(3), range(3), range(3, 5)))
-    )
-    assert len(first.sealed) > 1
-    assert {f"shards/{name}.lmdb" for name in (*lost.sealed, *first.sealed)} <= {
-        file.name: file.num_bytes for file in place.names("shards")
-    }.keys()
-    assert find_newest(place) is None
-    sink.on_write_complete(SimpleNamespace(write_returns=[first, second]))
+def test_a_url_gets_what_a_folder_would_and_no_shard_stays_on_the_disk(place: ObjectFolder, tmp_path: Path) -> None:
+    run_tasks(sink_at(place, shard_bytes=1), block(*range(3)), block(*range(3, 5)), twice=(0,))
     compare(pulled(place, tmp_path / "s"), written(tmp_path / "expected", *range(5)))
-    assert Store.open(tmp_path / "s").manifest.known_shards == {*first.sealed, *second.sealed}
     (work,) = (path for path in (tmp_path / "cache-pack").iterdir() if path.suffix != ".workers")
     assert not list(work.with_name(f"{work.name}.workers").iterdir())
-    assert sum(path.stat().st_blocks for path in (work / "shards").glob("*.lmdb")) == 0, "shards stayed on the disk"
-
+    assert not list((work / "shards").iterdir())
+    assert not list(place.names("pending"))
     run_tasks(sink_at(place), block(1, 2, 20))
     newest = pulled(place, tmp_path / "again")
-    assert (newest.manifest.generation, newest.manifest.samples) == (2, 6)
+    assert (newest.manifest.generation, newest.manifest.samples) == (4, 6)
 
 
-def test_a_job_that_fails_leaves_a_url_as_it_was_and_one_that_ends_before_its_commit_is_continued(
+def test_a_task_that_ends_before_its_commit_leaves_a_url_as_it_was(
     place: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = sink_at(place)
-    failed.on_write_start(None)
-    copy_of(failed).write([block(1, 2)], SimpleNamespace(task_idx=0))
-    with pytest.raises(LockedError):
-        sink_at(place).on_write_start(None)
-    failed.on_write_failed(ValueError("a task failed"))
-    assert find_newest(place) is None
-
     def gone(*_: object, **__: object) -> None:
         raise OSError("the plug was pulled")
 
@@ -184,17 +157,7 @@ def test_a_job_that_fails_leaves_a_url_as_it_was_and_one_that_ends_before_its_co
             run_tasks(sink_at(place), block(3, 4))
     assert find_newest(place) is None
     run_tasks(sink_at(place), block(4, 5))
-    assert by_id(pulled(place, tmp_path / "s")).keys() == {"3.wav", "4.wav", "5.wav"}
-
-
-def test_notes_of_ended_tasks_are_repeated_while_the_job_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = in_memory()
-    for name, shards in (("ray-a-1", b'["one"]'), ("ray-a-2", b'["two"]'), ("rank-0", b'["other"]')):
-        place.write(f"pending/{name}", shards)
-    time.sleep(0.05)
-    monkeypatch.setattr(transfer, "REPEAT_S", 0.01)
-    with PendingNotes(place, "ray-a-"):
-        assert wait_until(lambda: pending_shards(place, 0.04, time.time()) == ({"one", "two"}, ["pending/rank-0"]))
+    assert by_id(pulled(place, tmp_path / "s")).keys() == {"4.wav", "5.wav"}
 
 
 def test_a_store_writer_refuses_a_url() -> None:

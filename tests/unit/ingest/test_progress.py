@@ -37,7 +37,7 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
     ranks = PackRanks(rank=0, world_size=2, interrupts=Interrupts())
-    with progress.packing_progress(10, ranks, "pack", lambda: f"bottleneck: {stages.slowest}") as on_image:
+    with progress.packing_progress(10, ranks.title, lambda: f"bottleneck: {stages.slowest}") as on_image:
         on_image()
         monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
         on_image()
@@ -71,7 +71,7 @@ def test_a_short_run_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str])
 def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     ranks = PackRanks(rank=1, world_size=2, interrupts=Interrupts())
-    with progress.packing_progress(10, ranks, "pack") as on_image:
+    with progress.packing_progress(10, ranks.title) as on_image:
         on_image()
     assert capsys.readouterr() == ("", "")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bucketline.ingest.packing.finish import Meanwhile
+from bucketline.ingest.packing.share import SharePacker
 from bucketline.ingest.pipeline.slice_packer import RowWriter
 from bucketline.store import Store
 from bucketline.store.change.commit import drop
@@ -32,7 +32,7 @@ ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look betw
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each shard that a period ends be ready before the next image, so that there are many generations."""
-    end_shard, publish_due = RowWriter.end_shard, Meanwhile.publish_due
+    end_shard, publish_due = RowWriter.end_shard, SharePacker.publish_due
 
     def sealing(writer: RowWriter) -> None:
         end_shard(writer)
@@ -40,21 +40,21 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         while writer._thread.is_alive() and not writer._waiting.empty():
             os.sched_yield()
 
-    def publishing(own: Meanwhile) -> None:
-        while len(own._packer.ready) < len(own._packer.sealed):
+    def publishing(own: SharePacker) -> None:
+        while len(own.packer.ready) < len(own.packer.sealed):
             os.sched_yield()
         publish_due(own)
 
     monkeypatch.setattr(RowWriter, "end_shard", sealing)
-    monkeypatch.setattr(Meanwhile, "publish_due", publishing)
+    monkeypatch.setattr(SharePacker, "publish_due", publishing)
 
 
 def on_publish(monkeypatch: pytest.MonkeyPatch, kind: type[StoreTarget], look: Callable[[StoreTarget, Manifest], None]) -> None:
     """Have `look` called after each generation that is published."""
     publish = kind.publish
 
-    def looking(target: StoreTarget, *args: Any) -> Manifest:
-        published = publish(target, *args)
+    def looking(target: StoreTarget, *args: Any, **named: Any) -> Manifest:
+        published = publish(target, *args, **named)
         look(target, published)
         return published
 

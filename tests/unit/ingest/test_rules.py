@@ -240,8 +240,8 @@ def test_a_limit_of_pruning_that_is_none_is_refused(source: Path, tmp_path: Path
 
 
 def test_the_workers_of_a_cluster_are_a_value(source: Path, tmp_path: Path, model: Path) -> None:
-    """Whatever its help begins with: `--workers 2:8` was taken for a flag and an argument."""
-    for asked in (["--workers", "2:8"], ["--workers=@1gpu"]):
+    """Whatever its help begins with: `--workers 8@1gpu` was taken for a flag and an argument."""
+    for asked in (["--workers", "8@1gpu"], ["--workers=@1gpu"]):
         assert (
             f"--workers {asked[-1].rpartition('=')[2]}: it is for --engine ray"
             in pack(source, tmp_path / "s", model, *asked).err

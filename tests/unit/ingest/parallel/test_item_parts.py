@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bucketline.errors import CorruptError
 from bucketline.ingest.images.crop import CropLoss
 from bucketline.ingest.packed_index import PackedIndex, not_in_source, unknown
-from bucketline.ingest.parallel.exchange import ItemParts, take_apart
+from bucketline.ingest.parallel.items import ItemParts, take_apart
 from bucketline.ingest.sources.source import Listing, SourceItem
 from bucketline.ingest.summary import Reject, RunSummary
 from bucketline.store import Store

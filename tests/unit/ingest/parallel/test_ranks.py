@@ -1,4 +1,4 @@
-"""The messages of ranks, over a disk and over a bucket without a common disk; ranks that are late, silent or dead."""
+"""The files of ranks, on a disk and in a bucket without a common disk; ranks that are late, silent or dead."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import pytest
 
 from bucketline.command_line import launch_name
 from bucketline.errors import RankError, StoreError
-from bucketline.ingest.parallel import exchange as exchange_module
 from bucketline.ingest.parallel import ranks as module
-from bucketline.ingest.parallel.exchange import Exchange
-from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.ranks import PackRanks, RunFiles
 from bucketline.ingest.parallel.signals import Interrupts
+from bucketline.ingest.summary import RunSummary
 from bucketline.store.folder import Folder, LocalFolder
 from bucketline.typed_json import Json
 from tests.kit import tree
@@ -38,16 +37,15 @@ Places = list[tuple["Folder", "Path"]]
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "POLL_S", (0.01, 0.01))
-    monkeypatch.setattr(exchange_module, "CHECK_S", (0.0, 0.0))
-    monkeypatch.setattr(module, "FIRST_ENDS_S", 5.0)  # rank 0 ends when its process does, and here it does not
+    monkeypatch.setattr(module, "POLL_S", (0.01, 0.01))
+    monkeypatch.setattr(module, "CHECK_S", (0.0, 0.0))
     monkeypatch.setattr(module, "LAST_WORDS_S", 5.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
 
 
 def places(tmp_path: Path, kind: str, count: int = 2) -> Places:
-    """Return for each rank the folder of messages, and the one on its own disk."""
+    """Return for each rank the folder of the files, and the one on its own disk."""
     if kind == "disk":
         return [(LocalFolder(tmp_path / "s"), tmp_path / "s")] * count
     bucket = in_memory()
@@ -60,8 +58,8 @@ def in_ranks(at: Places, *works: Callable[[PackRanks], object]) -> list[object]:
 
     def be(rank: int) -> None:
         try:
-            own = Exchange(*at[rank], rank, len(works))
-            with PackRanks(rank=rank, world_size=len(works), interrupts=Interrupts(), exchange=own) as ranks:
+            own = RunFiles(*at[rank], rank, len(works))
+            with PackRanks(rank=rank, world_size=len(works), interrupts=Interrupts(), files=own) as ranks:
                 gave[rank] = works[rank](ranks)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             gave[rank] = error
@@ -75,72 +73,100 @@ def in_ranks(at: Places, *works: Callable[[PackRanks], object]) -> list[object]:
     return gave
 
 
+def done(ranks: PackRanks, number: int = 0) -> list[int]:
+    """End the share of a source with so many images packed; return the numbers of all on rank 0."""
+    return [summary.packed for summary in ranks.done(RunSummary(packed=number), lambda: None)]
+
+
+def told(ranks: PackRanks) -> Said:
+    return ranks.tell("said", SAID if ranks.is_first else None, Said)
+
+
 @pytest.mark.parametrize("kind", ["disk", "bucket", "bucket and disk"])
-def test_values_and_parts_go_from_rank_0_to_all_and_values_come_back_and_nothing_stays(
+def test_values_and_parts_go_from_rank_0_to_all_and_summaries_come_back_and_nothing_stays(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MESSAGE_BYTES", 4)
+    monkeypatch.setattr(module, "FILE_BYTES", 4)
     parts = [b"P1", b"", b"3", b"long" * 100]
 
     def work(ranks: PackRanks) -> object:
-        said = ranks.from_first(lambda: SAID, Said)
-        own = ranks.deal(lambda: [[b"0"], list(parts), []])
+        own = ranks.deal([[b"0"], list(parts), []] if ranks.is_first else None)
+        said = told(ranks)
         ranks.check()
-        first = ranks.gather(10 * ranks.rank, is_last=False)
-        return said, own, first, ranks.gather(ranks.rank)
+        first = done(ranks, 10 * ranks.rank)
+        return said, own, first, ranks.deal([[b"0"], [b"1"], [b"2"]] if ranks.is_first else None), done(ranks, ranks.rank)
 
     at = places(tmp_path, kind, 3)
     gave = in_ranks(at, work, work, work)
-    assert gave[0] == (SAID, [b"0"], [0, 10, 20], [0, 1, 2])
-    assert gave[1:] == [(SAID, parts, None, None), (SAID, [], None, None)]
+    assert gave[0] == (SAID, [b"0"], [0, 10, 20], [b"0"], [0, 1, 2])
+    assert gave[1:] == [(SAID, parts, [], [b"1"], []), (SAID, [], [], [b"2"], [])]
     assert list(at[0][0].names()) == []
     assert tree(tmp_path) == {}
 
 
 def test_ranks_know_whether_they_share_a_disk(tmp_path: Path) -> None:
     for kind, shared in (("disk", True), ("bucket and disk", True), ("bucket", False)):
-        gave = in_ranks(places(tmp_path, kind), *[lambda ranks: ranks.gather(ranks.shares_disk)] * 2)
-        assert gave[0] == [shared, shared]
+        gave = in_ranks(places(tmp_path, kind), *[lambda ranks: (ranks.shares_disk, done(ranks))[0]] * 2)
+        assert gave == [shared, shared]
+
+
+def test_a_rank_ends_as_soon_as_its_share_is_done_and_rank_0_waits_for_all(tmp_path: Path) -> None:
+    has_ended = threading.Event()
+
+    def early(ranks: PackRanks) -> object:
+        try:
+            return done(ranks, 1)
+        finally:
+            has_ended.set()
+
+    def first(ranks: PackRanks) -> object:
+        assert has_ended.wait(60.0)
+        until = monotonic() + 0.2
+        while monotonic() < until:
+            ranks.check()
+        return done(ranks)
+
+    assert in_ranks(places(tmp_path, "disk"), first, early) == [[0, 1], []]
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
 def test_what_a_killed_run_has_left_misleads_no_rank_and_is_removed_from_a_disk(kind: str, tmp_path: Path) -> None:
     at = places(tmp_path, kind)
-    folder, launch = at[0][0], f"pending/ranks/{launch_name()}-2"
+    folder, launch = at[0][0], f"pending/runs/{launch_name()}-2"
     folder.write(f"{launch}/open.json", json.dumps("0123").encode())
-    for name in ("0-0000.json", "0-end.json", "1-0000.json", "0.lock"):
+    for name in ("said-0.json", "0-end.json", "done-0-1.json", "0.lock"):
         folder.write(f"{launch}/0123/{name}", b"0")
-    folder.write(f"{launch}/0123/0-welcome.json", json.dumps({"process": "p", "tickets": {"1": "abcd"}}).encode())
+    folder.write(f"{launch}/0123/welcome.json", json.dumps({"process": "p", "tickets": {"1": "abcd"}}).encode())
     gave: list[object] = []
 
     def be(rank: int) -> None:
-        with PackRanks(rank=rank, world_size=2, interrupts=Interrupts(), exchange=Exchange(*at[rank], rank, 2)) as ranks:
-            gave.append(ranks.gather(SAID))
+        with PackRanks(rank=rank, world_size=2, interrupts=Interrupts(), files=RunFiles(*at[rank], rank, 2)) as ranks:
+            gave.append((told(ranks), done(ranks, 7)))
 
     late = threading.Timer(0.2, be, (0,))  # rank 1 has read what was left
     late.start()
     be(1)
     late.join(30.0)
-    assert sorted(gave, key=str) == [None, [SAID, SAID]]
+    assert sorted(gave, key=str) == [(SAID, [7, 7]), (SAID, [])]
     if kind == "disk":
         assert list((tmp_path / "s" / "pending").iterdir()) == []
 
 
 def test_a_rank_that_does_not_come_is_named_and_no_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "COME_WITHIN_S", 0.1)
-    own = Exchange(LocalFolder(tmp_path / "a" / "s"), tmp_path / "a" / "s", 0, 3)
+    monkeypatch.setattr(module, "COME_WITHIN_S", 0.1)
+    own = RunFiles(LocalFolder(tmp_path / "a" / "s"), tmp_path / "a" / "s", 0, 3)
     with (
         pytest.raises(RankError, match=r"rank 0 of 3 cannot reach the others: rank 1 did not come within 0 s; start all ranks"),
-        PackRanks(rank=0, world_size=3, interrupts=Interrupts(), exchange=own),
+        PackRanks(rank=0, world_size=3, interrupts=Interrupts(), files=own),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
-    late = Exchange(LocalFolder(tmp_path / "s"), tmp_path / "s", 1, 3)
+    late = RunFiles(LocalFolder(tmp_path / "s"), tmp_path / "s", 1, 3)
     with (
         pytest.raises(
-            RankError, match=r"rank 1 of 3 .*rank 0 did not come to \S+/s/pending/ranks/[\w-]+ within 0 s; .* on a disk"
+            RankError, match=r"rank 1 of 3 .*rank 0 did not come to \S+/s/pending/runs/[\w-]+ within 0 s; .* on a disk"
         ),
-        PackRanks(rank=1, world_size=3, interrupts=Interrupts(), exchange=late),
+        PackRanks(rank=1, world_size=3, interrupts=Interrupts(), files=late),
     ):
         pass
     monkeypatch.delenv("MASTER_PORT")
@@ -149,7 +175,7 @@ def test_a_rank_that_does_not_come_is_named_and_no_folder_stays(tmp_path: Path, 
 
 
 def test_a_rank_of_another_version_is_named(tmp_path: Path) -> None:
-    folder, launch = LocalFolder(tmp_path / "s"), f"pending/ranks/{launch_name()}-2"
+    folder, launch = LocalFolder(tmp_path / "s"), f"pending/runs/{launch_name()}-2"
 
     def other() -> None:
         until = monotonic() + 30.0
@@ -160,12 +186,12 @@ def test_a_rank_of_another_version_is_named(tmp_path: Path) -> None:
         folder.write(f"{launch}/{json.loads(folder.read(f'{launch}/open.json'))}/1-hello.json", json.dumps(hello).encode())
 
     threading.Thread(target=other, daemon=True).start()
-    own = Exchange(folder, tmp_path / "s", 0, 2)
+    own = RunFiles(folder, tmp_path / "s", 0, 2)
     with (
         pytest.raises(
             RankError, match=r"rank 1 \(pid 7 on node\) has version 0\.0\.9 of bucketline, rank 0 has .*; install the"
         ),
-        PackRanks(rank=0, world_size=2, interrupts=Interrupts(), exchange=own),
+        PackRanks(rank=0, world_size=2, interrupts=Interrupts(), files=own),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -177,24 +203,20 @@ def test_a_folder_that_cannot_be_a_store_is_an_error_of_rank_0(tmp_path: Path) -
     (tmp_path / "s" / "pending").symlink_to(tmp_path)
     for name, says in (("file", "cannot make .*file a store"), ("s", "pending is a link")):
         with pytest.raises(StoreError, match=says):
-            Exchange(LocalFolder(tmp_path / name), tmp_path / name, 0, 2).meet()
+            RunFiles(LocalFolder(tmp_path / name), tmp_path / name, 0, 2).meet()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "s"]
 
 
 def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for where, name, seconds in (
-        (exchange_module, "BEAT_EVERY_S", 0.01),
-        (module, "SILENT_S", 0.5),
-        (module, "GIVEN_UP_S", 1.0),
-    ):
-        monkeypatch.setattr(where, name, seconds)
+    for name, seconds in (("BEAT_EVERY_S", 0.01), ("SILENT_S", 0.5), ("GIVEN_UP_S", 1.0)):
+        monkeypatch.setattr(module, name, seconds)
     over = threading.Event()
 
     def first(ranks: PackRanks) -> object:
         try:
-            return ranks.gather(0)
+            return done(ranks)
         finally:
             over.set()
 
@@ -211,12 +233,8 @@ def test_a_rank_that_is_silent_is_named_and_in_the_end_given_up(
 def test_a_rank_at_work_is_waited_for_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for where, name, seconds in (
-        (exchange_module, "BEAT_EVERY_S", 0.01),
-        (module, "SILENT_S", 1.2),
-        (module, "GIVEN_UP_S", 1.5),
-    ):
-        monkeypatch.setattr(where, name, seconds)
+    for name, seconds in (("BEAT_EVERY_S", 0.01), ("SILENT_S", 1.2), ("GIVEN_UP_S", 1.5)):
+        monkeypatch.setattr(module, name, seconds)
 
     def at_work(ranks: PackRanks, *, packs: bool) -> object:
         until = monotonic() + 2.5
@@ -224,11 +242,11 @@ def test_a_rank_at_work_is_waited_for_however_long_it_takes(
             sleep(0.01)
             if packs:
                 ranks.check()
-        return ranks.gather(1)
+        return done(ranks, 1)
 
     loading, packing = (partial(at_work, packs=packs) for packs in (False, True))
-    gave = in_ranks(places(tmp_path, "disk", 3), lambda ranks: ranks.gather(0), loading, packing)
-    assert gave == [[0, 1, 1], None, None]
+    gave = in_ranks(places(tmp_path, "disk", 3), done, loading, packing)
+    assert gave == [[0, 1, 1], [], []]
     assert "silent" not in capfd.readouterr().err
 
 
@@ -241,10 +259,10 @@ def test_a_dead_rank_is_noticed_at_work_within_seconds(tmp_path: Path) -> None:
             ranks.check()
 
     def dead(ranks: PackRanks) -> None:
-        assert ranks._exchange._lock is not None
+        assert ranks._files._lock is not None
         ended_at.append(monotonic())
-        ranks._exchange._lock.release()  # as the system does when a process ends
-        ranks._exchange.leave()
+        ranks._files._lock.release()  # as the system does when a process ends
+        ranks._files.leave()
         ranks.world_size = 1  # and says nothing more
 
     gave = in_ranks(places(tmp_path, "disk"), first, dead)

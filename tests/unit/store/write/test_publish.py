@@ -28,25 +28,18 @@ from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
 from bucketline.store.format.text import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
-from bucketline.store.verify.verify import FolderCheck
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import (
     LocalTarget,
     adopt,
-    attempt_path,
-    begin_attempt,
-    begin_attempts,
     changing,
     lock_store,
     prepare_store,
     publish,
-    seal_rest,
-    take_shards,
 )
 from bucketline.store.write.seal import _read_back, _UnconfirmedError, may_have_commits, seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import (
-    IMAGES,
     TEXT,
     Sample,
     add,
@@ -598,63 +591,6 @@ def test_no_shard_is_published_in_a_store_that_took_the_place_of_another(tmp_pat
 
 def captioned(*names: str) -> list[Sample]:
     return [make_sample(name, "train/64x64", ("a cat",)) for name in names]
-
-
-def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None:
-    store = tmp_path / "s"
-    with IMAGES.writer(store) as writer:
-        begin_attempts(store, "run")
-        sealed = {}
-        for name, ids in (("a0", ["1.png", "2.png"]), ("a1", ["2.png", "3.png"])):
-            with IMAGES.part(begin_attempt(store, "run", name), f"run-{name}") as part:
-                IMAGES.add(part, captioned(*ids))
-            sealed[name] = part.sealed
-        assert not list((store / "shards").iterdir())
-        take_shards(store, attempt_path(store, "run", "a1"), sealed["a1"])
-        writer.publish(sealed["a1"])
-        strays = FolderCheck(Store.open(store).folder, Store.open(store).manifest, lambda _: None)
-        strays.run()
-        assert any("the next pack uses or removes it" in stray.what for stray in strays.strays)
-    assert sorted(ids_of(store)) == ["2.png", "3.png"]
-    with IMAGES.writer(store):
-        pass
-    assert not (store / "pending" / "attempts").exists()
-    assert sorted(ids_of(store)) == ["2.png", "3.png"]
-    assert not faults(store)
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_taken_shard_that_was_not_published_is_adopted(tmp_path: Path, *, is_stopped: bool) -> None:
-    """Also one of an attempt that was stopped before it sealed what it had committed."""
-    store = tmp_path / "s"
-    with IMAGES.writer(store):
-        begin_attempts(store, "run")
-        folder = begin_attempt(store, "run", "a0")
-        part = IMAGES.part(folder, "run-a0")
-        IMAGES.add(part, captioned("1.png"))
-        part.commit()
-        if is_stopped:
-            part.close()
-        else:
-            part.seal()
-            part.close()
-        take_shards(store, folder, seal_rest(folder) if is_stopped else part.sealed)
-    assert adopted(store) == ["1.png"]
-
-
-def test_a_machine_that_does_not_see_the_runs_folder_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"pending/attempts/run is not on .*must be on a disk that all machines share"):
-        begin_attempt(tmp_path / "s", "run", "a0")
-
-
-def test_attempts_are_not_made_through_a_link(tmp_path: Path) -> None:
-    store, outside = tmp_path / "s", tmp_path / "outside"
-    outside.mkdir()
-    with IMAGES.writer(store):
-        (store / "pending" / "attempts").symlink_to(outside)
-        with pytest.raises(StoreError, match="pending/attempts is a link"):
-            begin_attempts(store, "run")
-    assert list(outside.iterdir()) == []
 
 
 SIZE = LINE_BYTES + 3 * READ_BYTES // 2
