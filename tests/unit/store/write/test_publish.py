@@ -40,6 +40,7 @@ from bucketline.store.write.publish import (
 from bucketline.store.write.seal import _read_back, _UnconfirmedError, may_have_commits, seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import (
+    IMAGES,
     TEXT,
     Sample,
     add,
