@@ -34,7 +34,6 @@ from bucketline.store.write.publish import LocalTarget, changing, newest_manifes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bucketline.ingest.pack import PackSession
     from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.packing.run import PackPlan
     from bucketline.ingest.summary import RunSummary
@@ -139,8 +138,8 @@ def load_facts(config: PackConfig) -> EncoderFacts:
 # ------------------------------------------------------------------ the driver
 
 
-def pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:
-    """Pack one source. Raises what `ingest.pack.pack_source` does."""
+def pack_on_ray(config: PackConfig, workers: Workers, interrupts: Interrupts, num_before: int) -> PackResult:
+    """Pack one source, after others with `num_before` images. Raises what `ingest.pack.pack_source` does."""
     target = target_of(config)
     with target.held():
         listed = list_source(config, target, workers.most)
@@ -149,20 +148,18 @@ def pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> P
             facts = facts_without_weights(config, model, existing)
         else:
             found: list[EncoderFacts] = []
-            _results([_task(load_facts, workers).remote(own)], session.interrupts, found)
+            _results([_task(load_facts, workers).remote(own)], interrupts, found)
             facts = found[0]
         plan = make_plan(config, target, listed, model, facts, num_making=0)
         task = _task(pack_rank, workers)
         calls = [task.remote(own, plan, rank, parts) for rank, parts in enumerate(listed.parts) if parts]
         summaries: list[RunSummary] = []
         try:
-            _pack(calls, session.interrupts, summaries)
+            _pack(calls, interrupts, summaries)
             return finish(config, target, listed, plan, plan.manifest, (), summaries)
         except KeyboardInterrupt as error:
             num_packed = sum(summary.packed for summary in summaries)
-            raise Stopped(exit_code_of(error), session.num_packed + num_packed) from error
-        finally:
-            session.num_packed += sum(summary.packed for summary in summaries)
+            raise Stopped(exit_code_of(error), num_before + num_packed) from error
 
 
 def _for_workers(config: PackConfig, workers: Workers) -> PackConfig:

@@ -109,7 +109,9 @@ def pack_source(config: PackConfig, session: PackSession) -> PackResult | None:
     if session.workers is not None:
         from bucketline.ingest.on_ray import pack_on_ray
 
-        return pack_on_ray(config, session, session.workers)
+        result = pack_on_ray(config, session.workers, session.interrupts, session.num_packed)
+        session.num_packed += result.packed
+        return result
     ranks, target = session.ranks, target_of(config)
     with ExitStack() as held:
         if ranks.is_first:
