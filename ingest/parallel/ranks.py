@@ -334,7 +334,7 @@ class PackRanks:
         finally:
             self._files.leave()
             if self.is_first:
-                self._files.remove(is_all=len(self._ended) == self.world_size - 1)
+                self._files.remove(is_all=self._have_all_ended)
 
     def tell(self, name: str, value: T | None, kind: type[T]) -> T:
         """Return rank 0's `value`, of a `kind`, on all ranks."""
@@ -447,7 +447,8 @@ class PackRanks:
             name = f"{rank}-end.json"
             if rank not in self._ended and (name in times or not self.is_first) and (data := self._files.read(name)):
                 self._ended[rank] = decode(LastWord, json.loads(data))
-        self._ended |= {rank: None for rank in gone if rank not in self._ended}
+        is_done = f"done-{self._source}-{{}}.json".format
+        self._ended |= {rank: None for rank in gone if rank not in self._ended and is_done(rank) not in times}
         return times
 
     def _end_all(self, error: BaseException) -> None:
@@ -489,9 +490,13 @@ class PackRanks:
     def _wait_for_ends(self) -> None:
         until = monotonic() + LAST_WORDS_S
         self._noted()
-        while len(self._ended) < self.world_size - 1 and monotonic() < until:
+        while not self._have_all_ended and monotonic() < until:
             time.sleep(self._files.poll_s)
             self._noted()
+
+    @property
+    def _have_all_ended(self) -> bool:
+        return all(rank in self._ended or self._files.has_ended(rank) for rank in self._files.processes)
 
     def _exit_code(self, error: BaseException) -> int:
         """Return this rank's exit code: after another rank's end that rank's code, if known."""

@@ -37,6 +37,7 @@ HUNG_S = 300.0  # a run takes 5 s on a quiet machine; a busy one must not look h
 
 MOMENTS = {
     "list": ("bucketline.ingest.packing.run", "take_apart"),
+    "meet": ("bucketline.ingest.parallel.ranks", "RunFiles.meet"),
     "load": ("bucketline.ingest.pipeline.model", "load_text_encoder"),
     "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
@@ -91,6 +92,22 @@ def two_ctrl_c() -> None:
     signal_to_process(signal.SIGINT)
 
 
+def stop_for_a_while() -> None:
+    """Be stopped, and continued by another process."""
+    pid = os.getpid()
+    if os.fork() == 0:
+        time.sleep(PAUSED_S)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def clock_apart() -> None:
+    real = time.time
+    time.time = lambda: real() + CLOCK_APART_S
+
+
+PAUSED_S, CLOCK_APART_S = 3.0, 2 * 86400.0
 FAILURES: dict[str, Callable[[], object]] = {
     "disk": Mock(side_effect=FULL),
     "sealing": full_for_sealing,
@@ -100,6 +117,9 @@ FAILURES: dict[str, Callable[[], object]] = {
     "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "late": lambda: time.sleep(PAUSED_S),
+    "clock": clock_apart,
+    "pause": stop_for_a_while,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
