@@ -181,7 +181,7 @@ def _pack(calls: list[Any], interrupts: Interrupts, summaries: list[RunSummary])
         left = calls[len(summaries) :]
         for call in left:
             ray.cancel(call, force=False)
-        done, _ = ray.wait(left, num_returns=len(left), timeout=LAST_WORDS_S)
+        done, _ = ray.wait(left, num_returns=len(left), timeout=LAST_WORDS_S) if left else ([], [])
         for call in done:
             with suppress(RayError):  # the first error is the one to raise
                 summaries.append(ray.get(call))

@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, images: Path, model: Path) -
 
 
 def on_ray(images: Path, store: Path | str, model: Path, cluster: Cluster) -> list[object]:
-    options = ["--engine", f"ray:{cluster.address}", "--workers", "2", "--batch-size", 2, "--json"]
+    options = ["--engine", f"ray:{cluster.address}", "--workers", 2, "--batch-size", 2, "--publish-every", "0.2s", "--json"]
     return ["pack", images, store, "--model", model, *SMALL, *options]
 
 
@@ -88,12 +88,12 @@ def test_the_same_command_goes_on_after_its_driver_was_killed_and_after_ctrl_c_a
     tmp_path: Path, ground: RayGround, cluster: Cluster, images: Path, model: Path, whole: Path
 ) -> None:
     ground.environment["BUCKETLINE_CACHE"] = str(tmp_path / "cache")
-    work = tmp_path / "work"
-    asked = [*on_ray(images, f"file://{tmp_path / 'bucket'}", model, cluster), "--work", work]
+    bucket = tmp_path / "bucket"
+    asked = [*on_ray(images, f"file://{bucket}", model, cluster), "--work", tmp_path / "work"]
     committed = 0
     for number, said in ((signal.SIGKILL, ""), (signal.SIGINT, "interrupted: all encoded images are committed")):
         process = ground.ingest(*asked)
-        wait_for_shards(work, len(list((work / "shards").glob("*.lmdb"))) + 2, process)
+        wait_for_shards(bucket, len(list((bucket / "shards").glob("*.lmdb"))) + 2, process)
         driver = command_of(process)
         assert driver is not None
         os.kill(driver, number)
@@ -104,7 +104,7 @@ def test_the_same_command_goes_on_after_its_driver_was_killed_and_after_ctrl_c_a
     again = ground.run(*asked).done()
     assert again.json["unchanged"] > committed > 0
     assert again.json["packed"] + again.json["unchanged"] == NUM_IMAGES
-    pull(ObjectFolder.open(f"file://{tmp_path / 'bucket'}"), tmp_path / "s")
+    pull(ObjectFolder.open(f"file://{bucket}"), tmp_path / "s")
     compared = compare(tmp_path / "s", whole)
     assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
 

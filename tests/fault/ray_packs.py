@@ -71,7 +71,17 @@ class KilledRuns:
         return Outcome.COMPLETED
 
     def _begin(self) -> subprocess.Popen[str]:
-        options = ["--engine", f"ray:{self._cluster.address}", "--workers", "2", "--batch-size", 2, "--json"]
+        options = [
+            "--engine",
+            f"ray:{self._cluster.address}",
+            "--workers",
+            2,
+            "--batch-size",
+            2,
+            "--publish-every",
+            "0.2s",
+            "--json",
+        ]
         photos, model = self._folder / "photos", self._folder / "model"
         return self._ground.ingest("pack", photos, self._store, "--model", model, *SMALL, *options)
 
