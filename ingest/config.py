@@ -211,13 +211,12 @@ class RayOptions:
     SECTION = "ray: packing on a Ray cluster"
 
     engine: RayEngine | None = None
-    """Pack with workers of a Ray cluster, each of which packs one slice of the source after another: of the cluster at ADDRESS,
-    of the one that `ray:auto` finds, or of one started on this machine for this run. Default: in this process, or in the ranks
-    that torchrun started."""
+    """Pack with workers of a Ray cluster, each of which is a rank: of the cluster at ADDRESS, of the one that `ray:auto` finds,
+    or of one started on this machine for this run. Default: in this process, or in the ranks that torchrun started."""
     workers: WantedWorkers = AS_THERE_IS_ROOM
-    """Of --engine ray: 8@1gpu uses up to 8 workers at a time, with 1 GPU each; @1gpu,8cpu says only what each takes. auto: as
-    many as the cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for
-    each of its GPUs, or 1. A worker decodes with as many threads as it has CPUs."""
+    """Of --engine ray: 8@1gpu are 8 workers, with 1 GPU each; @1gpu,8cpu says only what each takes. auto: as many as the
+    cluster has room for, at least 1; a GPU each if it has any, unless --device is cpu; its CPUs for each of its GPUs, or 1.
+    A worker decodes with as many threads as it has CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ def test_the_same_command_goes_on_after_its_driver_was_killed_and_after_ctrl_c_a
     assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
 
 
-TIMES = ("seconds", "stage_seconds", "slowest_stage", "disk_bytes", "payload_bytes", "generation")
+TIMES = ("seconds", "generations_meanwhile", "stage_seconds", "slowest_stage", "disk_bytes", "payload_bytes", "generation")
 
 
 def test_two_ray_workers_pack_what_one_process_packs(tmp_path: Path, photographs: Path, demo_model: Path) -> None:
