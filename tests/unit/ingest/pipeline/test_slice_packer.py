@@ -21,7 +21,7 @@ from bucketline.ingest.encoders.text_encoders import TextEncoder
 from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
 from bucketline.ingest.images.crop import Framing, parse_grid
 from bucketline.ingest.images.decode import decode_image
-from bucketline.ingest.parallel.exchange import Share
+from bucketline.ingest.parallel.items import Share
 from bucketline.ingest.pipeline import image_reader
 from bucketline.ingest.pipeline.captions import EncodedCaption, KeptCaptions, remove_kept_captions
 from bucketline.ingest.pipeline.slice_packer import ShardFill, SlicePacker
