@@ -36,7 +36,8 @@ class Share:
 
     def of(self, keys: NDArray[np.bytes_]) -> NDArray[np.bool_]:
         """Return for each sample, given `as_keys` of the digests, whether this rank packs it; agrees with `rank_of`."""
-        mine: NDArray[np.bool_] = keys.view("<u8")[::2] % self.world_size == self.rank
+        numbers = np.ascontiguousarray(keys).view("<u8")[::2]  # keys may be a field of an index
+        mine: NDArray[np.bool_] = numbers % self.world_size == self.rank
         return mine
 
 
