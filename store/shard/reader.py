@@ -66,7 +66,8 @@ def as_keys(digests: list[bytes]) -> NDArray[np.bytes_]:
 
 def keys_of(digests: NDArray[Any]) -> NDArray[np.bytes_]:
     """Return an array of 16-byte digests, `[n, 16]` of uint8 or `[n, 2]` of uint64, as `as_keys` does."""
-    return digests.view(KEY).reshape(-1)
+    is_view = digests.strides[-1] == digests.itemsize  # an index is not copied
+    return (digests if is_view else np.ascontiguousarray(digests)).view(KEY).reshape(-1)
 
 
 def positions_of(wanted: NDArray[np.bytes_], keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
