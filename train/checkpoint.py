@@ -7,7 +7,7 @@ checkpoints/step-00000120/
     unet_ema/         their moving average, in the same format, unless --ema is off
     scheduler/        of a whole model: the noise schedule's configuration with the trained objective, as diffusers reads it
     optimizer/        the tensors of the optimizer's state, by the names of their weights: safetensors, a file or more a rank
-    state.json        everything else: step, loader state, stores, the open metrics window, numbers of the optimizer
+    state.json        everything else: step, loader state, stores, numbers of the optimizer
     README.md         the model card
     digests.json      length and digest of every other file; written last, so a checkpoint without it is incomplete
 
@@ -50,7 +50,7 @@ from bucketline.files.atomic_write import failed_write, sync_folder
 from bucketline.files.paths import CHECKPOINTS, METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
 from bucketline.store.format.block import file_digest
-from bucketline.train.log import NotFiniteError, WindowState, has_steps
+from bucketline.train.log import NotFiniteError, has_steps
 from bucketline.train.parallel import fill_from_rank_zero, whole
 from bucketline.train.step import takes_found_inf
 from bucketline.train.weight_layout import average_folder
@@ -89,7 +89,6 @@ class RunState:
     version: int
     steps_done: int
     loader: dict[str, Json]  # its stores and plan too
-    window: WindowState | None
     config: dict[str, Json]
     optimizer: dict[str, Json] = field(default_factory=dict)  # numbers of its state and of its groups
 

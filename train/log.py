@@ -1,14 +1,13 @@
 """The record of a run in its folder: lock, `status.json`, `config.json`, `metrics.jsonl`; trackers, and progress on stderr.
 
-`metrics.jsonl` has a line for each window of steps, and one for each validation. A window's losses are read from the device
-when the *next* window ends, so that in the steady state nothing waits for them.
+`metrics.jsonl` has a line for each window of steps, which a checkpoint ends too, and one for each validation. A window's losses
+are read from the device when the *next* window ends, so that in the steady state nothing waits for them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import importlib.metadata
 import json
 import logging
@@ -202,154 +201,116 @@ class StepWork:
 
 
 @dataclass(slots=True, kw_only=True)
-class WindowState:
-    """A window of steps as far as it has been read back; a checkpoint has the incomplete one, for a resume to continue."""
+class Window:
+    """A window of steps: what is known on the host, and losses and gradient norms that are still on the device."""
 
     first_step: int
-    losses: list[float | None] = field(default_factory=list)  # per step, the mean over ranks; None for a skipped step
-    grad_norms: list[float | None] = field(default_factory=list)
-    buckets: list[str] = field(default_factory=list)  # per step, including those still on the device
-    step_s: list[float] = field(default_factory=list)
-    samples: int = 0  # of the steps, over all devices; a resumed run's plan may lack a step's bucket
+    buckets: list[str] = field(default_factory=list)  # per step
+    on_device: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # likewise: its loss and its gradient's norm
+    took: list[tuple[Mark, Mark]] = field(default_factory=list)  # likewise
+    samples: int = 0  # of the steps, over all devices
     flops: float = 0.0  # likewise
     wait_s: float = 0.0
     learning_rate: float = 0.0
 
-    def line(self, work: StepWork) -> dict[str, Json]:
-        """Return its line in the metrics; means are over the steps that were not skipped, None if all were."""
-        seconds = max(sum(self.step_s), 1e-9)
-        p50, p99 = np.percentile(self.step_s, (50, 99), method="inverted_cdf").tolist()
-        line: dict[str, Json] = {
-            "step": self.first_step + len(self.buckets) - 1,
-            "loss": _mean(self.losses),
-            "skipped_steps": self.losses.count(None),
-            "samples": self.samples,
-            "samples_per_s": self.samples / seconds,
-            "samples_per_s_per_device": self.samples / seconds / work.num_devices,
-            "data_wait_fraction": min(1.0, self.wait_s / seconds),
-            "step_s_p50": p50,
-            "step_s_p99": p99,
-            "lr": self.learning_rate,
-            "grad_norm": _mean(self.grad_norms),
-            "buckets": dict(sorted(collections.Counter(self.buckets).items())),
-        }
-        if work.flops:
-            rate = self.flops / seconds / work.num_devices
-            line["tflops_per_s_per_device"] = rate / 1e12
-            if work.peak_flops is not None:
-                line["mfu"] = rate / work.peak_flops
-        return line
-
-
-def _mean(values: list[float | None]) -> float | None:
-    taken = [value for value in values if value is not None]
-    return statistics.fmean(taken) if taken else None
-
 
 class WindowRecorder:
-    """Collect steps into windows; a window's line is returned when the next window ends."""
+    """Collect steps into windows; a window's line is returned when the next one ends, so that nothing waits for the device."""
 
-    def __init__(
-        self,
-        *,
-        log_every: int,
-        work: StepWork,
-        gather: Callable[[Tensor], Tensor],
-        begun: WindowState | None = None,
-        samples_of: Callable[[int, Sequence[int]], str] | None = None,
-    ) -> None:
-        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order; `begun`: a checkpoint's window.
-
-        `samples_of` names the samples that some ranks read at a step, for a message; None on ranks that print none.
-        """
-        self._log_every, self._work, self._gather, self._samples_of = log_every, work, gather, samples_of
-        self._open = copy.deepcopy(begun)
-        self._on_device: list[tuple[Tensor, Tensor]] = []  # losses and gradient norms of the open window's latest steps
-        self._took: list[tuple[Mark, Mark]] = []  # likewise
-        self._pending: Callable[[], WindowState] | None = None  # reads what the last complete window's steps have measured
+    def __init__(self, *, log_every: int, work: StepWork, gather: Callable[[Tensor], Tensor]) -> None:
+        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order."""
+        self._log_every, self._work, self._gather = log_every, work, gather
+        self._open: Window | None = None
+        self._pending: Callable[[], dict[str, Json]] | None = None  # reads back the last complete window
         self.skipped: list[str] = []  # the last steps read back, if they were skipped, possibly because of bad weights
 
-    def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
-        """Add a step with its begin and end marks; if it completes a window, return the previous window's line."""
-        window = self._open = self._open or WindowState(first_step=step)
-        self._on_device.append((outcome.loss, outcome.grad_norm))
-        self._took.append(took)
+    def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> list[dict[str, Json]]:
+        """Add a step with its begin and end marks; if it completes a window, return the previous window's line, if any."""
+        window = self._open = self._open or Window(first_step=step)
+        window.on_device.append((outcome.loss, outcome.grad_norm))
+        window.took.append(took)
         window.buckets.append(outcome.bucket)
         window.samples += self._work.samples[outcome.bucket]
         window.flops += self._work.flops[outcome.bucket] if self._work.flops else 0.0
         window.wait_s += wait_s
         window.learning_rate = outcome.learning_rate
-        if (step + 1) % self._log_every:
-            return None
-        sent = self._sent(window)
-        line = self.flush()
-        self._open, self._pending = None, sent
-        return line
+        return [] if (step + 1) % self._log_every else self._complete()
 
-    def flush(self) -> dict[str, Json] | None:
-        """Return the line of the last complete window now, if it has not been returned yet; errors as of `add`."""
+    def flush(self) -> list[dict[str, Json]]:
+        """Return the line of the last complete window now, if it has not been returned yet."""
         read, self._pending = self._pending, None
-        return None if read is None else read().line(self._work)
+        return [] if read is None else [read()]
 
-    def state(self) -> WindowState | None:
-        """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
-        if (read := self._pending) is not None:  # in order, since steps that were skipped in a row are counted
-            complete = read()
-            self._pending = lambda: complete
-        return None if self._open is None else copy.deepcopy(self._sent(self._open)())
+    def end(self) -> list[dict[str, Json]]:
+        """End the open window here, as a checkpoint does; return every line that has not been returned yet."""
+        return [*(self._complete() if self._open else ()), *self.flush()]
 
-    def _sent(self, window: WindowState) -> Callable[[], WindowState]:
-        """Start copying the window's values from the device to the host; return what waits for them and adds them to it.
-
-        A step with a non-finite gradient was skipped, and gets None for both values.
-        """
-        if not self._on_device:
-            return lambda: window
-        on_device, took, self._on_device, self._took = self._on_device, self._took, [], []
-        losses, norms = map(torch.stack, zip(*on_device, strict=True))
+    def _complete(self) -> list[dict[str, Json]]:
+        """Start copying the open window's values from the device to the host; return the line of the window before it."""
+        window, self._open = self._open, None
+        assert window is not None
+        losses, norms = map(torch.stack, zip(*window.on_device, strict=True))
         # [1 + W, n] float32: gradient norms, then each rank's losses; into pinned memory
-        values = torch.cat([norms, self._gather(losses)]).view(-1, len(on_device))
+        values = torch.cat([norms, self._gather(losses)]).view(-1, len(window.buckets))
         on_host = values.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
-        def read() -> WindowState:
+        def read() -> dict[str, Json]:
             if copied is not None:
                 copied.synchronize()
-            norms, losses = on_host[0], on_host[1:]
-            for norm, loss, each in zip(norms.tolist(), losses.double().mean(0).tolist(), losses.T.tolist(), strict=True):
-                bad = [rank for rank, own in enumerate(each) if not math.isfinite(own)]
-                is_taken = self._is_taken(window, loss, norm, bad or range(len(each)))
-                window.losses.append(loss if is_taken else None)
-                window.grad_norms.append(norm if is_taken else None)
-            window.step_s += [seconds_between(begin, end) for begin, end in took]
-            return window
+            pairs = list(zip(on_host[1:].double().mean(0).tolist(), on_host[0].tolist(), strict=True))
+            return self._line(window, [pair for n, pair in enumerate(pairs) if self._is_taken(window, n, *pair)])
 
-        return read
+        lines = self.flush()
+        self._pending = read
+        return lines
 
-    def _is_taken(self, state: WindowState, loss: float, norm: float, ranks: Sequence[int]) -> bool:
-        """Return whether a window's next step changed the weights: a step with a non-finite gradient was skipped.
+    def _line(self, window: Window, taken: list[tuple[float, float]]) -> dict[str, Json]:
+        """Return a window's line; `taken`: losses and norms of the steps that were not skipped, of which are the means."""
+        step_s = [seconds_between(begin, end) for begin, end in window.took]
+        seconds, num_devices = max(sum(step_s), 1e-9), self._work.num_devices
+        p50, p99 = np.percentile(step_s, (50, 99), method="inverted_cdf").tolist()
+        loss, norm = map(statistics.fmean, zip(*taken, strict=True)) if taken else (None, None)
+        line: dict[str, Json] = {
+            "step": window.first_step + len(window.buckets) - 1,
+            "loss": loss,
+            "skipped_steps": len(window.buckets) - len(taken),
+            "samples": window.samples,
+            "samples_per_s": window.samples / seconds,
+            "samples_per_s_per_device": window.samples / seconds / num_devices,
+            "data_wait_fraction": min(1.0, window.wait_s / seconds),
+            "step_s_p50": p50,
+            "step_s_p99": p99,
+            "lr": window.learning_rate,
+            "grad_norm": norm,
+            "buckets": dict(sorted(collections.Counter(window.buckets).items())),
+        }
+        if self._work.flops:
+            rate = window.flops / seconds / num_devices
+            line["tflops_per_s_per_device"] = rate / 1e12
+            if self._work.peak_flops is not None:
+                line["mfu"] = rate / self._work.peak_flops
+        return line
 
-        `ranks`: those whose own loss is not finite, or all of them.
-        """
+    def _is_taken(self, window: Window, number: int, loss: float, norm: float) -> bool:
+        """Return whether a window's step changed the weights: one with a non-finite gradient was skipped."""
         if math.isfinite(norm) and math.isfinite(loss):
             self.skipped.clear()
             return True
-        step, bucket = state.first_step + len(state.losses), state.buckets[len(state.losses)]
-        found = f"the loss is {loss} and the gradient's norm {norm}"
-        if self._samples_of is not None:
-            found += f", of {self._samples_of(step, ranks)}"
+        step, bucket = window.first_step + number, window.buckets[number]
+        found = f"the loss is {loss} and the gradient's norm {norm}, expected finite numbers"
         if math.isfinite(norm):
-            last = state.first_step + len(state.buckets) - 1
+            last = window.first_step + len(window.buckets) - 1
             raise NotFiniteError(
-                f"step {step} (in the window of steps {state.first_step} to {last}), bucket {bucket}: {found}, "
-                "expected finite numbers; checkpoints only hold earlier weights"
+                f"step {step} (in the window of steps {window.first_step} to {last}), bucket {bucket}: {found}; checkpoints "
+                "only hold earlier weights"
             )
         self.skipped.append(f"step {step} (bucket {bucket}): {found}")
-        log.warning("%s, expected finite numbers; the step was skipped", self.skipped[-1])
+        log.warning("%s; the step was skipped", self.skipped[-1])
         if len(self.skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
-                f"{self.skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
-                "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
+                f"{self.skipped[0]}; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were skipped: the weights are "
+                "no longer usable; checkpoints only hold earlier weights"
             )
         return False
 
@@ -370,22 +331,18 @@ def has_steps(output_dir: Path) -> bool:
     return (output_dir / METRICS).exists() and any("loss" in line for line in read_metrics(output_dir))
 
 
-def cut_back(config: TrainConfig, steps_done: int, window: WindowState | None) -> list[int]:
+def cut_back(config: TrainConfig, steps_done: int) -> list[int]:
     """Keep only the lines that an uninterrupted run would have written by step `steps_done`; return the validations' steps.
 
-    Remove windows that end later, the line of a partial `window` that continues, later validations, and a validation made only
-    because the run ended here.
+    Remove later windows and validations, and a validation made only because the run ended here.
     """
     path, kept, validated = config.output_dir / METRICS, b"", []
     for line in read_metrics(config.output_dir) if path.exists() else ():
         step = line["step"]
         assert isinstance(step, int)
-        if is_window := "loss" in line:
-            stays = step < (window.first_step if window else steps_done)
-        else:
-            is_scheduled = step == 0 or (config.validate_every is not None and step % config.validate_every == 0)
-            stays = step < steps_done or (step == steps_done and is_scheduled)
-        if stays:
+        is_window = "loss" in line
+        is_scheduled = step == 0 or (config.validate_every is not None and step % config.validate_every == 0)
+        if step < steps_done or (step == steps_done and is_scheduled and not is_window):
             kept += json.dumps(line).encode() + b"\n"
             validated += [] if is_window else [step]
     write_durably(path, kept)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -38,7 +37,6 @@ from bucketline.train.log import (
     RunLog,
     RunStatus,
     WindowRecorder,
-    WindowState,
     against_zero,
     chosen_options,
     cut_back,
@@ -59,7 +57,7 @@ from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from bucketline.loader import Loader
@@ -74,7 +72,6 @@ log = logging.getLogger(__name__)
 COLLECT_EVERY_STEPS = 5000
 MANY_EPOCHS = 100  # of which the mean number of steps is told: a bucket's last rows may wait for the next epoch
 OUTPUTS = ("num_images", "image_prompts", "export_every", "push_to_hub")  # options that have a finished run write something
-MOST_NAMED = 16  # samples of a step that was skipped
 FRESH = Start(checkpoint=None, state=None)
 
 
@@ -286,7 +283,7 @@ class Run:
             from_rank_zero(ranks, lambda: refuse_run(config, start, [weighted.store for weighted in stores]))
             data.expect_service(config, ranks, stores)
             self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, stores, self.device)))
-            window = self._continue_loader()
+            self._continue_loader()
             config = resolve(config, start, self.loader, self.device)
             set_up_device(config, self.device)
             refuse_combinations(config, ranks.world_size)
@@ -311,27 +308,20 @@ class Run:
                     self.upload = HubUpload(self.config.push_to_hub, self._progress.say)
                 self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self._write_export)
                 at_end.enter_context(contextlib.closing(self.saver))
-            self._recorder = WindowRecorder(
-                log_every=self.config.log_every,
-                work=self.work,
-                gather=self._accelerator.gather,
-                begun=window,
-                samples_of=self._samples_of if ranks.is_main else None,
-            )
+            self._recorder = WindowRecorder(log_every=self.config.log_every, work=self.work, gather=self._accelerator.gather)
             self._at_end = at_end.pop_all()
 
-    def _continue_loader(self) -> WindowState | None:
-        """Continue the loader where a resumed run has stopped; return the window of steps that is open there."""
+    def _continue_loader(self) -> None:
+        """Continue the loader where a resumed run has stopped."""
         if (state := self.start.state) is None:
-            return None
+            return
         if self.given.new_plan:  # keep weights and optimizer, use the current stores
             self.loader.start_anew(state.loader)  # at the same step, so that no random draw is repeated
-            return None  # the window's buckets are those of the former plan
+            return
         try:
             self.loader.load_state_dict(state.loader)
         except StateError as error:
             raise StateError(f"{error}; or continue by another plan, with --resume --new-plan") from error
-        return state.window
 
     def _begin(self) -> None:
         """Record that the run is in progress: a new one before its first file, a resumed one once nothing is refused."""
@@ -381,7 +371,7 @@ class Run:
         else:
             checkpoint.set_aside(self.start.checkpoint)
         write_config(self.config, self.given, self.loader.stores, self.ranks.world_size)
-        validated = cut_back(self.config, self.steps_done, self._recorder.state())
+        validated = cut_back(self.config, self.steps_done)
         self._record_plan()
         self._log = self._at_end.enter_context(contextlib.closing(RunLog(self.config, self._accelerator, self._progress)))
         return dict.fromkeys(validated)
@@ -438,8 +428,6 @@ class Run:
             self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
         self.saver.finish()
-        if (window := self._recorder.state()) is not None:
-            self._write(window.line(self.work))
         images = [output / LOSS_CURVE]
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
@@ -460,9 +448,10 @@ class Run:
 
     # ------------------------------------------------------------------ what is due between two steps
 
-    def _write(self, line: dict[str, Json] | None) -> None:
-        if line is not None and self._log is not None:
-            self._log.write(line, self.steps_done)
+    def _write(self, lines: Iterable[dict[str, Json]]) -> None:
+        if self._log is not None:
+            for line in lines:
+                self._log.write(line, self.steps_done)
 
     def _record_plan(self) -> None:
         if self.ranks.is_main:
@@ -472,8 +461,6 @@ class Run:
         """At an epoch's end, read the newest generation, before this step's checkpoint; return True if it is another one."""
         if not (self.loader.follows and self.loader.is_between_epochs) or self.steps_done == self.config.num_steps:
             return False
-        self._write(self._recorder.flush())
-        self._recorder.state()  # what it says of earlier steps is of the present plan
         if not self.loader.renew():
             return False
         expect_equal("the plan's digest", self.loader.plan.digest)
@@ -500,7 +487,7 @@ class Run:
             result = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
         if self.steps_done not in self._validations:  # after a resume, the file may have it already
-            self._write(result.line(self.steps_done))
+            self._write([result.line(self.steps_done)])
         self._validations[self.steps_done] = result
 
     def _save(self, *, is_last: bool = False) -> None:
@@ -508,8 +495,7 @@ class Run:
 
         After a skipped step, that is postponed to the next step that is not skipped, except at the end of the run.
         """
-        self._write(self._recorder.flush())
-        window = self._recorder.state()
+        self._write(self._recorder.end())  # so that a resumed run has whole windows
         expect_finite_weights(self.training.bare_model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
         if self._recorder.skipped and not is_last:
@@ -518,7 +504,6 @@ class Run:
             version=checkpoint.VERSION,
             steps_done=self.steps_done,
             loader={name: encode(value) for name, value in self.loader.state_dict().items()},
-            window=window,
             config=config_as_json(self.config),
         )
         cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
@@ -550,17 +535,6 @@ class Run:
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
     # ------------------------------------------------------------------ what is told
-
-    def _samples_of(self, step: int, ranks: Sequence[int]) -> str:
-        """Name the samples that some ranks read at a step of the present plan, between two steps."""
-        per_step = self.config.accumulation
-        number = int(str(self.loader.state_dict()["step"])) - self.steps_done + step  # the plan's own
-        parts = [(number, rank * per_step + micro_step) for rank in ranks for micro_step in range(per_step)]
-        drawn = self.loader.plan.draw(parts, self.ranks.world_size * per_step)
-        rows = np.concatenate([one.rows for one in drawn])
-        names = self.loader.rows.bucket(drawn[0].bucket).sample_ids(rows[:MOST_NAMED])
-        more = f" and {len(rows) - len(names)} more" if len(rows) > len(names) else ""
-        return f"{', '.join(names)}{more}"
 
     def _tell_start(self) -> None:
         """Print what a new run does, or where one is resumed; warn of a start at random, a new plan, and of changes."""

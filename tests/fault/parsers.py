@@ -112,7 +112,7 @@ def _tar() -> bytes:
     return buffer.getvalue()
 
 
-_STATE = RunState(version=VERSION, steps_done=3, loader={"step": 3}, window=None, config={"seed": 0})
+_STATE = RunState(version=VERSION, steps_done=3, loader={"step": 3}, config={"seed": 0})
 _SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     "record": lambda: [encode_record(make_sample("0.png", "train/8x8", ("a red barn",)).record)],
     "checkpoint": lambda: [json.dumps(encode(_STATE)).encode(), b'{"state.json": [1, "00"]}'],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -25,7 +25,6 @@ from bucketline.train.log import (
     RunStatus,
     StepWork,
     WindowRecorder,
-    WindowState,
     cut_back,
     read_metrics,
     write_status,
@@ -64,11 +63,13 @@ steps_of_a_run = st.lists(
 )
 
 
-def reckoned(steps: list[Step], first: int, log_every: int) -> list[dict[str, Any]]:
-    """Return the lines of all windows, the last one incomplete, up to the one that is an error, which is a line of its step."""
+def reckoned(steps: list[Step], first: int, log_every: int, ends: set[int]) -> list[dict[str, Any]]:
+    """Return the lines of all windows, which also end before each of `ends`, up to an error, which is a line of its step."""
     lines: list[dict[str, Any]] = []
     in_a_row = 0
-    for _, numbered in groupby(enumerate(steps, first), lambda pair: pair[0] // log_every):
+    for _, numbered in groupby(
+        enumerate(steps, first), lambda pair: (pair[0] // log_every, sum(first + end <= pair[0] for end in ends))
+    ):
         numbers, window = map(list, zip(*numbered, strict=True))
         taken = [math.isfinite(one.norm) and math.isfinite(one.loss) for one in window]
         for number, one, is_taken in zip(numbers, window, taken, strict=True):
@@ -92,49 +93,39 @@ def reckoned(steps: list[Step], first: int, log_every: int) -> list[dict[str, An
     return lines
 
 
-# A look at the open window while the one before it is not read: five in a row are counted in order.
-@example(
-    steps=[Step("train/64x64", 1.0, INF if number in (1, 2, 3, 4, 6) else 1.0) for number in range(7)],
-    first=0,
-    log_every=2,
-    looks={6},
-    cut=24,
-)
 @given(
     steps=steps_of_a_run,
     first=st.integers(0, 5),
     log_every=st.integers(1, 4),
-    looks=st.sets(st.integers(0, 23)),
-    cut=st.integers(0, 24),
+    validated=st.sets(st.integers(0, 23)),
+    saved=st.sets(st.integers(1, 23), max_size=3),
 )
 def test_lines_are_those_of_a_plain_reckoning_each_one_window_late(
-    steps: list[Step], first: int, log_every: int, looks: set[int], cut: int
+    steps: list[Step], first: int, log_every: int, validated: set[int], saved: set[int]
 ) -> None:
-    """Also if the state is looked at meanwhile, or the run is cut by a checkpoint and goes on from its window."""
-    expected = reckoned(steps, first, log_every)
+    """Lines are written before a validation's, and a checkpoint ends a window."""
+    expected = reckoned(steps, first, log_every, saved)
 
     work = StepWork(num_devices=2, samples=SAMPLES, flops=FLOPS, peak_flops=8e12)
-
-    def recorder(begun: WindowState | None = None) -> WindowRecorder:
-        return WindowRecorder(
-            log_every=log_every, work=work, gather=lambda own: torch.cat([own + rank for rank in range(RANKS)]), begun=begun
-        )
-
-    windows, found, complete = recorder(), list[dict[str, Any]](), 0
+    windows = WindowRecorder(
+        log_every=log_every, work=work, gather=lambda own: torch.cat([own + rank for rank in range(RANKS)])
+    )
+    found, complete = list[dict[str, Any]](), 0
     try:
         for number, one in enumerate(steps):
-            if number == cut:  # a checkpoint: first the lines of complete windows, then the open one
-                found += filter(None, [windows.flush()])
-                windows = recorder(windows.state())
-            line = windows.add(first + number, outcome_of(one), took=(10.0, 10.0 + SECONDS), wait_s=WAITED)
-            complete += (first + number + 1) % log_every == 0
-            assert line is None or (first + number + 1) % log_every == 0, "only when the next window ends"
-            found += filter(None, [line])
+            if number in saved:
+                found += windows.end()
+                assert windows.end() == []
+                complete = len(found)
+            if number in validated:
+                found += windows.flush()
+            lines = windows.add(first + number, outcome_of(one), took=(10.0, 10.0 + SECONDS), wait_s=WAITED)
+            is_complete = (first + number + 1) % log_every == 0
+            complete += is_complete
+            assert not lines or is_complete, "only when the next window ends"
+            found += lines
             assert len(found) >= complete - 1
-            if number in looks:
-                windows.state()
-        found += filter(None, [windows.flush()])
-        found += [window.line(work) for window in [windows.state()] if window]
+        found += windows.end()
     except NotFiniteError as error:
         assert str(error).startswith(str(expected[-1].get("error"))), error  # noqa: PT017 - the lines before it count too
         assert found == expected[: len(found)]
@@ -143,33 +134,29 @@ def test_lines_are_those_of_a_plain_reckoning_each_one_window_late(
         assert found == expected
 
 
-def test_samples_are_named_of_the_ranks_whose_loss_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
-    windows = WindowRecorder(
-        log_every=2,
-        work=StepWork(num_devices=2, samples=SAMPLES, peak_flops=None),
-        gather=lambda own: torch.cat([own, own.nan_to_num(0.5)]),
-        samples_of=lambda step, ranks: f"sample {step} of {list(ranks)}",
-    )
+def test_a_window_of_skipped_steps_has_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    work = StepWork(num_devices=2, samples=SAMPLES, peak_flops=None)
+    windows = WindowRecorder(log_every=2, work=work, gather=lambda own: torch.cat([own, own.nan_to_num(0.5)]))
     for step, loss, seconds in ((6, 1.0, 3.0), (7, NAN, 1.0)):
         windows.add(step, outcome_of(Step("train/64x64", loss, INF)), took=(0.0, seconds), wait_s=0)
-    line = windows.flush()
-    assert line is not None
+    (line,) = windows.flush()
     assert (line["loss"], "mfu" in line, len(windows.skipped)) == (None, False, 2)
     assert (line["step_s_p50"], line["step_s_p99"]) == (1.0, 3.0), "by nearest rank"
-    assert "of sample 6 of [0, 1], expected finite numbers; the step was skipped" in caplog.text
-    assert "of sample 7 of [0], expected finite numbers; the step was skipped" in caplog.text
+    assert "step 6 (bucket train/64x64): the loss is 1.0 and the gradient's norm inf, expected finite numbers" in caplog.text
+    assert "step 7 (bucket train/64x64): the loss is nan and the gradient's norm inf, expected finite numbers" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("steps", "validate_every", "done", "window", "kept"),
+    ("steps", "validate_every", "done", "kept"),
     [  # a validation is a negative step, -8 of step 8, or 0; `kept` are those that an uninterrupted run would have written
-        ((0, 3, -4, -6, 5, 7, -8), 4, 6, 4, (0, 3, -4)),
-        ((0, -2, -4), None, 5, None, (0, -2, -4)),
-        ((1, "cut"), 4, 4, None, (1,)),
+        ((0, 3, -4, 5, -6, 7, -8), 4, 6, (0, 3, -4, 5)),
+        ((0, 3, -4, 4, -8), 4, 4, (0, 3, -4)),
+        ((0, -2, -4), None, 5, (0, -2, -4)),
+        ((1, "cut"), 4, 4, (1,)),
     ],
 )
 def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(
-    tmp_path: Path, steps: tuple[object, ...], validate_every: int | None, done: int, window: int | None, kept: tuple[int, ...]
+    tmp_path: Path, steps: tuple[object, ...], validate_every: int | None, done: int, kept: tuple[int, ...]
 ) -> None:
     def line(step: object) -> dict[str, Json]:
         assert isinstance(step, int)
@@ -178,7 +165,7 @@ def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(
     text = "".join('{"step": 2, "lo' if one == "cut" else json.dumps(line(one)) + "\n" for one in steps)
     (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
     asked = config(tmp_path, output_dir=tmp_path, validate_every=validate_every)
-    validated = cut_back(asked, done, None if window is None else WindowState(first_step=window))
+    validated = cut_back(asked, done)
     assert validated == [-one for one in kept if one <= 0]
     assert read_metrics(tmp_path) == [line(one) for one in kept]
 

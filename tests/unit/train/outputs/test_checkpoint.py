@@ -83,7 +83,6 @@ def state(steps_done: int) -> RunState:
         version=checkpoint.VERSION,
         steps_done=steps_done,
         loader={"step": steps_done},
-        window=None,
         config={"seed": 0},
     )
 
