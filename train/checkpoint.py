@@ -26,7 +26,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,22 +37,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import failed_write, sync_folder
 from bucketline.files.paths import CHECKPOINTS, METRICS
 from bucketline.loader.ranks import DISK_TIME, fail_together
+from bucketline.model_file import LORA_FILE, PEFT_FILE
 from bucketline.store.format.block import file_digest
 from bucketline.train.log import NotFiniteError, has_steps
-from bucketline.train.parallel import fill_from_rank_zero, whole
+from bucketline.train.lora import LORA_METADATA, PEFT_CONFIG, PEFT_PREFIX
+from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
+from bucketline.train.parallel import fill_from_rank_zero, plain_class, whole
 from bucketline.train.step import takes_found_inf
-from bucketline.train.weight_layout import average_folder
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -63,13 +65,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from bucketline.families.family import Family
     from bucketline.train.optim import Average
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
-    from bucketline.train.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
+MODEL_FILE = "diffusion_pytorch_model.safetensors"
+KOHYA_FILE = "kohya_lora.safetensors"
+ADAPTERS, AVERAGE_SUFFIX = "lora", "_ema"
 VERSION = 1
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
@@ -104,6 +109,110 @@ class Start:
     def steps_done(self) -> int:
         """Optimizer steps done before this start."""
         return 0 if self.state is None else self.state.steps_done
+
+
+# ---------------------------------------------------------------------------------------------- the weights in a folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """All tensors; the folder is loadable with `from_pretrained`."""
+
+    folder: str  # in diffusers' layout, such as `unet`
+    scheduler: str | None = None  # its configuration as JSON, written next to that folder: a run from there has its objective
+
+    def config(self, model: nn.Module) -> str:
+        config = json.loads(model.to_json_string())  # type: ignore[operator]
+        return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the model's tensors to write, parameters and buffers, by their stored names."""
+        return dict(model.state_dict(keep_vars=True))
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        """Write copies of the results of `config` and `tensors` to a folder."""
+        save_tensors(tensors, folder / MODEL_FILE, {"format": "pt"})
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        if self.scheduler is not None:
+            path = folder.parent / SCHEDULER
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(self.scheduler, encoding="utf-8")
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        return load_file(folder / MODEL_FILE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Only the adapters; loadable with the pipeline's `load_lora_weights`, or with peft's `PeftModel.from_pretrained`."""
+
+    part: str  # the pipeline's, `unet` or `transformer`
+    pipeline: str | None  # diffusers' class that loads them; None: DiT's, PixArt's and PRX's cannot
+    other_names: Mapping[str, str] = field(default_factory=dict)  # of layers, as the family says
+    folder: str = ADAPTERS
+
+    def config(self, model: nn.Module) -> str:
+        found: Any
+        (found,) = model.peft_config.values()  # type: ignore[operator]
+        prefix = f"{self.part}." if self.pipeline else ""
+        fields = {prefix + name: value for name, value in found.to_dict().items()}
+        return json.dumps(fields, default=sorted, indent=2, sort_keys=True)  # a set is sorted
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        from peft import get_peft_model_state_dict
+
+        prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
+        state = get_peft_model_state_dict(model, model.state_dict(keep_vars=True))
+        return {prefix + name: tensor for name, tensor in state.items()}
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        from bucketline.train.lora_file import for_other_tools
+
+        # As of diffusers' `save_lora_weights`, with rank, alpha and layers. One entry: safetensors writes several in any order.
+        save_tensors(tensors, folder / self._file, {LORA_METADATA: config} if self.pipeline else {"format": "pt"})
+        if not self.pipeline:
+            (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
+        alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
+        others = for_other_tools(tensors, self.part, alpha, self.other_names, is_kohyas=self.part == "unet")
+        save_tensors(others, folder / KOHYA_FILE, {})
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        return load_file(folder / self._file)
+
+    @property
+    def _file(self) -> str:
+        return LORA_FILE if self.pipeline else PEFT_FILE
+
+
+WeightLayout = WholeModel | Adapters
+"""How a model's trained tensors are laid out in a checkpoint."""
+
+
+def average_folder(weights: WeightLayout) -> str:
+    return weights.folder + AVERAGE_SUFFIX
+
+
+def weights_folder(folder: str) -> str:
+    """Return where in an export the weights are that are in a checkpoint's `folder`."""
+    part = folder.removesuffix(AVERAGE_SUFFIX)
+    return "." if part == ADAPTERS else part
+
+
+def layout_of(family: Family, *, adapters: bool, scheduler: Mapping[str, Any] | None = None) -> WeightLayout:
+    """Return which weights of a model a checkpoint holds; `scheduler`: the configuration to write with a whole model."""
+    if adapters:
+        return Adapters(part=family.folder, pipeline=family.lora_pipeline, other_names=family.other_names)
+    named = None if scheduler is None else {"_class_name": "DDPMScheduler", **scheduler}
+    return WholeModel(folder=family.folder, scheduler=None if named is None else json.dumps(named, indent=2) + "\n")
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a new safetensors file, with the permissions of any new file: safetensors' own are for the owner only."""
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    path.chmod(mode)
 
 
 # ---------------------------------------------------------------------------------------------- find, check and read
@@ -186,10 +295,7 @@ def of_this_model(folder: Path) -> Iterator[None]:
 
 
 def load_weights(folder: Path, weights: WeightLayout, model: nn.Module, *, averaged: bool = False, alone: bool = True) -> None:
-    """Load a checkpoint's weights, or its `averaged` weights, into a placed model.
-
-    `alone`: every rank reads them; else rank 0 does, for all.
-    """
+    """Load a checkpoint's (`averaged`) weights into a placed model. `alone`: every rank reads them; else rank 0, for all."""
     own, stored = weights.tensors(model), {}
     with fail_together(), of_this_model(folder):
         if alone or dist.get_rank() == 0:
@@ -205,10 +311,7 @@ def load_weights(folder: Path, weights: WeightLayout, model: nn.Module, *, avera
 
 
 def optimizer_entries(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint has of an optimizer's state, by the names of the weights and the numbers of the groups.
-
-    Of the groups these are numbers that are no options of a run, such as the rate that Prodigy has found.
-    """
+    """Return what a checkpoint has of an optimizer's state, by weight; of its groups, numbers that are no options of a run."""
     entries = {f"state.{name}.{key}": value for name, own in found["state"].items() for key, value in own.items()}
     for number, group in enumerate(found["param_groups"]):
         for key, value in group.items():
@@ -233,7 +336,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None
                 own[name] = own[name].new_empty(size)  # Prodigy has a single 0 for a weight that begins as zeros
         if saved:  # into the memory of `own`, whose shapes torch compares
             with quiet():
-                load_tensors({name: own[name] for name in saved}, storage_reader=reader, no_dist=True)
+                load_shards({name: own[name] for name in saved}, storage_reader=reader, no_dist=True)
     for name, entries in found["state"].items():
         state, names = optimizer.state[parameters[name]], {key: f"state.{name}.{key}" for key in entries}
         if not any(one in saved or one in numbers for one in names.values()):
@@ -270,10 +373,7 @@ def quiet() -> Iterator[None]:
 def copied(
     weights: WeightLayout, model: nn.Module, average: Average, optimizer: Optimizer | None, *, keeps: bool = True
 ) -> dict[str, Any]:
-    """Return copies of the last weights, of their average and of an optimizer's state; without one, of the best weights.
-
-    A rank that `keeps` no whole weights sends its shards of them.
-    """
+    """Return copies of the last weights, their average and an optimizer's state; without one, of the best weights only."""
     trained = weights.tensors(model)
     found: dict[str, Any] = {}
     if optimizer is not None or not average.is_kept:
@@ -288,10 +388,7 @@ def copied(
 
 
 def gathered_weights(tensors: Iterable[tuple[str, Tensor]], *, keeps: bool) -> dict[str, Tensor]:
-    """Return copies of whole tensors in host memory; nothing if this rank `keeps` none, which then sends its shards.
-
-    One is gathered at a time, and the iterable computes averages one at a time.
-    """
+    """Return copies of whole tensors in host memory, one at a time; none if this rank `keeps` none: it sends shards."""
     full = ((name, whole(tensor.detach())) for name, tensor in tensors)
     return {name: on_host(tensor) for name, tensor in full if keeps}
 
@@ -312,10 +409,7 @@ def write(
     keep: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint, for which there is a temporary folder, and remove all but the newest `keep` of its run.
-
-    `config`: that of the model, or of its adapters. `group`: of the ranks that write their shards of the optimizer's state.
-    """
+    """Write a checkpoint, and keep the newest `keep`. `group`: of the ranks that write their shards."""
     with written_aside(folder, card) as aside:
         numbers = write_optimizer(aside, copies["optimizer"], group)
         weights.write(aside / weights.folder, config, copies["last"])
@@ -337,7 +431,7 @@ def write_optimizer(aside: Path, entries: Mapping[str, Any], group: dist.Process
     files = {name: 1 + begin // FILE_BYTES for name, begin in zip(tensors, sums, strict=False)}
     writer = HuggingFaceStorageWriter(str(aside / OPTIMIZER), files or None, save_distributed=True)
     with quiet():
-        save_tensors(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        save_shards(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     return {name: value for name, value in entries.items() if name not in tensors}
 
 
@@ -428,22 +522,10 @@ class Saver:
         """Start the thread; `saved`: the checkpoint that the run starts from."""
         self._training, self._ranks, self._weights, self._write_export = training, ranks, weights, write_export
         self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
-        config = training.config
-        self.every_steps = config.save_every and config.save_every.steps
-        self._every_s = config.save_every and config.save_every.seconds
-        self._saved_s = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self._is_sharded = isinstance(training.bare_model, FSDPModule)
         self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if self._is_sharded else None  # the thread's own
-
-    def restart_clock(self) -> None:
-        """Count the age of the last checkpoint from now on."""
-        self._saved_s = time.monotonic()
-
-    def is_overdue(self) -> bool:
-        """Return whether the last checkpoint is too old by rank 0's clock; other ranks return False."""
-        return self._ranks.is_main and self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
 
     def save(self, cards: Mapping[Output, str], state: RunState) -> None:
         """Copy the outputs of this step that `cards` are of, unless they are written, and begin to write them."""
@@ -462,8 +544,6 @@ class Saver:
             copies = copied(self._weights, training.bare_model, training.average, optimizer, keeps=keeps)
             self._under_way = self._pool.submit(self._write, copies, due, cards, state)
         self.saved |= due
-        if Output.CHECKPOINT in due:
-            self.restart_clock()
 
     def _write(self, copies: dict[str, Any], due: Mapping[Output, Path], cards: Mapping[Output, str], state: RunState) -> None:
         config, weights = self._training.config, self._weights

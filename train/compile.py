@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
+from bucketline.loader import Loader
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.block import LATENT
-from bucketline.train.config import IN_PROCESS, Precision
-from bucketline.train.data import open_loader
+from bucketline.train.config import Precision
 from bucketline.train.log import StepWork, graphs_compiled
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of, takes_found_inf
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bucketline.families.family import Family
-    from bucketline.loader import Batch, Loader
+    from bucketline.loader import Batch
     from bucketline.store import Bucket
     from bucketline.train.config import TrainConfig
     from bucketline.train.parallel import TrainRanks
@@ -144,7 +144,7 @@ def compile_and_count(
     if not (compiled or on_gpu) or not (trained or validated):
         return
     work.shapes.update(shapes)
-    examples = example_batches(config, ranks, loader, [*trained, *validated])
+    examples = example_batches(ranks, loader, [*trained, *validated])
     if compiled:
         import torch._inductor.config as inductor
 
@@ -156,13 +156,13 @@ def compile_and_count(
         work.flops[bucket.name] = config.accumulation * ranks.world_size * flops
 
 
-def example_batches(config: TrainConfig, ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batch]:
+def example_batches(ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]) -> dict[str, Batch]:
     """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket, of any split.
 
     They are read by a loader like `loader`, which has the stores open.
     """
-    one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
-    with open_loader(one_ahead, ranks, loader.stores, loader.device, like=loader) as one:
+    asked, device = replace(loader.config, prefetch_bytes=1 << 20), loader.device
+    with Loader(loader.stores, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, like=loader) as one:
         first = next(one.forever())
     examples = {}
     for bucket in buckets:

@@ -21,7 +21,6 @@ from bucketline.option_value import (
     A_SHARE,
     ABOVE_0,
     IN_BYTES,
-    IN_SECONDS,
     ONE_OR_MORE,
     RESUME_FIXED,
     RESUME_FREE,
@@ -91,11 +90,7 @@ class LossWeight(OptionValue):
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule(OptionValue):
-    """The course of the learning rate after the warm-up, down to its floor.
-
-    Source: cosine: Loshchilov and Hutter 2017 (arXiv 1608.03983); wsd, warm-up, stable, decay: Hu et al. 2024 (arXiv
-    2404.06395).
-    """
+    """The course of the learning rate after the warm-up, down to its floor; wsd: warm-up, stable, decay (arXiv 2404.06395)."""
 
     FORMS = ("constant", "cosine[:FLOOR][@END]", "linear[:FLOOR][@END]", "wsd[:STEPS[:FLOOR]][@END]")
     EXAMPLE = "cosine:0.1@20000"
@@ -145,22 +140,8 @@ class MemoryLimit(OptionValue):
     num_bytes: Annotated[int | None, IN_BYTES] = None  # None: nothing is chosen
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveTimes(OptionValue):
-    """The steps and the seconds between checkpoints; None: not by these."""
-
-    FORMS = ("STEPS[,SECONDS]", "SECONDS[,STEPS]")
-    METAVAR = "N|30m"
-    EXPECTED = "steps, such as 1000, a time, such as 30m, or both: 1000,30m"
-    LIMITS: ClassVar = {"steps": ONE_OR_MORE, "seconds": ABOVE_0}
-
-    steps: int | None = None
-    seconds: Annotated[float | None, IN_SECONDS] = None
-
-
 UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
 CONSTANT_RATE, ADAMS_BETAS, USUAL_EMA = LrSchedule(), Betas(), Ema(decay=0.9999)
-USUAL_SAVES = SaveTimes(seconds=1800.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- config
@@ -302,8 +283,8 @@ class SavingOptions:
 
     SECTION = "saving: checkpoints, exports, the hub"
 
-    save_every: SaveTimes | None = USUAL_SAVES
-    """Steps or time between checkpoints, or both: 1000, 30m, or 1000,30m. None: only the last one."""
+    save_every: int | None = 1000
+    """Optimizer steps between checkpoints. None: only the last one."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
     export_every: int | None = field(default=None, metadata=RESUME_FREE)
@@ -477,7 +458,7 @@ class TrainConfig(
         self._expect_at_least(
             1,
             *("max_steps", "log_every", "keep", "val_timesteps", "image_steps", "lora_rank"),
-            *("export_every", "validate_every", "images_every"),
+            *("save_every", "export_every", "validate_every", "images_every"),
         )
         self._expect_at_least(
             0, "noise_offset", "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks"
@@ -547,10 +528,7 @@ def _is_above_0(value: float) -> bool:
 
 
 def parse(arguments: Sequence[str], prog: str, commands: Collection[str] = ()) -> TrainConfig:
-    """Return the configuration that a command line, its presets and run files, and the run that it resumes give.
-
-    `commands`: the trainer's other commands, which may have been meant by a word that is not a preset.
-    """
+    """Return the configuration of a command line, its files and the run that it resumes; `commands`: other known words."""
     if asked_for_help(arguments) is not None:
         parse_command(TrainConfig, arguments, prog)
     words, run = _resumed(arguments)

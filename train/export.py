@@ -46,7 +46,17 @@ from bucketline.model_file import (
 )
 from bucketline.torch_dtypes import dtype_named
 from bucketline.train import checkpoint
-from bucketline.train.checkpoint import CARD, folder_of_step
+from bucketline.train.checkpoint import (
+    ADAPTERS,
+    AVERAGE_SUFFIX,
+    CARD,
+    MODEL_FILE,
+    Adapters,
+    average_folder,
+    folder_of_step,
+    save_tensors,
+    weights_folder,
+)
 from bucketline.train.log import against_zero, versions
 from bucketline.train.lora_file import read_tensors
 from bucketline.train.model import open_model_config
@@ -54,15 +64,6 @@ from bucketline.train.noise import FLOW_CLASS
 from bucketline.train.noise import SCHEDULER_CONFIG as SCHEDULER
 from bucketline.train.parallel import plain_class
 from bucketline.train.run_file import config_as_json
-from bucketline.train.weight_layout import (
-    ADAPTERS,
-    AVERAGE_SUFFIX,
-    MODEL_FILE,
-    Adapters,
-    average_folder,
-    save_tensors,
-    weights_folder,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,8 +73,8 @@ if TYPE_CHECKING:
 
     from bucketline.families.family import Family
     from bucketline.loader import WeightedStore
+    from bucketline.train.checkpoint import WeightLayout
     from bucketline.train.step import Training, ValidationResult
-    from bucketline.train.weight_layout import WeightLayout
 
 
 # ------------------------------------------------------------------------------------------------------------------------- hub

@@ -123,10 +123,7 @@ def chosen_options(config: TrainConfig, given: TrainConfig) -> dict[str, object]
 
 
 def write_config(config: TrainConfig, given: TrainConfig, stores: Sequence[WeightedStore], world_size: int) -> None:
-    """Write `config.json`: the resolved configuration, versions, commit, stores and encoders; and `run.toml`, what was given.
-
-    `given`: the configuration before it was resolved, by which the run is begun again or resumed.
-    """
+    """Write `config.json`: the resolved configuration, versions, commit, stores, encoders; and `run.toml`, what was `given`."""
     document: dict[str, Json] = {
         "config": config_as_json(config),
         "world_size": world_size,
@@ -137,7 +134,7 @@ def write_config(config: TrainConfig, given: TrainConfig, stores: Sequence[Weigh
     }
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
     shown = replace(given, store=tuple(redacted_store(str(path)) for path in given.store))
-    text = as_run_file(shown, f"The run in {config.output_dir}.", chosen_options(config, given))
+    text = as_run_file(shown, f"The run in {config.output_dir}.")
     write_durably(config.output_dir / RUN_FILE, text.encode(errors="backslashreplace"))
 
 
@@ -332,10 +329,7 @@ def has_steps(output_dir: Path) -> bool:
 
 
 def cut_back(config: TrainConfig, steps_done: int) -> list[int]:
-    """Keep only the lines that an uninterrupted run would have written by step `steps_done`; return the validations' steps.
-
-    Remove later windows and validations, and a validation made only because the run ended here.
-    """
+    """Keep only the lines that an uninterrupted run would have by step `steps_done`; return the steps of its validations."""
     path, kept, validated = config.output_dir / METRICS, b"", []
     for line in read_metrics(config.output_dir) if path.exists() else ():
         step = line["step"]

@@ -76,11 +76,7 @@ def adapted_layers(model: nn.Module, family: Family, given: str | None) -> list[
 
 
 def layers_by_word(model: nn.Module, word: Layers) -> list[str]:
-    """Return the names of a model's layers that a word means, also if they have adapters already.
-
-    Embeddings before the blocks and the projection after them never get an adapter, nor does a convolution of each channel
-    by itself.
-    """
+    """Return the layers that a word means, without embeddings, the last projection, and convolutions of single channels."""
     pattern = re.compile(NAMES[word])
     return [
         name

@@ -1,4 +1,4 @@
-"""Fewer bits and less memory: products in 8-bit floats, a frozen base in 8 or 4 bits, blocks that wait in host memory."""
+"""Less memory: products in 8-bit floats, a frozen base in 8 or 4 bits, blocks that recompute or wait in host memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bucketline.errors import UsageError
 from bucketline.quantised_linear import quantise_layers
@@ -76,6 +77,34 @@ def quantise_base(model: nn.Module, base: Base, device: torch.device) -> None:
         raise UsageError(f"--base is fp8, and the device is {name}, expected compute capability 8.9 or more; use --base int8")
     for block in repeated_blocks(model):
         quantise_layers(block, base, device)
+
+
+# ---------------------------------------------------------------------------------------------- gradient checkpointing
+
+
+def recompute(model: nn.Module, share: float, *, is_compiled: bool) -> None:
+    """Have a model recompute a share of its activations in the backward pass, not store them."""
+    if share == 1:
+        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
+    elif is_compiled:
+        import torch._functorch.config as functorch
+
+        # For each block's graph: torch chooses the operations whose recomputation costs least.
+        functorch.activation_memory_budget = 1 - share
+    else:
+        places: dict[nn.Module, int] = {}
+
+        def some(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+            """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
+            place = places.setdefault(block, len(places))
+            return recomputed(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
+
+        model.enable_gradient_checkpointing(some)  # type: ignore[operator]
+
+
+def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+    """Run a block, and again in the backward pass."""
+    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 # ---------------------------------------------------------------------------------------------- blocks in host memory

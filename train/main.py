@@ -9,11 +9,7 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
-    """Parse the command line, train, and print a summary.
-
-    Exit with 0, 1 (failure), 2 (invalid usage), 130 or 143 (stopped by Ctrl-C or SIGTERM, except as one of several ranks, since
-    torchrun would take that for a failure).
-    """
+    """Parse the command line, train, print a summary; exit with 0, 1 (failure), 2 (usage), 130 or 143 (signal, on one rank)."""
     import contextlib
     import io
     import os

@@ -19,12 +19,11 @@ from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
 from bucketline.store.format.block import LATENT
 from bucketline.torch_setup import NoRoom, attempt, free_memory
-from bucketline.train.checkpoint import checkpoint_folders
+from bucketline.train.checkpoint import Adapters, checkpoint_folders
 from bucketline.train.compile import example_batches, forward_backward
 from bucketline.train.config import BASE_OFF, Base, Ema, EmaPlace, Sharding, TrainConfig
 from bucketline.train.model import build_training
 from bucketline.train.optim import make_optimizer, traits_of
-from bucketline.train.weight_layout import Adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.loader import Batch, Loader
-    from bucketline.train.checkpoint import Start
+    from bucketline.train.checkpoint import Start, WeightLayout
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
-    from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ def built_to_fit(
     savings, config = savings_of(config, ranks.world_size), decided(config)
     if limit is None and (config.memory is not None or device.type != "cuda"):
         return build_training(config, ranks, start, loader)
-    batch = largest_batch(config, ranks, loader)
+    batch = largest_batch(ranks, loader)
 
     def tried() -> tuple[Training, WeightLayout]:
         built = build_training(config, ranks, start, loader)
@@ -113,12 +111,12 @@ def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str,
         yield {"offload_blocks": EVERY_BLOCK}, "frozen weights in host memory, copied for each use"
 
 
-def largest_batch(config: TrainConfig, ranks: TrainRanks, loader: Loader) -> Batch:
+def largest_batch(ranks: TrainRanks, loader: Loader) -> Batch:
     """Return a micro-batch of the bucket that needs most, with captions as long as the text encoder makes them."""
     largest = max(
         loader.rows.buckets("train"), key=lambda one: loader.config.rows_of(one) * math.prod(one.spec.column(LATENT).shape)
     )
-    batch = example_batches(config, ranks, loader, [largest])[largest.name]
+    batch = example_batches(ranks, loader, [largest])[largest.name]
     encoder = loader.stores[0].store.manifest.encoders.get("text_encoder")
     tokens = encoder.get("max_tokens") if isinstance(encoder, dict) else None
     if isinstance(tokens, int) and (more := tokens - batch.tokens.shape[1]) > 0:

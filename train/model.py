@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import diffusers
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from bucketline.errors import ModelError
 from bucketline.families.family import Family, StoreFacts
@@ -45,7 +44,7 @@ from bucketline.model_file import (
     weights_hash,
 )
 from bucketline.store.format.block import LATENT
-from bucketline.train.checkpoint import load_optimizer, load_weights
+from bucketline.train.checkpoint import average_folder, layout_of, load_optimizer, load_weights
 from bucketline.train.config import Base, Compile, EmaPlace, Precision, TrainConfig, WeightDtype
 from bucketline.train.lora import add_adapters
 from bucketline.train.noise import Prep, load_schedule
@@ -54,14 +53,12 @@ from bucketline.train.parallel import (
     TrainRanks,
     fill_from_rank_zero,
     from_rank_zero,
-    keep_layout,
     layout_on,
     shard,
     tables_of,
     tensors_of,
 )
 from bucketline.train.step import Training, mean_weight
-from bucketline.train.weight_layout import average_folder, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -71,9 +68,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Loader
     from bucketline.store import Bucket, Store
-    from bucketline.train.checkpoint import Start
+    from bucketline.train.checkpoint import Start, WeightLayout
     from bucketline.train.noise import Schedule
-    from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
 
@@ -192,10 +188,7 @@ def schedule_of(config: TrainConfig, model: ModelConfig, family: Family, device:
 def load(
     model: ModelConfig, store: StoreFacts, seed: int, *, dtype: torch.dtype = torch.float32, on_meta: bool = False
 ) -> tuple[Family, nn.Module]:
-    """Load a model, or initialize it at random from the seed if its folder has no weights; return its family and the model.
-
-    `dtype`: of the weights, which are read in it. `on_meta`: without weights, for another rank to fill.
-    """
+    """Return a model's family, and the model: read, or at random from the seed if it has no weights, or empty (`on_meta`)."""
     family = checked(model, store)
     model_class = getattr(diffusers, family.model_class)
     found: nn.Module
@@ -280,11 +273,7 @@ def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch
 
 
 def refuse_other_encoders(model: ModelConfig, encoders: Mapping[str, Json]) -> None:
-    """Reject a model whose VAE or text encoders have another configuration than the store's, or its VAE other weights.
-
-    `encoders`: the store's record of its encoders. Only a VAE is loaded. A folder without encoders passes, and a VAE that
-    cannot be read.
-    """
+    """Refuse a model whose VAE or text encoders have another configuration than the store's, or its VAE other weights."""
     text = encoders.get("text_encoder")
     text = text if isinstance(text, dict) else {}
     parts = text.get("parts") or {"text_encoder": text}  # a family of several encoders lists each
@@ -311,10 +300,7 @@ def refuse_other_encoders(model: ModelConfig, encoders: Mapping[str, Json]) -> N
 
 
 def read_vae(model: ModelConfig, encoders: Mapping[str, Json]) -> tuple[nn.Module, str | None]:
-    """Load a VAE in 32 bits; return it and how it differs from the store's, or None if it does not.
-
-    Of a model in a single file, a VAE that it lacks comes from the folder of its configuration.
-    """
+    """Load a VAE, of a file that lacks it from its configuration's folder; return it, and how the store's differs."""
     stored, folder, file = encoders["vae"], model.folder / VAE_FOLDER, model.file
     assert isinstance(stored, dict)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -358,7 +344,10 @@ def build_training(config: TrainConfig, ranks: TrainRanks, start: Start, loader:
     family, model, schedule = _load_model(config, ranks, start, loader)
     layout = layout_of(family, adapters=config.lora_rank is not None, scheduler=schedule.config)
     compiled = compiles(config, device)
-    recompute(model, config, is_compiled=compiled)
+    if config.recompute:
+        from bucketline.train.lowbit import recompute
+
+        recompute(model, config.recompute, is_compiled=compiled)
     if compiled:
         from bucketline.train.compile import compile_blocks
 
@@ -440,8 +429,6 @@ def place_model(
         torch.nn.Module.to(model, "meta")
         if config.is_sharded(ranks.world_size):  # FSDP2 takes only contiguous parameters
             shard(model, device, torch.bfloat16 if config.autocasts else torch.float32)
-            if memory_format is torch.channels_last:
-                keep_layout(model, memory_format)
         else:
             torch.nn.Module.to(model, memory_format=memory_format)  # type: ignore[call-overload]
         model.to_empty(device=device)
@@ -475,29 +462,3 @@ def replicated(model: nn.Module, family: Family, config: TrainConfig, device: to
                 one in name for name, own in model.named_parameters() if own.requires_grad for one in family.unused_layers
             ),
         )
-
-
-def recompute(model: nn.Module, config: TrainConfig, *, is_compiled: bool) -> None:
-    """Have a model recompute the share of its activations that `--recompute` says in the backward pass, not store them."""
-    share = config.recompute or 0.0
-    if share == 1:
-        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
-    elif is_compiled:
-        import torch._functorch.config as functorch
-
-        # For each block's graph: torch chooses the operations whose recomputation costs least.
-        functorch.activation_memory_budget = 1 - share
-    elif share:
-        places: dict[nn.Module, int] = {}
-
-        def some(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
-            """Recompute a share of the blocks, evenly spaced in the order in which they run first."""
-            place = places.setdefault(block, len(places))
-            return recomputed(block, *args) if round((place + 1) * share) > round(place * share) else block(*args)
-
-        model.enable_gradient_checkpointing(some)  # type: ignore[operator]
-
-
-def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
-    """Run a block, and again in the backward pass."""
-    return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -49,11 +49,7 @@ class Mixing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSchedule:
-    """A schedule by table: signal and noise coefficients per timestep, the same for every size.
-
-    Source: Ho et al. 2020, "Denoising Diffusion Probabilistic Models" (arXiv 2006.11239), equation 4,
-    with signal = √ᾱ and noise = √(1 - ᾱ).
-    """
+    """A schedule by table, the same for every size: signal √ᾱ and noise √(1 - ᾱ) (Ho et al. 2020, arXiv 2006.11239, eq. 4)."""
 
     signal: Tensor  # [T] float32
     noise: Tensor  # [T] float32
@@ -78,11 +74,10 @@ class NoiseSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSchedule:
-    """A straight path from image to noise: noise = n and signal = 1 - n, shifted towards noise by a factor s.
+    """A straight path from image to noise: noise n and signal 1 - n, shifted towards noise by a factor s.
 
-    n = s·u / (1 + (s - 1)·u) of u = (index + 1) / T. Source: Lipman et al. 2022 (arXiv 2210.02747) and Esser et al. 2024,
-    "Scaling Rectified Flow Transformers" (arXiv 2403.03206), section 5.3.2; diffusers' `FlowMatchEulerDiscreteScheduler`,
-    whose exponential and linear shifts are the same formula with s = e^μ and s = μ.
+    n = s·u / (1 + (s - 1)·u) of u = (index + 1) / T. Source: Esser et al. 2024 (arXiv 2403.03206), section 5.3.2; diffusers'
+    `FlowMatchEulerDiscreteScheduler`, whose exponential and linear shifts are the same with s = e^μ and s = μ.
     """
 
     objective: ClassVar = Objective.FLOW
@@ -102,10 +97,7 @@ class FlowSchedule:
         return math.exp(mu) if self.shift["time_shift_type"] == "exponential" else mu
 
     def mu(self, height: int, width: int) -> float | None:
-        """Return the shift for latents of a height and width, linear between two numbers of tokens; None for a fixed one.
-
-        Source: diffusers' `calculate_shift` of Flux and SD3.
-        """
+        """Return the shift for a size, linear in its tokens (diffusers' `calculate_shift`); None for a fixed one."""
         if isinstance(self.shift, float):
             return None
         num_tokens = (height // self.patch_size) * (width // self.patch_size)
@@ -136,9 +128,8 @@ def add_noise(clean: Tensor, noise: Tensor, mixing: Mixing) -> Tensor:
 def target(objective: Objective, clean: Tensor, noise: Tensor, mixing: Mixing) -> Tensor:
     """Return the prediction target, [B, C, h, w] float32.
 
-    Source: epsilon: Ho et al. 2020 (arXiv 2006.11239), equation 14. v = √ᾱ·ε - √(1 - ᾱ)·x_0: Salimans and Ho 2022,
-    "Progressive Distillation for Fast Sampling of Diffusion Models" (arXiv 2202.00512), section 4. Flow: the velocity
-    ε - x_0: Esser et al. 2024 (arXiv 2403.03206), equation 13.
+    Source: Ho et al. 2020 (arXiv 2006.11239), equation 14; v = √ᾱ·ε - √(1 - ᾱ)·x_0: Salimans and Ho 2022 (arXiv 2202.00512),
+    section 4; a flow's velocity ε - x_0: Esser et al. 2024 (arXiv 2403.03206), equation 13.
     """
     if objective is Objective.EPSILON:
         return noise
@@ -150,12 +141,9 @@ def target(objective: Objective, clean: Tensor, noise: Tensor, mixing: Mixing) -
 def weights_of_errors(asked: LossWeight, objective: Objective, mixing: Mixing) -> Tensor | None:
     """Return each sample's loss weight, [B] float32; None: each counts alike.
 
-    For min-snr, min(SNR, gamma) / SNR for epsilon and min(SNR, gamma) / (SNR + 1) for v. Source: Hang et al. 2023, "Efficient
-    Diffusion Training via Min-SNR Weighting Strategy" (arXiv 2303.09556), section 3.4.
-
-    By a flow's noise n, 2 / (π (1 - 2n + 2n²)) for cosmap, n⁻² for sigma-sqrt, and n² for sigma-squared, by which the error of
-    the velocity is that of the image. Source: Esser et al. 2024 (arXiv 2403.03206), section 3.1; diffusers'
-    `compute_loss_weighting_for_sd3`, and n² its scripts' `--precondition_outputs`.
+    min-snr: Hang et al. 2023 (arXiv 2303.09556), section 3.4. By a flow's noise n: cosmap and sigma-sqrt: Esser et al. 2024
+    (arXiv 2403.03206), section 3.1; sigma-squared, by which a velocity's error is the image's: `--precondition_outputs` of
+    diffusers' scripts.
     """
     if asked.gamma is not None:
         snr = (mixing.signal / mixing.noise).square().flatten()

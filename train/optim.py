@@ -161,11 +161,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 
 
 def decay_at(step: int, decay: float) -> float:
-    """Return the EMA decay at optimizer step `step` (from 0).
-
-    It rises with the steps done, so that a short run's average does not stay at its random start.
-    Source: the warm-up of TensorFlow's `ExponentialMovingAverage(num_updates)`, min(decay, (1 + n) / (10 + n)).
-    """
+    """Return the EMA decay at a step: TensorFlow's by `num_updates`, so that a short run's average leaves its random start."""
     return min(decay, (1 + step) / (10 + step))
 
 

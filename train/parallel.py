@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from bucketline.errors import TrainError
 from bucketline.families.registry import FAMILIES
 from bucketline.loader.ranks import fail_together, gathered, host_group
 
@@ -41,11 +40,7 @@ class TrainRanks:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return a model's repeated blocks, found by class name; of nested blocks, the innermost.
-
-    These are the blocks of diffusers' `compile_repeated_blocks`, plus a UNet's `ResnetBlock2D` (else its GroupNorms stay
-    eager), plus the blocks of models for which diffusers lists none.
-    """
+    """Return a model's innermost repeated blocks, by class name: diffusers' own, and a UNet's `ResnetBlock2D` for its norms."""
     blocks = [one for one in model.modules() if one is not model and BLOCK.search(plain_class(one).__name__)]
     every = set(blocks)
     return [block for block in blocks if not any(part in every for part in block.modules() if part is not block)]
@@ -59,20 +54,14 @@ def separate_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Skip the gradient exchange between processes, except in the last backward pass of a step.
-
-    Sharded gradients are reduced to shards in every pass, else each process would hold whole ones.
-    """
+    """Exchange no gradients in a backward pass that is not the last; shards are, or each rank would hold whole ones."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not is_last:
         return model.no_sync()  # type: ignore[no-any-return, unused-ignore]
     return contextlib.nullcontext()
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the gathered weights that a sharded model still has from forward passes without a backward pass.
-
-    Else the next forward pass would run on them, whatever its shards are by then.
-    """
+    """Free gathered weights that only a forward pass has used: the next one would run on them, whatever the shards are then."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -90,10 +79,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded or not, with rank 0's of the same names in `whole`, which is emptied to free each that is sent.
-
-    The other ranks' `whole` is not read; they hold one whole tensor at a time.
-    """
+    """Fill tensors, sharded or not, with rank 0's in `whole`, which is emptied; others hold one whole tensor at a time."""
     for name, tensor in own.items():
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if dist.get_rank() == 0:
@@ -110,11 +96,7 @@ def plain_class(model: nn.Module) -> type[Any]:
 
 
 def shard(model: nn.Module, device: torch.device, gathered: torch.dtype = torch.float32) -> None:
-    """Shard every parameter over all processes, in place (FSDP2); blocks are gathered one at a time when they run.
-
-    `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
-    32-bit; autocast casts what it needs to.
-    """
+    """Shard all parameters over all processes (FSDP2), gathered a block at a time in a dtype; shards stay 32-bit."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in separate_blocks(model):
@@ -149,17 +131,6 @@ def layout_on(device: torch.device) -> torch.memory_format:
     return torch.channels_last if device.type == "cuda" else torch.contiguous_format
 
 
-def keep_layout(model: nn.Module, layout: torch.memory_format) -> None:
-    """Let a model compute convolutions in a layout, that of their inputs, though FSDP2 gathers weights without one."""
-
-    def laid_out(_module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return given[0].contiguous(memory_format=layout), *given[1:]
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.Conv2d):
-            module.register_forward_pre_hook(laid_out)
-
-
 def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     """Run `make` only on rank 0 and return its result on every rank."""
     with fail_together():
@@ -167,46 +138,31 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     return gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
 
 
-def expect_equal(name: str, value: str) -> None:
-    values = gathered(value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise TrainError(
-                f"{name} is {other} on rank {rank} and {values[0]} on rank 0; check that all ranks see the same files"
-            )
-
-
 class StopRequest:
-    """Agreement of all ranks on the step at which to stop (SIGTERM or SIGINT) or to write an overdue checkpoint.
+    """Agreement of all ranks on the step at which to stop: a signal (SIGTERM, SIGINT) reaches them at different times.
 
-    A signal reaches the ranks at different times, and their clocks differ; a rank that stopped at once would leave the others
-    waiting.
-    The requests are combined over a gloo group by an all-reduce that starts after one step and is read after the next:
-    no rank waits for another, nothing touches the accelerator, and all ranks read the same result at the same step.
+    An all-reduce over gloo starts after one step and is read after the next: no rank waits, nothing touches the accelerator,
+    and all ranks read the same at the same step.
     """
 
     def __init__(self, ranks: TrainRanks) -> None:
         """Install the signal handlers; every rank must call this at the same point."""
         self._signal = 0
-        self._requests = torch.zeros(2, dtype=torch.int32)  # the signal's number, 0 for none; whether to save
+        self._request = torch.zeros((), dtype=torch.int32)  # the signal's number, 0 for none
         self._work: dist.Work | None = None
         self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def agreed(self, *, is_overdue: bool = False) -> tuple[str | None, bool]:
-        """Return what all ranks have agreed on: the name of the signal to stop for, if any, and whether to save.
-
-        Each rank calls this once after each step. Only rank 0 sets the flag, if its last checkpoint is old.
-        """
-        number, saves = self._signal, is_overdue
+    def agreed(self) -> str | None:
+        """Return the name of the signal that all ranks stop for, if any; each rank calls this once after each step."""
+        number = self._signal
         if self._group is not None:
             if self._work is not None:
                 self._work.wait()
-            number, saves = self._requests.tolist()
-            # What all ranks have seen is done now; requesting it again would do it twice.
-            self._requests = torch.tensor([self._signal, is_overdue and not saves], dtype=torch.int32)
-            self._work = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return signal.Signals(number).name if number else None, bool(saves)
+            number = int(self._request)
+            self._request = torch.tensor(self._signal, dtype=torch.int32)
+            self._work = dist.all_reduce(self._request, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return signal.Signals(number).name if number else None
 
     @property
     def is_asked(self) -> bool:

@@ -27,9 +27,18 @@ from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError
 from bucketline.loader.seen import PLANS, append_plan, read_plans
 from bucketline.option_value import OnResume, as_option, options_on_resume
 from bucketline.torch_setup import avoid_cudnn_attention
-from bucketline.train import checkpoint, data
+from bucketline.train import checkpoint
 from bucketline.train.checkpoint import Output, RunState, Saver, Start, expect_finite_weights, folder_of_step, way_on
 from bucketline.train.config import LrSchedule, Precision, TrainConfig
+from bucketline.train.data import (
+    open_loader,
+    open_stores,
+    open_val_loader,
+    refuse_former_run,
+    refuse_ignored,
+    refuse_place,
+    refuse_run,
+)
 from bucketline.train.log import (
     TRACKED,
     NotFiniteError,
@@ -50,8 +59,7 @@ from bucketline.train.log import (
 )
 from bucketline.train.model import weight_files
 from bucketline.train.optim import find_optimizer, refuse_combinations, traits_of
-from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
-from bucketline.train.rules import refuse_former_run, refuse_ignored, refuse_place, refuse_run
+from bucketline.train.parallel import StopRequest, TrainRanks, from_rank_zero
 from bucketline.train.run_file import config_as_json, models_of, values_of_file
 from bucketline.train.step import mean_weight, train_step, validate
 from bucketline.typed_json import encode
@@ -61,10 +69,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import Loader
+    from bucketline.train.checkpoint import WeightLayout
     from bucketline.train.export import HubUpload
     from bucketline.train.images import StoredPrompt
     from bucketline.train.step import Training, ValidationResult
-    from bucketline.train.weight_layout import WeightLayout
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -150,10 +158,7 @@ def end_processes() -> None:
 
 
 def take_folder(config: TrainConfig, at_end: contextlib.ExitStack) -> Start:
-    """Lock the run's folder until the end, and return where the run starts: at step 0, or at the newest complete checkpoint.
-
-    A new run's folder is made unless it exists. No file is changed until training begins.
-    """
+    """Lock the run's folder until the end, made if it is new; return the start: step 0, or the newest complete checkpoint."""
     output = config.output_dir
     if config.resume and not is_run(output):
         raise UsageError(f"there is no run in {output} to resume; give the --output-dir of a run, or leave out --resume")
@@ -279,16 +284,14 @@ class Run:
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
         self._to_save: set[Output] = set()
         with contextlib.ExitStack() as at_end:
-            stores = data.open_stores(config, ranks, start)
+            stores = open_stores(config, ranks, start)
             from_rank_zero(ranks, lambda: refuse_run(config, start, [weighted.store for weighted in stores]))
-            data.expect_service(config, ranks, stores)
-            self.loader = at_end.enter_context(contextlib.closing(data.open_loader(config, ranks, stores, self.device)))
+            self.loader = at_end.enter_context(contextlib.closing(open_loader(config, ranks, stores, self.device)))
             self._continue_loader()
             config = resolve(config, start, self.loader, self.device)
             set_up_device(config, self.device)
             refuse_combinations(config, ranks.world_size)
             find_optimizer(config)  # a missing library is told before anything is made
-            expect_equal("the plan's digest", self.loader.plan.digest)
             with failures_recorded(self):
                 if start.checkpoint is None:
                     self._begin()
@@ -380,7 +383,6 @@ class Run:
         """Train until the last step or a signal, whose name is returned."""
         batches, waited = self.loader.forever(), 0.0
         self._progress.begin(self.steps_done, self.config.num_steps)
-        self.saver.restart_clock()
         began = mark(self.device)
         while self.steps_done < self.config.num_steps:
             outcome = train_step(self.training, batches, self.steps_done)
@@ -391,18 +393,17 @@ class Run:
             self._write(self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=wait_s))
             self._progress.step(self.steps_done)
             self.saver.poll()
-            stopped_by, is_overdue = stop.agreed(is_overdue=self.saver.is_overdue())
-            if stopped_by is not None:
+            if (stopped_by := stop.agreed()) is not None:
                 return stopped_by
             # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
-            began = mark(self.device) if self._pause(is_overdue=is_overdue) else ended
+            began = mark(self.device) if self._pause() else ended
         return None
 
-    def _pause(self, *, is_overdue: bool) -> bool:
-        """Run the tasks that are due between two steps, a checkpoint if it `is_overdue`; return whether there was one."""
+    def _pause(self) -> bool:
+        """Run the tasks that are due between two steps; return whether there was one."""
         config, done = self.config, self.steps_done
         is_pause = self._renew() | self._validate_if_due() | _due(COLLECT_EVERY_STEPS, done)  # `or` would leave out the others
-        if is_overdue or _due(self.saver.every_steps, done):
+        if _due(config.save_every, done):
             self._to_save.add(Output.CHECKPOINT)
         if _due(config.export_every, done):
             self._to_save.add(Output.EXPORT)
@@ -463,7 +464,6 @@ class Run:
             return False
         if not self.loader.renew():
             return False
-        expect_equal("the plan's digest", self.loader.plan.digest)
         self._record_plan()
         refuse_ignored([weighted.store for weighted in self.loader.stores])
         self.training = replace(self.training, mean_weight=mean_weight(self.config, self.loader.stores))
@@ -483,7 +483,7 @@ class Run:
         return is_due
 
     def _validate(self) -> None:
-        with data.open_val_loader(self.config, self.ranks, self.loader.stores, self.device) as batches:
+        with open_val_loader(self.config, self.ranks, self.loader.stores, self.device) as batches:
             result = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
         if self.steps_done not in self._validations:  # after a resume, the file may have it already
@@ -491,10 +491,7 @@ class Run:
         self._validations[self.steps_done] = result
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Begin to write what is to be saved; called on every rank.
-
-        After a skipped step, that is postponed to the next step that is not skipped, except at the end of the run.
-        """
+        """Begin to write what is to be saved, on every rank; not after a skipped step, except at the end."""
         self._write(self._recorder.end())  # so that a resumed run has whole windows
         expect_finite_weights(self.training.bare_model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.

@@ -6,9 +6,8 @@ line; each of these overrides those before it. Sections are only for the reader.
 
 from __future__ import annotations
 
-import textwrap
 import tomllib
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from bucketline.options import COMMAND_LINE_ONLY, options_of, sections_of, sugge
 from bucketline.typed_json import as_toml, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _PRESETS = Path(__file__).parent / "presets"
 _SUFFIX = ".toml"
-_WIDTH = 110
 _INSTEAD = {"max_steps": "epochs", "epochs": "max_steps"}
 """Options of which one takes the place of the other."""
 
@@ -40,10 +38,7 @@ def preset_names() -> list[str]:
 
 
 def read_run_file(given: str, commands: Collection[str] = ()) -> str:
-    """Return the text of a preset, given by its name, or of a run file, given by its path.
-
-    `commands`: other words that may have been meant.
-    """
+    """Return the text of a preset, by its name, or of a run file, by its path; `commands`: other words that may be meant."""
     is_path = "/" in given or given.endswith(_SUFFIX)
     if not is_path and given not in preset_names():
         if answer := coming_from.answer("train", given):
@@ -90,10 +85,7 @@ def _command_line_only(options: type) -> set[str]:
 
 
 def files_of(options: type, run: str | None, commands: Collection[str] = ()) -> Callable[..., None]:
-    """Return what gives cyclopts the options that a command line does not: the folder of a `run` to resume, and its files.
-
-    `commands`: other words that may have been meant by one that is not a preset.
-    """
+    """Return what gives cyclopts the options that a command line lacks: of the `run` to resume, of files, of the store."""
 
     def fill(app: App, names: tuple[str, ...], arguments: ArgumentCollection) -> None:
         from cyclopts.config import Dict
@@ -158,21 +150,14 @@ def config_as_json(config: Any) -> dict[str, Json]:  # noqa: ANN401 - a TrainCon
     return {name: str(value) if isinstance(value, Path | OptionValue) else encode(value) for name, value in values.items()}
 
 
-def as_run_file(config: object, title: str, chosen: Mapping[str, object]) -> str:
-    """Return a run file of these options: each with a line of explanation, those that have their default commented out.
-
-    `chosen`: what the run has chosen for fields that were left open, which is said.
-    """
+def as_run_file(config: object, title: str) -> str:
+    """Return a run file of the options that do not have their default."""
     options: type = type(config)
     defaults = {one.name: one.default for one in fields(config)}  # type: ignore[arg-type]
     lines = [f"# {title}", "# bucketline train FILE runs it; options on the command line override it."]
-    for section, about in sections_of(options).items():
-        own = [one for one in options_of(options) if one.section == section and one.field not in _command_line_only(options)]
-        lines += ["", f"[{section}]  # {about}"] if own else []
-        for one in own:
-            value, default = getattr(config, one.field), defaults[one.field]
-            reason = f"chosen by the run: {chosen[one.field]}" if one.field in chosen else ""
-            lines += [f"# {line}" for text in (one.text, reason) for line in textwrap.wrap(text, _WIDTH)]
-            is_set = value != default
-            lines.append(f"{'' if is_set else '# '}{one.field} = {as_toml(value if is_set or default is MISSING else default)}")
+    for section in sections_of(options):
+        names = [one.field for one in options_of(options) if one.section == section]
+        given = {name: getattr(config, name) for name in names if name not in _command_line_only(options)}
+        own = [f"{name} = {as_toml(value)}" for name, value in given.items() if value != defaults[name]]
+        lines += ["", f"[{section}]", *own] if own else []
     return "\n".join(lines) + "\n"

@@ -110,11 +110,7 @@ class StepOutcome:
 
 
 def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepOutcome:
-    """Run `accumulation` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
-
-    A non-finite gradient changes neither the weights nor the optimizer's state. Every rank has the same norm, so all of them
-    skip the step.
-    """
+    """Run `accumulation` batches of one bucket, then one optimizer step on the mean gradient, if it is finite."""
     config, model = training.config, training.model
     learning_rate = learning_rate_at(step, config)
     for group in training.optimizer.param_groups:
@@ -145,8 +141,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 def loss_of(training: Training, batch: Batch) -> Tensor:
     """Noise a batch, run the model, and return the mean loss, [] float32.
 
-    If stores have weights, errors are weighted relative to the mean weight of a pass's rows, a constant that all ranks and
-    micro-steps share: divided by the weights of its own batch, a row in a batch of one would always count in full.
+    Stores' weights count relative to the mean of a pass's rows, not of the batch: in a batch of one, a row would count in full.
     """
     noised = training.prep.for_training(batch)
     errors = training.errors(training.model, noised, batch)
@@ -158,10 +153,8 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
 def update(optimizer: Optimizer, trained: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
     """Clip the gradients, update the weights by them, and free them; return their norm before clipping, [] float32.
 
-    A norm that is not finite changes neither weights nor state. torch's fused steps look that up on the device; for those of
-    other libraries, which cannot, the host waits for the norm. On a GPU a fused step also clips gradients as it reads them,
-    which saves a pass: it divides by `grad_scale`, the inverse of what `clip_grads_with_norm_` multiplies by, so the last bit
-    can differ.
+    A norm that is not finite changes nothing: torch's fused steps look that up on the device; for others the host waits. On a
+    GPU a fused step also clips, by `grad_scale`, saves a pass, and may differ from `clip_grads_with_norm_` in the last bit.
     """
     # Of shards, it is reduced over the ranks here, once, whatever uses it.
     norm = whole(torch.nn.utils.get_total_norm([one.grad for one in trained if one.grad is not None]))
@@ -179,10 +172,7 @@ def update(optimizer: Optimizer, trained: Sequence[nn.Parameter], clip_norm: flo
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's step is skipped on the device where its `found_inf` is 1; torch's scaler asks the same.
-
-    Not of fused SGD: a first step that is skipped leaves its momentum as the memory was, and the next one reads it.
-    """
+    """Return whether a step is skipped on the device where `found_inf` is 1; not SGD's, whose momentum would be unset."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not isinstance(optimizer, torch.optim.SGD)
 
 

@@ -132,7 +132,7 @@ class Windows:
         self._batches, self._taken = trainer.loader.forever(), 0
         self.device = trainer.loader.device
         buckets = trainer.loader.rows.buckets("train")
-        self._examples = example_batches(trainer.config, trainer.ranks, trainer.loader, buckets)
+        self._examples = example_batches(trainer.ranks, trainer.loader, buckets)
         counted = trainer.work
         self._flops = counted.flops or {name: flops_of(self._training, batch) for name, batch in self._examples.items()}
         self._images = counted.samples
@@ -289,7 +289,7 @@ class TrainSaves(Case):
             output_dir=run,
             batch_size=str(self.batch_size),
             max_steps=self.save_every * (saves + 1),
-            save_every=str(self.save_every),
+            save_every=self.save_every,
             keep=1,
             num_images=0,
             log_every=1000,

@@ -13,11 +13,10 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from bucketline.train.checkpoint import copied
+from bucketline.train.checkpoint import copied, layout_of
 from bucketline.train.config import Precision
 from bucketline.train.lora import add_adapters
 from bucketline.train.model import place_model
-from bucketline.train.weight_layout import layout_of
 from tests.process_memory import forget_highest, in_memory
 from tests.unit.train.forked import fork_ranks
 from tests.unit.train.test_loading import offered

@@ -206,13 +206,6 @@ def test_two_ranks_over_tcp_learn_to_the_bit_what_two_on_the_disk_do_though_thei
     assert losses(far.output_dir) == losses(asked.output_dir)
 
 
-def test_an_overdue_checkpoint_is_made_by_every_rank_at_one_step_and_once(folder: Path, run: Run) -> None:
-    """The ranks agree after the next step on what rank 0's clock says after one."""
-    asked = config(folder, accumulation=1, max_steps=7, save_every="0.000001s", keep=9, sharding="fsdp")
-    run(2, asked)
-    assert sorted(path.name[-1] for path in (asked.output_dir / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
-
-
 def test_two_ranks_with_half_the_model_each_skip_the_same_steps_and_end_together(folder: Path, ranks: ForkedRanks) -> None:
     asked = config(folder, accumulation=1, max_steps=40, log_every=5, learning_rate=1e30, sharding="fsdp")
     done = ranks.run(2, as_arguments(asked))

@@ -143,7 +143,7 @@ def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks)
 def test_both_are_killed_and_continue_to_the_end(tmp_path: Path, ranks: ForkedRanks, model: Path) -> None:
     write_unet(tmp_path / "model", in_channels=4, out_channels=4, cross_attention_dim=8)
     write_images(tmp_path / "photos", NUM_IMAGES)
-    asked = config(tmp_path, accumulation=1, max_steps=100_000, log_every=1, save_every="5", follow=True)
+    asked = config(tmp_path, accumulation=1, max_steps=100_000, log_every=1, save_every=5, follow=True)
     store = Path(asked.store[0])
     packing = Packing(tmp_path / "photos", store, model)
     packing.add(FIRST_ROWS)

@@ -67,7 +67,7 @@ def train_in(folder: Path, output: Path, *, resume: bool) -> list[list[str]]:
     from bucketline.train.run import train
     from tests.unit.train.tiny_run import ALONE, config, losses
 
-    train(config(folder, output_dir=output, max_steps=STEPS, save_every="2", resume=resume), ALONE)
+    train(config(folder, output_dir=output, max_steps=STEPS, save_every=2, resume=resume), ALONE)
     return [[str(value) for value in line] for line in losses(output)]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from bucketline.train.checkpoint import copied
+from bucketline.train.checkpoint import WholeModel, copied
 from bucketline.train.compile import warm_up
 from bucketline.train.config import Compile, EmaPlace
 from bucketline.train.log import graphs_compiled
@@ -20,7 +20,6 @@ from bucketline.train.optim import Average
 from bucketline.train.parallel import fill_from_rank_zero, shard, tensors_of
 from bucketline.train.run import train
 from bucketline.train.step import train_step
-from bucketline.train.weight_layout import WholeModel
 from tests.gpu.material import DEVICE, ON_GPU, run_folder, tell, tiny_batch, tiny_training
 from tests.unit.train.tiny_run import ALONE, config, losses
 

@@ -20,7 +20,7 @@ from bucketline.loader import loader as loader_module
 from bucketline.loader.mixture import open_weighted
 from bucketline.store import Store
 from bucketline.train import compile as compile_module
-from bucketline.train import data
+from bucketline.train import data, run
 from bucketline.train.checkpoint import Start
 from bucketline.train.compile import compile_blocks, example_batches, flops_of, peak_flops, warm_up
 from bucketline.train.config import Compile, Objective
@@ -201,7 +201,7 @@ def training_of(folder: Path) -> Training:
 def test_examples_are_like_what_will_come_of_every_bucket(folder: Path, batch: str) -> None:
     asked = config(folder, batch_size=batch)
     with data.open_loader(asked, ALONE, data.open_stores(asked, ALONE, START), CPU) as loader:
-        examples = example_batches(asked, ALONE, loader, loader.rows.buckets("train"))
+        examples = example_batches(ALONE, loader, loader.rows.buckets("train"))
         assert sorted(examples) == ["train/128x128", "train/192x128"]
         for _, own in zip(range(8), loader.forever(), strict=False):
             example = examples.pop(own.bucket, None)
@@ -325,7 +325,7 @@ def test_a_newer_generation_is_compiled_for_only_where_it_has_other_buckets(
     for more in ({"train/128x128": 2}, {"train/128x192": 5, "val/128x192": 1}):
         add_to_store(folder / "tiny.store", samples(more, str(more)))
     opened, due = [Store.open(folder / "tiny.store", generation) for generation in (1, 2, 3)], iter([1, 2, 2, 2, 2, 2])
-    monkeypatch.setattr(data, "open_stores", lambda *_: open_weighted(opened[0]))
+    monkeypatch.setattr(run, "open_stores", lambda *_: open_weighted(opened[0]))
     monkeypatch.setattr(loader_module, "newest_generations", lambda *_: open_weighted(opened[next(due)]))
     assert train(asked, ALONE).steps_done == 20
     (first, validated), later = compiled_for[0], compiled_for[1:]

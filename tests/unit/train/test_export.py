@@ -59,7 +59,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("changes", "saved", "weights", "dtype"),
     [
-        ({"save_every": "3", "keep": 9, "max_steps": 7}, [3, 6, 7], "unet_ema", torch.bfloat16),
+        ({"save_every": 3, "keep": 9, "max_steps": 7}, [3, 6, 7], "unet_ema", torch.bfloat16),
         ({"ema": "off", "export_dtype": "fp32", "max_steps": 6}, [6], "unet", torch.float32),
     ],
 )

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from bucketline.model_file import LORA_FILE
-from bucketline.train.checkpoint import Start
+from bucketline.train.checkpoint import KOHYA_FILE, Start
 from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.log import read_metrics
 from bucketline.train.run import Run, train
 from bucketline.train.step import train_step
-from bucketline.train.weight_layout import KOHYA_FILE
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import FAMILIES, pack_family
 from tests.unit.train.tiny_run import ALONE, built

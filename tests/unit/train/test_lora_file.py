@@ -21,11 +21,11 @@ from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.families.dit import Dit
 from bucketline.families.registry import family_of_pipeline
 from bucketline.model_file import LORA_FILE, PEFT_FILE
+from bucketline.train.checkpoint import KOHYA_FILE, layout_of
 from bucketline.train.log import read_metrics
 from bucketline.train.lora import Layers, layers_by_word
 from bucketline.train.lora_file import start_from
 from bucketline.train.run import train
-from bucketline.train.weight_layout import KOHYA_FILE, layout_of
 from tests.family_models import FORMS, tiny_model
 from tests.unit.train.tiny_run import ALONE, config, facts, losses
 

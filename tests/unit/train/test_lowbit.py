@@ -22,8 +22,7 @@ from bucketline.train import compile as compile_module
 from bucketline.train.compile import compile_blocks
 from bucketline.train.config import Base, Compile, Precision
 from bucketline.train.log import graphs_compiled, read_metrics
-from bucketline.train.lowbit import Offload, expect_float8, quantise_base, use_float8
-from bucketline.train.model import recompute
+from bucketline.train.lowbit import Offload, expect_float8, quantise_base, recompute, use_float8
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.run import Run, train
 from bucketline.train.step import loss_of, train_step
@@ -339,12 +338,12 @@ def test_recomputing_keeps_fewer_activations(folder: Path) -> None:
         assert torch.equal(first, third)
 
 
-def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_blocks_get_a_budget_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._functorch.config as functorch
 
     monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
     model = torch.nn.Module()
-    recompute(model, config(tmp_path, recompute=0.75), is_compiled=True)
+    recompute(model, 0.75, is_compiled=True)
     assert functorch.activation_memory_budget == 0.25
 
 

@@ -207,7 +207,7 @@ def test_a_trial_changes_no_number(folder: Path, name: str) -> None:
         torch.manual_seed(3)
         expected = torch.rand(4)
         torch.manual_seed(3)
-        try_step(training, largest_batch(asked, ALONE, loader), None)
+        try_step(training, largest_batch(ALONE, loader), None)
         assert torch.equal(torch.rand(4), expected)
     assert not training.optimizer.state
     assert [{**group, "params": None} for group in training.optimizer.param_groups] == groups
@@ -245,14 +245,14 @@ def test_a_trial_has_the_state_of_a_later_step_and_gradients_of_an_earlier_micro
     monkeypatch.setattr(memory, "forward_backward", passes)
     with opened(asked) as loader:
         training, _ = build_training(decided(asked), ALONE, NEW, loader)
-        try_step(training, largest_batch(asked, ALONE, loader), None)
+        try_step(training, largest_batch(ALONE, loader), None)
     assert seen == [(len(training.trained), False), (len(training.trained), True)]
 
 
 def test_the_largest_batch_is_of_the_largest_bucket_with_the_longest_captions(folder: Path) -> None:
     asked = config(folder)
     with opened(asked) as loader:
-        batch = largest_batch(asked, ALONE, loader)
+        batch = largest_batch(ALONE, loader)
     assert batch.bucket == "train/192x128"
     assert batch.latents.shape[2:] == (24, 16)
     assert batch.tokens.shape[:2] == batch.token_mask.shape == (2, 12)
@@ -279,7 +279,7 @@ def _restored() -> Iterator[None]:
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ema: str
 ) -> None:
-    asked = config(folder, max_steps=2, save_every="1", ema=ema)
+    asked = config(folder, max_steps=2, save_every=1, ema=ema)
     made = train(dataclasses.replace(asked, output_dir=folder / "measured"), ALONE).checkpoint
     size = sum(path.stat().st_size for path in made.rglob("*.safetensors"))
     usage = shutil.disk_usage(folder)

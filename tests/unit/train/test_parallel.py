@@ -18,7 +18,7 @@ from bucketline.errors import ModelError
 from bucketline.families.stable_diffusion import StableDiffusion
 from bucketline.files.paths import CHECKPOINTS
 from bucketline.loader.ranks import DISK_TIME, OtherRankFailedError, fail_together, host_group
-from bucketline.train.checkpoint import copied, folder_of_step, load_optimizer, write
+from bucketline.train.checkpoint import copied, folder_of_step, layout_of, load_optimizer, write
 from bucketline.train.config import Precision
 from bucketline.train.lora import add_adapters
 from bucketline.train.model import place_model, replicated
@@ -28,7 +28,6 @@ from bucketline.train.parallel import (
     fill_from_rank_zero,
     free_gathered,
     from_rank_zero,
-    keep_layout,
     repeated_blocks,
     separate_blocks,
     shard,
@@ -37,7 +36,6 @@ from bucketline.train.parallel import (
 )
 from bucketline.train.parallel import whole as whole_tensor
 from bucketline.train.step import train_step
-from bucketline.train.weight_layout import layout_of
 from tests.unit.families.forms import EVERY_FORM, batch_of_lengths, facts_for, write_form
 from tests.unit.families.forms import predicted as predicted_of
 from tests.unit.train.forked import fork_ranks
@@ -152,29 +150,6 @@ def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_pa
 
     write_unet(tmp_path / "model")
     fork_ranks(tmp_path, body)
-
-
-def test_convolutions_with_weights_of_no_layout_follow_the_one_of_a_gpu(tmp_path: Path) -> None:
-    """FSDP2 gathers weights without a layout, and attention's output has none either."""
-    write_unet(tmp_path / "model")
-    family, model = load(tmp_path / "model", facts(), 0)
-    with torch.no_grad():
-        expected = predicted(family, model, make_batch())
-    keep_layout(model, torch.channels_last)
-    seen: list[bool] = []
-    for module in model.modules():
-        if isinstance(module, torch.nn.Conv2d):
-            assert module.weight.is_contiguous()
-            module.register_forward_hook(
-                lambda _, given, output: seen.extend(
-                    one.is_contiguous(memory_format=torch.channels_last) for one in (given[0], output)
-                )
-            )
-    with torch.no_grad():
-        found = predicted(family, model, make_batch())
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
-    assert len(seen) > 20
-    assert all(seen)
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

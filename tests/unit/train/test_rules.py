@@ -32,7 +32,7 @@ from bucketline.train.checkpoint import RunState, Start
 from bucketline.train.config import Ema, LrSchedule, Objective, Precision, WeightDtype
 from bucketline.train.images import draw_images
 from bucketline.train.log import lock_folder, read_metrics
-from bucketline.train.model import recomputed
+from bucketline.train.lowbit import recomputed
 from bucketline.train.parallel import tensors_of, whole
 from bucketline.train.run import resolve, set_up_device, start_processes, train
 from bucketline.train.step import Training
@@ -69,7 +69,7 @@ def begun(ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_training_store(folder / "other.store", {"train/128x128": 5, "val/128x128": 2})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("gc.unfreeze", lambda: None)
-        train(in_folder(folder, {**AGAIN, "resume": False, "max_steps": 2, "save_every": "1"}), ALONE)
+        train(in_folder(folder, {**AGAIN, "resume": False, "max_steps": 2, "save_every": 1}), ALONE)
         train(in_folder(folder, {**BOTH, "resume": False, "max_steps": 1}), ALONE)
     return folder
 

@@ -133,7 +133,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         "batch_size": "2",
         "accumulation": 2,
         "max_steps": 7,
-        "log_every": 3,
+        "log_every": 1,
         "warmup_steps": 3,
         "learning_rate": 1e-3,
         "val_timesteps": 2,

@@ -26,6 +26,7 @@ from bucketline.train.checkpoint import (
     Output,
     RunState,
     Saver,
+    WholeModel,
     copied,
     damage,
     folder_of_step,
@@ -37,7 +38,6 @@ from bucketline.train.checkpoint import (
 )
 from bucketline.train.optim import Average
 from bucketline.train.step import Training
-from bucketline.train.weight_layout import WholeModel
 from tests.commands import spawn
 from tests.kit import flip_bit, tree, untouched
 from tests.unit.train.tiny_run import ALONE, UNET, config
