@@ -46,7 +46,7 @@ from bucketline.loader.mixture import (
 from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.plan.plan import asked_window, plan_of, refuse_small_caches, reserve_ring
 from bucketline.loader.prefetch.stream import Buffers, read_ahead
-from bucketline.loader.ranks import agreed, expect_agreement, gathered, pinned
+from bucketline.loader.ranks import agreed, expect_agreement, expect_same_plan, gathered, make_together, pinned
 from bucketline.loader.service.client import ServiceBackend, link_to, served_names, served_stores
 from bucketline.loader.service.sockets import AUTO, ServiceAddress
 from bucketline.loader.service.wire import Request, StoresRequest, sent
@@ -139,7 +139,7 @@ class Loader(EpochLoader):
                 below `world_size`, a store is given twice, the process does not see the GPU, or `service` is not an address; if
                 nothing says that all ranks read the same generation.
             DeliveryError: if `stores` is None and no service can be reached.
-            PlanError: if the plan has no step, or the lanes of a window do not divide a global batch.
+            PlanError: if the plan has no step, the lanes of a window do not divide a global batch, or ranks have other plans.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
@@ -163,7 +163,11 @@ class Loader(EpochLoader):
         self._buffers = Buffers(self.device)
         if like is None:
             opened = self._opened(stores, config, generation)
-            self._open(opened, config, self._readable(opened, config))
+            if world_size == 1 or generation is not None:
+                readable = self._readable(opened, config)
+            else:
+                readable = make_together(lambda: self._readable(opened, config), rank, world_size)
+            self._open(opened, config, readable)
         else:
             self._open(like.stores, config, (like._rows, like.plan))
         self._begin_at_first_epoch()
@@ -253,6 +257,8 @@ class Loader(EpochLoader):
         if readable is None or refused:
             warnings.warn(f"generation {', '.join(map(str, numbers))} is not read: {refused[0]}", stacklevel=2)
             return False
+        if self._world_size > 1:
+            expect_same_plan(readable[1])
         self._end_stream()
         self._open(stores, self.config, readable)
         return True

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from bucketline.errors import BucketlineError, StoreError, UsageError
+from bucketline.errors import BucketlineError, PlanError, StoreError, UsageError
 from bucketline.loader.mixture import StoreId, at_generations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from bucketline.loader.mixture import WeightedStore
+    from bucketline.loader.plan.plan import Plan
 
 T = TypeVar("T")
 
@@ -107,6 +108,32 @@ def agreed(
         every = gathered(_identities(stores))
         _expect_alike(every, every, "check that all ranks see the same files")
     return stores
+
+
+def make_together(make: Callable[[], tuple[T, Plan]], rank: int, world_size: int) -> tuple[T, Plan]:
+    """Return what `make` does, once every rank of the run has made the same plan; see `agreed` for the ranks that are asked."""
+    if _why_not_agreed(rank, world_size):
+        return make()
+    with fail_together():
+        rows, plan = make()
+    expect_same_plan(plan)
+    return rows, plan
+
+
+def expect_same_plan(plan: Plan) -> None:
+    """Check that every rank has this plan: otherwise rows would be read twice, and others never.
+
+    Raises:
+        PlanError: if they differ.
+    """
+    plans = gathered((plan.digest, plan.window, plan.lanes))
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            (digest, window, lanes), (first, first_window, first_lanes) = other, plans[0]
+            raise PlanError(
+                f"rank {rank} has the plan {digest} (window {window}, lanes {lanes}), and rank 0 the plan {first} (window "
+                f"{first_window}, lanes {first_lanes}); give all ranks the same options and the same BUCKETLINE_CACHE_BYTES"
+            )
 
 
 def _expect_alike(every: Sequence[Sequence[StoreId]], parts: Sequence[object], remedy: str) -> None:

@@ -88,7 +88,7 @@ def test_a_dry_run_takes_it_too_and_writes_nothing(again: Path) -> None:
 
 def test_an_interrupted_first_pack_is_continued_without_it(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(pack_module, "finish", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        patched.setattr(pack_module, "finish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert apart(lambda: pack(again / "photos", again / "new.store", "--model", again / "sd").code).how is How.DIED
     pack(again / "photos", again / "new.store").done()
     assert compare(again / "new.store", again / "s").faults == []

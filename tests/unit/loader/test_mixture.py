@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from bucketline.errors import FingerprintError, StoreError, UsageError
+from bucketline.errors import FingerprintError, PlanError, StoreError, UsageError
 from bucketline.loader import Loader, LoaderConfig, WeightedStore
 from bucketline.loader import ranks as ranks_of_loaders
 from bucketline.loader.mixture import StoreArgument, join, open_weighted
@@ -248,6 +249,11 @@ def test_ranks_of_torch_read_what_rank_0_has_opened(tmp_path: Path) -> None:
             assert generation_of(alone) == 2
         with pytest.raises(StoreError, match=r"rank 1 has opened the store .*give all ranks the same stores"):
             Loader(path if ranks.is_main else other, CONFIG, **options)
+        twice: list[WeightedStore | Path] = [WeightedStore(path, 1 + ranks.rank), other]
+        with pytest.raises(StoreError, match=r"rank 1 has opened .* x 2 .* the store .* x 1 .*the same repeats"):
+            Loader(twice, CONFIG, **options)
+        with pytest.raises(PlanError, match=r"rank 1 has the plan .*window 512.* rank 0 the plan .*window 256"):
+            Loader(path, replace(CONFIG, window=256 * (1 + ranks.rank)), **options)
         with pytest.raises(OtherRankFailedError if ranks.is_main else StoreError, match=r"rank 1 failed|is not a store"):
             Loader(path if ranks.is_main else tmp_path / "nothing", CONFIG, **options)
         with pytest.raises(UsageError, match=rf"torch\.distributed is rank {ranks.rank} of 2 here"):
