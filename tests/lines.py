@@ -56,13 +56,13 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "store": Budget(18_250),
-    "ingest": Budget(15_650),
-    "loader": Budget(9_550),
+    "ingest": Budget(15_300),
+    "loader": Budget(9_570),
     "train": Budget(6_850),
     TRAINER: Budget(4_250, mark=2_600),
     "bucketline": Budget(6_450),
     "bench": Budget(6_700),
-    "product": Budget(63_850, mark=64_000),
+    "product": Budget(62_950, mark=64_000),
     "tests": Budget(62_000, mark=50_000),
 }
 

@@ -32,8 +32,8 @@ from bucketline.store.remote.generations import (
     newest_generation,
     read_generation,
 )
-from bucketline.store.shard.dropped import dropped_counts
 from bucketline.store.shard.meta import read_meta
+from bucketline.store.shard.sidecar import dropped_counts
 from bucketline.store.transfer import FRESH_S, pending_shards
 from bucketline.store.write.column import ADDING_LOCK
 

@@ -20,8 +20,7 @@ from bucketline.store.format.manifest import DroppedEntry, dropped_path, sealed,
 from bucketline.store.format.text import TextError
 from bucketline.store.read.files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.shard.dropped import dropped_counts, encode_dropped
-from bucketline.store.shard.sidecar import open_listed
+from bucketline.store.shard.sidecar import dropped_counts, encode_dropped, open_listed
 from bucketline.store.write.publish import prepare_store
 from bucketline.typed_json import encode, first_difference
 

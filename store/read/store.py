@@ -34,9 +34,9 @@ from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.text import DIGEST, Caption, Entry, RaggedSpec, TextSpec, as_arrays, caption_checksum, delivered
 from bucketline.store.read.files import FileGather, check_added, check_rows, list_of
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
-from bucketline.store.shard.dropped import DroppedRows
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import BlockTable, Located, LocatedEntries
+from bucketline.store.shard.sidecar import DroppedRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

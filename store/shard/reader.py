@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest import ShardEntry
-    from bucketline.store.shard.dropped import DroppedRows
     from bucketline.store.shard.row_locator import ShardSource
-    from bucketline.store.shard.sidecar import Sidecar
+    from bucketline.store.shard.sidecar import DroppedRows, Sidecar
 
 
 KEY = "S16"  # sixteen bytes, compared bytewise

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.manifest import FileEntry, ShardEntry, ShardPaths
     from bucketline.store.format.text import RaggedSpec
-    from bucketline.store.shard.dropped import DroppedRows
-    from bucketline.store.shard.sidecar import Sidecar
+    from bucketline.store.shard.sidecar import DroppedRows, Sidecar
 
 _FIELDS = ("offset", "length", "first_row", "rows")
 _I8 = np.dtype("<i8")

@@ -53,7 +53,6 @@ from bucketline.store.read.samples import disk_bytes
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import find_newest
 from bucketline.store.remote.objects import asked_again
-from bucketline.store.shard.dropped import DroppedRows, dropped_counts, encode_dropped
 from bucketline.store.shard.meta import read_meta
 from bucketline.store.shard.reader import (
     RANGE_BYTES,
@@ -66,7 +65,7 @@ from bucketline.store.shard.reader import (
     read_entries,
     search_index,
 )
-from bucketline.store.shard.sidecar import refuse_other
+from bucketline.store.shard.sidecar import DroppedRows, dropped_counts, encode_dropped, refuse_other
 from bucketline.store.write.column import MAKING
 from bucketline.store.write.seal import SEALING, may_have_commits, read_lmdb, seal_apart
 

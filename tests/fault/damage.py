@@ -35,8 +35,7 @@ from bucketline.store.change.compact import collect
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import CHECKSUM, LENGTH_BYTES, bytes_digest, checksum, row_checksum
 from bucketline.store.format.manifest import MANIFEST, generation_path, generations, read_manifest
-from bucketline.store.shard.dropped import encode_dropped
-from bucketline.store.shard.sidecar import encode_sidecar
+from bucketline.store.shard.sidecar import encode_dropped, encode_sidecar
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
 from tests.every_reader import digest_of_everything

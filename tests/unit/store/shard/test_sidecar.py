@@ -29,11 +29,10 @@ from bucketline.store.format.block import bytes_digest
 from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, dropped_path, read_manifest
 from bucketline.store.shard import mapped as address_range
 from bucketline.store.shard import mapped as map_budget
-from bucketline.store.shard.dropped import DroppedRows, encode_dropped
 from bucketline.store.shard.meta import entry_checksums, index_dtype
 from bucketline.store.shard.reader import RANGE_BYTES, as_keys, keys_of, search_index
 from bucketline.store.shard.row_locator import BlockTable, _first_false
-from bucketline.store.shard.sidecar import Sidecar, encode_sidecar
+from bucketline.store.shard.sidecar import DroppedRows, Sidecar, encode_dropped, encode_sidecar
 from tests.kit import dropped_list, flip_bit, ids_of, make_store, parts_of, replace_dropped, replace_file, samples_of
 
 KIND = "bucketline.test/1"
