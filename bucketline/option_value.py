@@ -10,14 +10,14 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import PurePath
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Iterable, Iterator, Mapping
     from typing import Self
 
 
@@ -340,10 +340,12 @@ def _own_hints(cls: Hashable) -> dict[str, Any]:
 
 
 def _checked(item: str, value: Any, hint: Any) -> object:  # noqa: ANN401 - any value and annotation
-    is_optional = NoneType in get_args(hint)
-    if value is None and is_optional:
-        return None
-    kind = next(one for one in get_args(hint) if one is not NoneType) if is_optional else hint
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    is_optional, words = NoneType in members, words_of(members)
+    if (value is None and is_optional) or (isinstance(value, str) and value in words):
+        return value
+    kinds = [one for one in members if one is not NoneType and get_origin(one) is not Literal]
+    kind = kinds[0] if kinds and (is_optional or len(kinds) == 1) else hint
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         if not isinstance(value, tuple | list) or not all(_is_a(one, inner) for one in value):
@@ -352,8 +354,13 @@ def _checked(item: str, value: Any, hint: Any) -> object:  # noqa: ANN401 - any 
     if kind not in _EXPECTED:
         return value
     if not _is_a(value, kind):
-        raise unlike(item, value, _EXPECTED[kind][1] + (" or None" if is_optional else ""))
+        raise unlike(item, value, " or ".join([_EXPECTED[kind][1], *map(repr, words), *["None"] * is_optional]))
     return kind(value) if type(value).__module__ == "numpy" else value
+
+
+def words_of(members: Iterable[Any]) -> list[Any]:
+    """Return the words of those types that are a `Literal`."""
+    return [word for one in members if get_origin(one) is Literal for word in get_args(one)]
 
 
 def _is_a(value: object, kind: type) -> bool:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from bucketline import coming_from
 from bucketline.dtype_names import choice_of, dtype_name
 from bucketline.errors import UsageError
-from bucketline.option_value import is_option_value
+from bucketline.option_value import is_option_value, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -315,8 +315,9 @@ def _value(option: Option, token: cyclopts.Token) -> Any:  # noqa: ANN401
         return _choice(option, word, _name(option, token))
     if str in kinds or any(map(is_option_value, kinds)):
         return word
-    if kinds == [int] and not _WHOLE_NUMBER.fullmatch(word):
-        raise UsageError(f"{_name(option, token)} is {word!r:.80}, expected a whole number")
+    if int in kinds and float not in kinds and word not in words_of(kinds) and not _WHOLE_NUMBER.fullmatch(word):
+        expected = "a whole number" if kinds == [int] else option.metavar
+        raise UsageError(f"{_name(option, token)} is {word!r:.80}, expected {expected}")
     try:
         return convert(option.kind, [word])
     except (CycloptsError, ValueError) as error:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from bucketline.command_line import print_json, torchrun_ranks
 from bucketline.errors import SourceError, UsageError
-from bucketline.ingest.importers.config import ImportConfig
+from bucketline.ingest.importers.config import ImportConfig, expect_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,6 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = ImportConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.importers.cache import expect_inputs
-
         expect_inputs(self)
         if (ranks := torchrun_ranks()["world_size"]) > 1:
             raise UsageError(f"ingest import is one process, and torchrun has started {ranks}; run it without torchrun")

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bucketline.errors import BucketlineError, SourceError, UsageError
 from bucketline.extensions import Extensions
-from bucketline.files.paths import refuse_overlap
-from bucketline.ingest.encoders.model_folder import local_model
 from bucketline.ingest.images.crop import Reason, RejectedError
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-    from bucketline.ingest.importers.config import ImportConfig
 
 
 Spelled: TypeAlias = "tuple[str, str]"  # a caption as it is stored, and as the trainer embeds it; often with other white space
@@ -229,27 +225,13 @@ def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON
 
 # -------------------------------------------------------------------------------------------------------------------- registry
 
-_OURS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
+OUR_KINDS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 IMPORTERS: Extensions[Importer] = Extensions(
     "an importer called",
     "bucketline.importers",
-    {name: f"bucketline.ingest.importers.formats.{name.replace('-', '_')}:IMPORTER" for name in _OURS},
+    {name: f"bucketline.ingest.importers.formats.{name.replace('-', '_')}:IMPORTER" for name in OUR_KINDS},
     lambda found: isinstance(found, Importer),
 )
-
-
-def expect_inputs(config: ImportConfig) -> None:
-    """Refuse inputs that are not there or overlap, before anything heavy is imported."""
-    if config.kind not in tuple(IMPORTERS):
-        known = f"{', '.join(IMPORTERS)}; another package's is known once it is installed"
-        raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
-    if not config.source.is_dir():
-        raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
-    for path in (config.source, config.captions):
-        if path is not None:
-            refuse_overlap(path, config.store)
-    if config.model is not None:
-        local_model(config.model, config.model_config)
 
 
 def importer_of(kind: str) -> Importer:

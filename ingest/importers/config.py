@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bucketline.command_line import refuse_below
-from bucketline.errors import UsageError
+from bucketline.errors import SourceError, UsageError
+from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import (
     Dtype,
     EncodeDtype,
     TextDtype,
     WithdrawnOptions,
 )
+from bucketline.ingest.encoders.model_folder import local_model
+from bucketline.ingest.importers.cache import IMPORTERS, OUR_KINDS
 from bucketline.ingest.rules import HeldOut, reject_limit
 from bucketline.option_value import ByteSize  # noqa: TC001 - commands read their annotations at run time
 from bucketline.options import Arg, Positional
@@ -23,9 +26,6 @@ from bucketline.store.remote.urls import working_folder
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
 TextOption = Literal["source", "encode", "plain", "none"]
 CropOption = Literal["source", "center", "unknown"]
-
-
-_KINDS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
     SECTION = "import: everything else about the cache and the store"
     FIRST = ("model", "vae", "captions", "text", "crop", "val_fraction", "dtype", "dry_run", "max_rejects", "json")
 
-    kind: Annotated[Positional[str], Arg(metavar="KIND", words=_KINDS)]
+    kind: Annotated[Positional[str], Arg(metavar="KIND", words=OUR_KINDS)]
     """kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, or one of a package that you installed."""
     source: Annotated[Positional[Path], Arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
@@ -128,3 +128,17 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
     def store(self) -> Path:
         """Folder of the store, or the one in which a store in object storage is imported into."""
         return working_folder(self.place, self.work)
+
+
+def expect_inputs(config: ImportConfig) -> None:
+    """Refuse inputs that are not there or overlap, before anything heavy is imported."""
+    if config.kind not in tuple(IMPORTERS):
+        known = f"{', '.join(IMPORTERS)}; another package's is known once it is installed"
+        raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
+    if not config.source.is_dir():
+        raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
+    for path in (config.source, config.captions):
+        if path is not None:
+            refuse_overlap(path, config.store)
+    if config.model is not None:
+        local_model(config.model, config.model_config)

@@ -16,7 +16,8 @@ import numpy as np
 from bucketline.command_line import counted
 from bucketline.errors import FingerprintError, SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling, expect_inputs, importer_of
+from bucketline.ingest.importers.cache import Crops, ListRequest, Scaling, importer_of
+from bucketline.ingest.importers.config import expect_inputs
 from bucketline.ingest.importers.reading import listed
 from bucketline.ingest.importers.rows import (
     SOURCE,

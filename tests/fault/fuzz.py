@@ -25,8 +25,9 @@ INSTRUMENTED = [
     *("tarfile", "json.decoder"),
 ]
 IMPORT = "import-"  # and the kind of another trainer's cache
-IMPORTS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
-PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar", *(IMPORT + kind for kind in IMPORTS))
+CORPUS = Path(__file__).parent / "corpus"  # caches of other trainers, one of each kind
+IMPORTS = sorted(path.name for path in CORPUS.glob(f"{IMPORT}*"))
+PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar", *IMPORTS)
 SECONDS, QUICK_SECONDS = 120, 3
 ENDS = {77: Outcome.DEFECT, 70: Outcome.HANG, 71: Outcome.DEFECT}  # libFuzzer's exit codes: an exception, a timeout, memory
 OPTIONS = ("-timeout=10", "-rss_limit_mb=2048", f"-max_len={1 << 16}", "-print_final_stats=1")

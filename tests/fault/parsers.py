@@ -42,10 +42,9 @@ from bucketline.store.shard.sidecar import Sidecar
 from bucketline.train.checkpoint import VERSION, RunState, damage, read_state
 from bucketline.typed_json import decode, encode
 from tests.fault.damage import dumped
-from tests.fault.fuzz import IMPORT
+from tests.fault.fuzz import CORPUS, IMPORT
 from tests.kit import ANY, AUDIO, LENGTH, LLAMA, TEXT, Form, make_sample, make_store
 
-CORPUS = Path(__file__).parent / "corpus"  # caches of other trainers
 NOISE = b"\0\xff\x80\x7f\x01 \"'{}[],:.9-e\n"
 _VARIANTS = {"mds": "latents_256"}
 _MAX_BYTES, _MAX_NAME = 1 << 20, 100

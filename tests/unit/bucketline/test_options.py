@@ -15,7 +15,7 @@ from bucketline.command_line import parse_command
 from bucketline.errors import UsageError
 from bucketline.ingest.cli import COMMANDS as INGEST
 from bucketline.loader.cli import COMMANDS as LOADER
-from bucketline.option_value import OptionValue, parse_values
+from bucketline.option_value import OptionValue, check_fields, parse_values
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Positional, Repeated, command_help, options_of, parse_options
 from bucketline.train.config import TrainConfig
 from tests.coming_from_page import FOLDER, PROGRAMS, page
@@ -65,6 +65,7 @@ class Paint:
         ("villa --coats=2.5", ["--coats", "'2.5'", "whole number"]),
         ("villa --coats 2 --litres many", ["--litres", "'many'", "a number"]),
         ("villa --coats 2 --limit few", ["--limit", "'few'", r"INT\|auto"]),
+        ("villa --coats 2 --limit 4.5", ["--limit", "'4.5'", r"INT\|auto"]),
         ("villa --coats 2 --colour dark_blu", ["--colour", "'dark_blu'", "red, dark_blue", "did you mean 'dark_blue'"]),
         ("villa --coats 2 --brushes 1 two", ["--brushes", "'two'", "whole number"]),
         ("villa badly --coats 2", ["HOW", "'badly'", "fast, well"]),
@@ -98,6 +99,26 @@ def test_what_is_wrong_is_said_in_a_line(line: str, names: list[str]) -> None:
 )
 def test_what_is_right_is_parsed(line: str, expected: Paint) -> None:
     assert parse_options(Paint, line.split(), "paint") == expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    steps: int | Literal["auto"] = 3
+    rungs: int | Literal["auto"] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, Ladder, str)
+
+
+@pytest.mark.parametrize("name", ["steps", "rungs"])
+def test_a_number_or_a_word_of_a_program_is_checked(name: str) -> None:
+    def made(value: Any) -> object:
+        return getattr(Ladder(**{name: value}), name)
+
+    assert [made(4), made("auto")] == [4, "auto"]
+    for value in ("few", 4.5, True):
+        with pytest.raises(UsageError, match=f"{name} is {value!r} .*expected an int or 'auto'"):
+            made(value)
 
 
 def test_what_only_a_file_sets_is_apart_in_the_help() -> None:
