@@ -254,7 +254,7 @@ class RemoteSource:
     def __init__(self, objects: ObjectFolder, cache: Path, store_id: str) -> None:
         """Open the store's folder in the cache, and keep it there while this object lives."""
         self.url, self.options = objects.url, objects.options
-        self.objects = objects
+        self.objects, self.num_bytes = objects, 0  # of the shards' files, in the generation that was opened last
         self._cache = cache_folder(cache, objects.options.cache_bytes)
         self._folder = self._cache.open_store(store_key(objects.identity, store_id), objects.url)
         self.path = self._folder.path
@@ -309,8 +309,8 @@ class RemoteSource:
 
     def leave_room(self, manifest: Manifest) -> None:
         """Let pinned lines leave room in the cache for all sidecars of a generation, which come when they are first needed."""
-        added = [own.meta.num_bytes for shard in manifest.shards for own in shard.added.values()]
-        self._folder.sidecar_bytes = sum(shard.meta.num_bytes for shard in manifest.shards) + sum(added)
+        self.num_bytes = sum(shard.data_bytes for shard in manifest.shards)
+        self._folder.sidecar_bytes = sum(own.meta.num_bytes for shard in manifest.shards for own in (shard, *shard.added.values()))
 
     def paths(self, entry: ShardEntry) -> CachedPaths:
         return self.files.paths(entry)

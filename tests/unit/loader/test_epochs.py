@@ -232,7 +232,7 @@ def test_memory_that_runs_short_within_an_epoch_is_continued_at_the_same_batch(
         batches = iter(loader)
         taken = micros(islice(batches, 1))
         with monkeypatch.context() as patch:
-            patch.setattr(BufferPool, "take", fails)
+            patch.setattr(BufferPool, "acquire", fails)
             with pytest.raises(MemoryError):
                 taken.extend(micros([batch])[0] for batch in batches)  # what came before stays
         assert taken + micros(loader) == oracle(tiny, batch_size=1).epoch(0)
