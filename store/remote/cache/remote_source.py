@@ -258,8 +258,7 @@ class RemoteSource:
         self._cache = cache_folder(cache, objects.options.cache_bytes)
         self._folder = self._cache.open_store(store_key(objects.identity, store_id), objects.url)
         self.path = self._folder.path
-        deadline_s = objects.options.deadline_s
-        self.files = files = RemoteFiles(objects, self._cache, self._folder, deadline_s=deadline_s)
+        self.files = files = RemoteFiles(objects, self._cache, self._folder, deadline_s=objects.options.deadline_s)
         self._entries: dict[int, ShardEntry] = {}
         self._shards: dict[Path, CachedShard] = {}  # by file
         self._opening = threading.Lock()
@@ -269,7 +268,7 @@ class RemoteSource:
         def sums_of(shard: CachedShard) -> list[int]:
             return files.sums_of(entries[id(shard)])
 
-        self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=deadline_s)
+        self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=objects.options.deadline_s)
         self._owner = OwnerProcess()
         self._finalizer = weakref.finalize(self, _close, self.lines, self.files, self._folder, self._owner)
         self._finalizer.atexit = False
@@ -310,7 +309,8 @@ class RemoteSource:
     def leave_room(self, manifest: Manifest) -> None:
         """Let pinned lines leave room in the cache for all sidecars of a generation, which come when they are first needed."""
         self.num_bytes = sum(shard.data_bytes for shard in manifest.shards)
-        self._folder.sidecar_bytes = sum(own.meta.num_bytes for shard in manifest.shards for own in (shard, *shard.added.values()))
+        added = [own.meta.num_bytes for shard in manifest.shards for own in shard.added.values()]
+        self._folder.sidecar_bytes = sum(shard.meta.num_bytes for shard in manifest.shards) + sum(added)
 
     def paths(self, entry: ShardEntry) -> CachedPaths:
         return self.files.paths(entry)
