@@ -156,6 +156,6 @@ def test_a_sound_cache_of_the_corpus_is_imported(kind: str, tmp_path: Path) -> N
 
 
 def test_every_parser_is_fuzzed_and_its_seeds_are_small() -> None:
-    assert tuple(PARSERS) == fuzz.PARSERS
+    assert sorted(PARSERS) == sorted(fuzz.PARSERS)
     assert all(1 <= len(inputs(parser)) <= 40 for parser in PARSERS)
     assert sum(len(data) for parser in PARSERS for data in inputs(parser)) < 1 << 18
