@@ -28,7 +28,7 @@ Worst = dict[str, tuple[float, str]]
 
 MOST = {
     "loss": 8e-6,
-    "gradient norm": 6e-7,
+    "gradient norm": 1e-6,  # 6.1e-7 seen on one kind of processor, less on others
     "gradient norm with a shift by size": 1e-5,  # by an equal formula: a sinusoid of 1000 sigma magnifies sigma's last bit
     "second gradient norm": 1e-5,  # AdamW's first step is as long for the smallest gradient as for the largest
 }
