@@ -146,16 +146,22 @@ class RunFiles:
             self._beats.join()
 
     def remove(self, *, is_all: bool) -> None:
-        """End the run on rank 0: remove the files. Without `is_all`, those stay that a late rank is to find."""
+        """End the run on rank 0: remove its files. Without `is_all`, those stay that a late rank is to find."""
+        if not self._run:  # it has none yet
+            return
         with suppress(StoreError):  # a bucket that nothing may be removed from
-            self._folder.remove([self._path(_WELCOME), f"{self._launch}/open.json"])
-            if is_all:
-                self._folder.remove([self._path(name) for name in self.times()])
+            self._folder.remove([self._path(_WELCOME), *(self._path(name) for name in (self.times() if is_all else ()))])
+            if self._named() == self._run:
+                self._folder.remove([f"{self._launch}/open.json"])
         if is_all:
-            shutil.rmtree(self._disk / self._launch, ignore_errors=True)
+            shutil.rmtree(self._disk / self._path(""), ignore_errors=True)
             with suppress(OSError):
                 for folder in self._made:
                     folder.rmdir()  # unless something has been made in it
+
+    def _named(self) -> str:
+        """Return the run that `open.json` names."""
+        return str(json.loads(self._folder.read(f"{self._launch}/open.json")))
 
     def _path(self, name: str) -> str:
         return f"{self._launch}/{self._run}/{name}".rstrip("/")
@@ -169,12 +175,13 @@ class RunFiles:
         self._remove_left()
         self._run = secrets.token_hex(8)
         own = self._lock_of(0)
-        self._made = [own.parents[2], *(path for path in own.parents[3:] if not path.exists())]
-        try:
-            own.parent.mkdir(parents=True)
-        except OSError as error:
-            raise StoreError(f"cannot make {self._disk} a store: {error.strerror}") from error
-        self._lock = FileLock(own, self._disk)
+        self._made = [*own.parents[1:3], *(path for path in own.parents[3:] if not path.exists())]
+        while not own.exists():  # another launch may just have taken it for one that was left
+            try:
+                own.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"cannot make {self._disk} a store: {error.strerror}") from error
+            self._lock = FileLock(own, self._disk, wait_s=COME_WITHIN_S)
         self._folder.write(f"{self._launch}/open.json", json.dumps(self._run).encode())
 
     def _welcome(self) -> None:
@@ -201,9 +208,8 @@ class RunFiles:
         until, ticket = monotonic() + COME_WITHIN_S, secrets.token_hex(8)
         while True:
             with suppress(MissingObjectError):
-                run = json.loads(self._folder.read(f"{self._launch}/open.json"))
-                if run != self._run:
-                    self._greet(str(run), ticket)
+                if (run := self._named()) != self._run:
+                    self._greet(run, ticket)
                 welcome = json.loads(self.read(_WELCOME) or b"{}")
                 if welcome and welcome["tickets"].get(str(self._rank)) == ticket:
                     self.processes = {0: welcome["process"]}
@@ -231,17 +237,14 @@ class RunFiles:
 
     def _remove_left(self) -> None:
         """Remove the files of runs whose rank 0 has ended."""
-        for folder in (self._disk / "pending" / RUNS_FOLDER).glob("*/*"):
-            with suppress(OSError):
-                fd = os.open(folder / "0.lock", os.O_RDONLY | os.O_CLOEXEC)
-                if not is_held(fd):
-                    shutil.rmtree(folder, ignore_errors=True)
-                os.close(fd)
+        for path in (self._disk / "pending" / RUNS_FOLDER).glob("*/*/0.lock"):
+            with suppress(StoreError), FileLock(path):  # unless another process has it
+                shutil.rmtree(path.parent, ignore_errors=True)
         if self._folder.deadline_s:
-            old = time.time() - LEFT_S
             with suppress(StoreError):
-                left = self._folder.names(f"pending/{RUNS_FOLDER}")
-                self._folder.remove([file.name for file in left if file.modified_s < old])
+                left = list(self._folder.names(f"pending/{RUNS_FOLDER}"))
+                new = {file.name.rpartition("/")[0] for file in left if file.modified_s >= time.time() - LEFT_S}
+                self._folder.remove([file.name for file in left if file.name.rpartition("/")[0] not in new])
 
 
 def _this_process() -> str:

@@ -172,6 +172,41 @@ def test_a_rank_that_does_not_come_is_named_and_no_folder_stays(tmp_path: Path, 
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(RankError, match="rank 1 of 3 cannot reach the others: start all ranks together, with torchrun or"):
         late.meet()
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "kept").touch()
+    first = RunFiles(LocalFolder(tmp_path / "s"), tmp_path / "s", 0, 3)
+    with pytest.raises(RankError, match="rank 0 of 3"), PackRanks(rank=0, world_size=3, interrupts=Interrupts(), files=first):
+        pass
+    assert (tmp_path / "s" / "kept").exists()
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_the_end_of_a_run_leaves_the_files_of_another_with_its_launchers_name(kind: str, tmp_path: Path) -> None:
+    folder, disk = places(tmp_path, kind, 1)[0]
+    first, second = (RunFiles(folder, disk, 0, 2) for _ in range(2))
+    first._launch = second._launch = "pending/runs/same"
+    first._open()
+    second._open()
+    second.write("plan-0.json", b"{}")
+    first.remove(is_all=True)
+    assert second.read("plan-0.json") == b"{}"
+    assert second._named() == second._run
+    assert second._lock_of(0).exists()
+    second.remove(is_all=True)
+    assert list(folder.names()) == []
+
+
+def test_files_in_a_bucket_that_are_a_day_old_stay_as_long_as_their_run_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEFT_S", 1.0)
+    folder, disk = places(tmp_path, "bucket", 1)[0]
+    for run, name in (("left", "done-0-1.json"), ("alive", "done-0-1.json")):
+        folder.write(f"pending/runs/a/{run}/{name}", b"")
+    sleep(2.1)  # a bucket's clock may have whole seconds
+    folder.write("pending/runs/a/alive/0-beat", b"")
+    RunFiles(folder, disk, 0, 2)._remove_left()
+    assert {file.name for file in folder.names()} == {f"pending/runs/a/alive/{name}" for name in ("0-beat", "done-0-1.json")}
 
 
 def test_a_rank_of_another_version_is_named(tmp_path: Path) -> None:
