@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, StateError, StoreError, UsageError
 from bucketline.files.paths import is_run, overlap
@@ -117,6 +118,14 @@ def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> No
     """Refuse a run whose options, start, stores and model do not suit each other; the stores are open."""
     _refuse_changes(config, start)
     refuse_ignored(stores)
+    if config.lora_from is not None and start.state is None:
+        try:
+            with safe_open(config.lora_from, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"--lora-from {config.lora_from} cannot be read as a .safetensors file of adapters: {error}"
+            ) from error
     _refuse_model(config, stores[0])
 
 

@@ -92,7 +92,8 @@ def test_an_own_encoders_columns_are_packed_and_read(tmp_path: Path) -> None:
 def test_ray_data_encodes_and_writes_a_store(tmp_path: Path) -> None:
     with RayGround() as ground:
         ran = ground.ended(ground.start([sys.executable, EXAMPLES / "ray_data.py", tmp_path / "s"]))
-    assert (ran.code, ran.out) == (0, "200 rows in generation 1\n"), ran.err
+    assert ran.code == 0, ran.err
+    assert re.fullmatch(r"200 rows in generation \d+\n", ran.out)  # each task that writes commits its own
     assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1).corrupt
 
 
@@ -112,7 +113,9 @@ ray_data.main(sys.argv[1])
 """
 
 
-def test_ray_data_writes_to_a_bucket_and_a_killed_driver_leaves_it_as_it_was(s3: S3Bucket, tmp_path: Path) -> None:
+def test_ray_data_writes_to_a_bucket_and_a_killed_driver_leaves_what_its_tasks_have_committed(
+    s3: S3Bucket, tmp_path: Path
+) -> None:
     place = s3.folder("features.store")
     with RayGround() as ground:
         ground.environment |= {
@@ -131,7 +134,9 @@ def test_ray_data_writes_to_a_bucket_and_a_killed_driver_leaves_it_as_it_was(s3:
         assert driver is not None
         assert kill(driver)
         ground.ended(process)
-        assert find_newest(place) is None
+        if find_newest(place) is not None:
+            assert not verify_folder(place, lambda _: None, 1).corrupt
         ran = ground.ended(ground.start([sys.executable, EXAMPLES / "ray_data.py", place.url]))
-    assert (ran.code, ran.out) == (0, "200 rows in generation 1\n"), ran.err
+    assert ran.code == 0, ran.err
+    assert re.fullmatch(r"200 rows in generation \d+\n", ran.out)
     assert not verify_folder(place, lambda _: None, 1).corrupt

@@ -98,10 +98,10 @@ CASES: dict[str, tuple[dict[str, Any], Peaks, Peaks]] = {
     # a quarter of weights, average, gradients and two moments; of a checkpoint, rank 0 has weights and average whole, and each
     # rank copies of its moments
     "fsdp": ({"sharding": "fsdp"}, (1 + 1 / 4, 5 / 4, 4 / 4 + 2 + 2 / 4), (2 / 4, 5 / 4, 4 / 4 + 2 / 4)),
-    # a quarter of weights in 16 bits, which are read as 32 and hardly train
+    # weights in 16 bits, which hardly train; rank 0 reads them whole as 32 and has them whole as 16 before they are sharded
     "adapters": (
         {"sharding": "fsdp", "lora_rank": 2, "precision": Precision.BF16},
-        (1.25, 1 / 4, 1 / 4),
+        (1.5, 1 / 4, 1 / 4),
         (1 / 4, 1 / 4, 1 / 4),
     ),
 }
