@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 import msgpack
@@ -14,15 +14,23 @@ import safetensors
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "C64": "<c8", "BOOL": "?"}
 DTYPES |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)}
 DTYPES |= {f"F8_{form}": "u1" for form in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
 deserialize: Any = safetensors.deserialize
+Json = dict[str, Any]
 Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]
-Entries = list[tuple[bytes, Arrays]]  # digest and columns of each caption, or of each entry of a ragged group
+Groups = dict[str, list[Arrays]]  # rows by bucket, captions by `text`, entries by `ragged/NAME`
+
+
+class Sample(NamedTuple):
+    bucket: str
+    columns: Arrays
+    record: Json
+    captions: list[Arrays]
+    entries: Groups  # by ragged group: those of its captions, or that of its row, or none
 
 
 def open_block(data: bytes) -> Arrays:
@@ -37,106 +45,94 @@ def metadata_of(data: bytes) -> dict[str, str]:
     return found
 
 
-@dataclass(slots=True)
-class Shard:
-    """All that one shard holds."""
-
-    rows: dict[str, list[Arrays]] = field(default_factory=dict)  # bucket → row → columns
-    entries: dict[str, Entries] = field(default_factory=dict)  # `text` or ragged group → row
-    records: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+def read_listed(path: Path, listed: Json) -> bytes:
+    data = path.read_bytes()
+    assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (listed["num_bytes"], listed["digest"])
+    return data
 
 
-def values_of(path: Path, shard_id: str) -> dict[bytes, bytes]:
-    """Return the values of a shard's file by key, after comparing its name and id."""
-    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
-        found = dict(txn.cursor())
-    meta = msgpack.unpackb(found.pop(b"meta"))
-    meta.pop("text_error", None)
-    assert meta == {"format_version": 1, "shard": path.stem, "shard_id": bytes.fromhex(shard_id)}
-    return found
+def rows_of(block: Arrays) -> list[Arrays]:
+    """Return the rows of a bucket's block, each held against its checksum."""
+    order = sorted(block.keys() - {"checksum"}, key=lambda name: (-block[name].itemsize, name))
+    rows = [{name: block[name][k] for name in order} for k in range(len(block["id"]))]
+    for row, expected in zip(rows, block["checksum"], strict=True):
+        assert xxhash.xxh3_64_intdigest(b"".join(values.tobytes() for values in row.values())) == expected
+    return rows
 
 
-def expect_block(block: bytes, manifest: dict[str, Any], group: str, first_row: int, *, is_added: bool = False) -> None:
-    """Compare a block's metadata, and the length of its header, with the manifest."""
-    kind, _, name = group.partition("/")
-    if kind == "text":
-        about, header_bytes = {"format": "bucketline.text/1"}, manifest["text"]["header_bytes"]
-    elif kind == "ragged":
-        about, header_bytes = {"format": "bucketline.ragged/1", "group": name}, manifest["ragged"][name]["header_bytes"]
-    else:
-        (bucket,) = (bucket for bucket in manifest["buckets"] if bucket["name"] == group)
-        assert group == f"{bucket['split']}/{'x'.join(str(axis['size']) for axis in bucket['axes'])}"
-        about, header_bytes = {"format": "bucketline.block/1", "bucket": group}, bucket["header_bytes"]
-        if (axes := [axis["name"] for axis in bucket["axes"]]) != ["height_px", "width_px"]:
-            about["axes"] = ",".join(axes)
-    assert metadata_of(block) == {**about, "first_row": str(first_row)}
-    assert is_added or int.from_bytes(block[:8], "little") + 8 == header_bytes
-
-
-def entries_of(own: Arrays, form: dict[str, Any]) -> Entries:
-    """Return the captions or ragged entries of a block; of a ragged group, each is held against its checksum and digest."""
-    found = []
-    for n, digest in enumerate(own["digest"]):
-        begin, end = own["starts"][n : n + 2].tolist()
-        columns = {name: own[name][n] for name in sorted(form["fixed"])}
-        columns |= {name: own[name][begin:end] for name in sorted(form["tokens"])}
-        data = b"".join(values.tobytes() for values in columns.values())
-        if "of" in form:
-            assert xxhash.xxh3_64_intdigest(data + digest.tobytes()) == own["checksum"][n]
+def entries_of(block: Arrays, form: Json) -> list[Arrays]:
+    """Return the captions or ragged entries of a block, each held against its checksum, and its digest if that is of it."""
+    entries = []
+    for n, digest in enumerate(block["digest"]):
+        begin, end = block["starts"][n : n + 2].tolist()
+        entry = {name: block[name][n] for name in sorted(form["fixed"])}
+        entry |= {name: block[name][begin:end] for name in sorted(form["tokens"])}
+        data = b"".join(values.tobytes() for values in entry.values())
+        assert xxhash.xxh3_64_intdigest(data + digest.tobytes()) == block["checksum"][n]
         if form.get("of") == "rows":
             content = (end - begin).to_bytes(8, "little") + data
             assert hashlib.blake2b(content, digest_size=16).digest() == digest.tobytes()
-        found.append((digest.tobytes(), columns))
-    return found
+        entries.append({**entry, "digest": digest})
+    return entries
 
 
-def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    shard = Shard()
-    for key, value in values_of(store / "shards" / f"{entry['name']}.lmdb", entry["shard_id"]).items():
-        if key.startswith(b"sample/"):
-            shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
-            continue
-        group, _, number = key.decode().rpartition("/")
-        assert len(number) == 8
-        own, name = open_block(value), group.removeprefix("ragged/")
-        if group == "text" or name != group:
-            entries = shard.entries.setdefault(name, [])
-            expect_block(value, manifest, group, len(entries))
-            entries += entries_of(own, manifest["text"] if group == "text" else manifest["ragged"][name])
-        else:
-            rows = shard.rows.setdefault(group, [])
-            expect_block(value, manifest, group, len(rows))
-            rows += [{column: values[k] for column, values in own.items()} for k in range(len(own["id"]))]
-    return shard
+def read_block(block: bytes, manifest: Json, group: str, first_row: int, *, is_added: bool = False) -> list[Arrays]:
+    """Return a block's rows or entries, after comparing its metadata, and the length of its header, with the manifest."""
+    kind, _, name = group.partition("/")
+    if kind == "text":
+        about, form = {"format": "bucketline.text/1"}, manifest["text"]
+    elif kind == "ragged":
+        about, form = {"format": "bucketline.ragged/1", "group": name}, manifest["ragged"][name]
+    else:
+        (form,) = (bucket for bucket in manifest["buckets"] if bucket["name"] == group)
+        sizes = {axis["name"]: str(axis["size"]) for axis in form["axes"]}
+        assert group == f"{form['split']}/{'x'.join(sizes.values())}"
+        about = {"format": "bucketline.block/1", "bucket": group}
+        about |= {} if [*sizes] == ["height_px", "width_px"] else {"axes": ",".join(sizes)}
+    assert metadata_of(block) == {**about, "first_row": str(first_row)}
+    assert is_added or int.from_bytes(block[:8], "little") + 8 == form["header_bytes"]
+    return entries_of(open_block(block), form) if "tokens" in form else rows_of(open_block(block))
 
 
-def read_added(store: Path, entry: dict[str, Any], manifest: dict[str, Any], shard: Shard) -> None:
-    """Read the added columns of a shard's rows, by the sidecar, into its rows."""
-    for name, own in entry.get("added", {}).items():
-        path = store / "shards" / f"{entry['name']}.{own['shard_id']}.lmdb"
-        data, sidecar = path.read_bytes(), path.with_suffix(".meta").read_bytes()
-        about, table = metadata_of(sidecar), open_block(sidecar)
-        assert (json.loads(about["column"]), json.loads(about["rows_of"])) == (name, entry["shard_id"])
-        assert xxhash.xxh3_128_hexdigest(data) == own["lmdb"]["digest"]
-        values_of(path, own["shard_id"])
-        for bucket, (rows, blocks, first_block, dropped) in own["groups"].items():
-            form, found = manifest["added"][name]["buckets"][bucket], 0
-            assert (rows, dropped) == (len(shard.rows[bucket]), 0)
-            for at in range(first_block, first_block + blocks):
-                begin = int(table["offset"][at])
-                block = data[begin : begin + int(table["length"][at])]
-                expect_block(block, manifest, bucket, found, is_added=True)
-                columns = open_block(block)
-                assert columns.keys() == {"checksum", "id", name}
-                assert (columns[name].dtype, [*columns[name].shape[1:]]) == (np.dtype(DTYPES[form["dtype"]]), form["shape"])
-                stored = sorted(("id", name), key=lambda column: (-columns[column].itemsize, column))
-                for k, row in enumerate(shard.rows[bucket][found : found + len(columns["id"])]):
-                    assert row["id"].tobytes() == columns["id"][k].tobytes()
-                    content = b"".join(columns[column][k].tobytes() for column in stored)
-                    assert xxhash.xxh3_64_intdigest(content) == columns["checksum"][k]
-                    row[name] = columns[name][k]
-                found += len(columns["id"])
-            assert found == rows
+def read_file(store: Path, name: str, entry: Json, manifest: Json, about: Json) -> tuple[Groups, dict[bytes, Json]]:
+    """Return the rows and entries, and the records, of the file of a shard, or of the added column that `about` names."""
+    path, groups, records = store / "shards" / f"{name}.lmdb", Groups(), dict[bytes, Json]()
+    data, sidecar = read_listed(path, entry["lmdb"]), read_listed(path.with_suffix(".meta"), entry["meta"])
+    noted, table = {key: json.loads(text) for key, text in metadata_of(sidecar).items()}, open_block(sidecar)
+    assert data[noted["shard_id_at"] :][:16].hex() == noted["shard_id"] == entry["shard_id"]
+    assert about.items() <= noted.items()
+    places = [*zip(*(table[field].tolist() for field in ("offset", "length", "first_row", "rows")), strict=True)]
+    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+        for key, value in txn.cursor():
+            if key == b"meta":
+                meta = msgpack.unpackb(value)
+                assert (meta["shard"], meta["shard_id"].hex()) == (name, entry["shard_id"])
+            elif key.startswith(b"sample/"):
+                records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
+            else:
+                group, number = key[:-9].decode(), int(key[-8:])
+                offset, length, first_row, count = places[entry["groups"][group][2] + number]
+                rows = groups.setdefault(group, [])
+                assert (data[offset : offset + length], first_row) == (value, len(rows))
+                rows += read_block(value, manifest, group, first_row, is_added=bool(about))
+                assert len(rows) == first_row + count
+    assert {group: len(rows) for group, rows in groups.items()} == {group: own[0] for group, own in entry["groups"].items()}
+    assert len(places) == sum(blocks for _, blocks, *_ in entry["groups"].values())
+    return groups, records
+
+
+def read_added(store: Path, entry: Json, manifest: Json, groups: Groups) -> None:
+    """Read the added columns of a shard's rows into them."""
+    for name, own in entry["added"].items():
+        about = {"column": name, "rows_of": entry["shard_id"]}
+        added, _ = read_file(store, f"{entry['name']}.{own['shard_id']}", own, manifest, about)
+        for bucket, values in added.items():
+            form = manifest["added"][name]["buckets"][bucket]
+            for row, value in zip(groups[bucket], values, strict=True):
+                assert value.keys() == {"id", name}
+                assert row["id"].tobytes() == value["id"].tobytes()
+                assert (value[name].dtype, [*value[name].shape]) == (np.dtype(DTYPES[form["dtype"]]), form["shape"])
+                row[name] = value[name]
 
 
 def index_of(values: np.ndarray[Any, Any], encoders: int, shard_id: str) -> np.ndarray[Any, Any]:
@@ -150,67 +146,47 @@ def index_of(values: np.ndarray[Any, Any], encoders: int, shard_id: str) -> np.n
     return values.reshape(-1).view(np.dtype(fields))
 
 
-def dropped_rows(store: Path, manifest: dict[str, Any]) -> dict[tuple[str, str], set[int]]:
-    """Return the dropped rows by shard and bucket."""
-    counts = [(entry["name"], name, own[3]) for entry in manifest["shards"] for name, own in sorted(entry["groups"].items())]
-    if (listed := manifest["dropped"]) is None:
-        assert not any(count for *_, count in counts)
-        return {}
-    data = (store / "generations" / f"{listed['generation']}-{listed['digest']}.dropped").read_bytes()
-    assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (listed["num_bytes"], listed["digest"])
-    assert metadata_of(data) == {"format": "bucketline.dropped/1"}
-    rows = iter(open_block(data)["rows"].tolist())
-    found = {(shard, bucket): {next(rows) for _ in range(count)} for shard, bucket, count in counts}
+def dropped_rows(store: Path, manifest: Json) -> dict[tuple[str, str], list[int]]:
+    """Return the dropped rows by shard and group."""
+    rows, found = iter(list[int]()), {}
+    if (listed := manifest["dropped"]) is not None:
+        data = read_listed(store / "generations" / f"{listed['generation']}-{listed['digest']}.dropped", listed)
+        assert metadata_of(data) == {"format": "bucketline.dropped/1"}
+        rows = iter(open_block(data)["rows"].tolist())
+    for entry in manifest["shards"]:
+        for group, (count, _, _, dropped) in sorted(entry["groups"].items()):
+            own = found[entry["name"], group] = [*islice(rows, dropped)]
+            assert (len(own), own) == (dropped, sorted({*own} & {*range(count)}))
     assert next(rows, None) is None
-    assert all(len(found[shard, bucket]) == count for shard, bucket, count in counts)
     return found
 
 
-def live_rows(store: Path) -> Iterator[tuple[Shard, str, Arrays, dict[str, Any]]]:
-    manifest = json.loads((store / "manifest.json").read_text())
+def read_store(store: Path) -> dict[str, Sample]:
+    """Return every live sample by its id."""
+    manifest, samples = json.loads((store / "manifest.json").read_text()), dict[str, Sample]()
     dropped = dropped_rows(store, manifest)
     for entry in manifest["shards"]:
-        shard = read_shard(store, entry, manifest)
-        read_added(store, entry, manifest, shard)
-        assert sum(map(len, shard.rows.values())) == entry["samples"] == len(shard.records)
-        assert entry.get("ragged", {}).keys() | {"text"} == shard.entries.keys()
-        for name, about in entry.get("ragged", {}).items():
-            lengths = [len(own[next(iter(manifest["ragged"][name]["tokens"]))]) for _, own in shard.entries[name]]
+        groups, records = read_file(store, entry["name"], entry, manifest, {})
+        read_added(store, entry, manifest, groups)
+        captions, buckets = groups["text"], [group for group in groups if group.startswith(("train/", "val/"))]
+        assert captions[0]["digest"].tobytes() == hashlib.blake2b(b"", digest_size=16).digest()
+        for name, about in entry["ragged"].items():
+            own, group = groups[f"ragged/{name}"], manifest["ragged"][name]
+            lengths, digests = [len(one[min(group["tokens"])]) for one in own], [one["digest"].tobytes() for one in own]
             assert about == {"tokens": sum(lengths), "max_tokens": max(lengths)}
-        assert shard.entries["text"][0][0] == hashlib.blake2b(b"", digest_size=16).digest()
-        for bucket, rows in shard.rows.items():
-            for number, columns in enumerate(rows):
-                record = shard.records[columns["id"].tobytes()]
-                assert (record["bucket"], record["row"]) == (bucket, number)
-                if number not in dropped.get((entry["name"], bucket), ()):
-                    yield shard, bucket, columns, record
-
-
-def read_store(store: Path) -> dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]]:
-    """Return every live sample by id: its bucket, its columns, its record and its captions' columns."""
-    found: dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]] = {}
-    for shard, bucket, columns, record in live_rows(store):
-        assert record["id"] not in found
-        captions = [shard.entries["text"][row][1] for row in record["caption_rows"]]
-        found[record["id"]] = (bucket, columns, record, captions)
-    return found
-
-
-def read_entries(store: Path) -> dict[str, dict[str, list[Arrays]]]:
-    """Return every live sample's ragged entries: id → group → those of its captions, or that of its row, or none."""
-    groups = json.loads((store / "manifest.json").read_text())["ragged"]
-    found: dict[str, dict[str, list[Arrays]]] = {}
-    for shard, _, columns, record in live_rows(store):
-        found[record["id"]] = own = {}
-        for name, group in groups.items():
-            entries, captions = shard.entries.get(name, []), shard.entries["text"]  # an optional group may have none
-            digests = [digest for digest, _ in entries]
-            if group["of"] == "captions":
-                assert digests == [digest for digest, _ in captions]
-                numbers = record["caption_rows"]
-            else:
-                assert len({*digests}) == len(digests) or not group["stored_once"]
-                assert columns[f"ragged/{name}"] >= (-1 if group["optional"] else 0)
-                numbers = [row] if (row := int(columns[f"ragged/{name}"])) >= 0 else []
-            own[name] = [entries[row][1] for row in numbers]
-    return found
+            assert group["of"] == "rows" or digests == [caption["digest"].tobytes() for caption in captions]
+            assert group["of"] == "captions" or not group["stored_once"] or len({*digests}) == len(own)
+        assert sum(len(groups[bucket]) for bucket in buckets) == entry["samples"] == len(records)
+        for bucket, (row, columns) in ((name, own) for name in buckets for own in enumerate(groups[name])):
+            record = records[columns["id"].tobytes()]
+            assert (record["bucket"], record["row"]) == (bucket, row)
+            if row not in dropped[entry["name"], bucket]:
+                assert record["id"] not in samples
+                entries = {}
+                for name, group in manifest["ragged"].items():
+                    numbers = record["caption_rows"] if group["of"] == "captions" else [int(columns[f"ragged/{name}"])]
+                    assert min(numbers) >= (-1 if group["optional"] else 0)
+                    entries[name] = [groups[f"ragged/{name}"][number] for number in numbers if number >= 0]
+                own = [captions[number] for number in record["caption_rows"]]
+                samples[record["id"]] = Sample(bucket, columns, record, own, entries)
+    return samples
