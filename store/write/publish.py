@@ -464,7 +464,6 @@ def with_shards(
         shards=shards,
         dropped=base.list_dropped(shards, changed) if changed else manifest.dropped,
         withdrawn=withdrawn,
-        retired=tuple(name for name in manifest.retired if all(name != entry.name for entry in added)),
         text_error=TextError.joined(errors),
     )
 
@@ -599,7 +598,6 @@ class LocalTarget:
         """Touch nothing yet. `waits`: `writing` waits for other writers, as a commit does; otherwise it refuses at once."""
         self.path, self._waits = path, waits
         self._is_locked = False
-        self._collected: Collection[str] = ()  # names of shards that were gone when this writer began: it may use them again
 
     @property
     def folder(self) -> Folder:
@@ -623,7 +621,6 @@ class LocalTarget:
                 manifest = write_manifest(store, manifest or new_manifest(schema))
             manifest = publish(store, manifest, adopt(store, manifest), ())
             self._is_locked = True
-            self._collected = [name for name in manifest.retired if not _has_files(store, name)]
             try:
                 yield manifest
             finally:
@@ -646,8 +643,7 @@ class LocalTarget:
                     f"{self.path} is another store than when this run began: its id is {newest.store_id}, expected "
                     f"{manifest.store_id}; nothing was published: rerun the command"
                 )
-            # another writer may have adopted some, and compacted them since
-            new = set(sealed) - (newest.known_shards - set(self._collected)) - {shard.name for shard in newest.shards}
+            new = set(sealed) - newest.known_shards  # another writer may have adopted some, and compacted them since
             return publish(self.path, newest, new, dropped, rules, taken_back)
 
     def send_lists(self) -> None:

@@ -247,7 +247,8 @@ class PartWriter:
             name = self._shard_names.format(self._num_named)
             self._num_named += 1
             paths = shard_paths(self.path, name)
-            if not any(path.exists() for path in (paths.lmdb, paths.meta, pending_path(self.path, name))):
+            is_known = self._known is not None and name in self._known.known_shards  # maybe retired, and collected
+            if not is_known and not any(path.exists() for path in (paths.lmdb, paths.meta, pending_path(self.path, name))):
                 return name
 
 

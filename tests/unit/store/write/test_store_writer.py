@@ -18,6 +18,7 @@ import pytest
 from bucketline.errors import BucketlineError, FingerprintError, LockedError, StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.store import Column, LatentColumn, PartWriter, SampleRecord, Store, StoreWriter, TextSpec, new_record
+from bucketline.store.change.compact import compact
 from bucketline.store.format.block import caption_digest
 from bucketline.store.format.manifest import generations
 from bucketline.store.write.publish import lock_store
@@ -377,6 +378,25 @@ def test_the_names_of_shards_are_new_each_time_or_as_asked(tmp_path: Path) -> No
             store_writer(tmp_path / "s", shard_names=pattern)
     with store_writer(tmp_path / "s") as writer, pytest.raises(UsageError, match="is not a pattern of shards' names"):
         writer.part("../r0")
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_was_committed_under_the_pattern_of_collected_shards_is_not_lost(tmp_path: Path, *, is_sealed: bool) -> None:
+    samples = [samples_of({BUCKET: 2}, f"{number}/") for number in range(4)]
+    for own in samples[:2]:
+        with store_writer(tmp_path, shard_names="mine-{}") as writer:
+            add_samples(writer, own)
+    assert compact(tmp_path, shard_bytes=1 << 30, gc_older_than_s=-60.0).collected is not None
+    assert not list((tmp_path / "shards").glob("mine-*"))
+    with pytest.raises(KeyboardInterrupt), store_writer(tmp_path, shard_names="mine-{}") as writer:
+        with writer.part("r0") as part:
+            add_samples(part, samples[2])
+        add_samples(writer, samples[3])
+        (writer.seal if is_sealed else writer.commit)()
+        raise KeyboardInterrupt
+    with store_writer(tmp_path):
+        pass
+    check(tmp_path, [sample for own in samples for sample in own])
 
 
 OUTSIDE: dict[str, Callable[[StoreWriter], object]] = {
