@@ -247,7 +247,7 @@ def _files(store: Path, shards: Iterable[ShardEntry]) -> Iterator[_File]:
 def shard_of(name: str) -> str:
     """Return the shard that an object belongs to.
 
-    >>> shard_of("shards/g000001-00.index")
+    >>> shard_of("shards/g000001-00.meta")
     'g000001-00'
     """
     return name.removeprefix("shards/").partition(".")[0]
