@@ -85,6 +85,8 @@ def use_a_name_again(own: Path) -> None:
     add_more(own, "second/")
     compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
     assert not (own / "shards" / "g0.lmdb").exists()
+    add_more(own, "third/")  # its generation retires nothing: no file of that name is left
+    assert not read_manifest(own).retired
     with store_writer(own, shard_names="g{}") as writer:
         add_samples(writer, [make_sample(sample.id, BUCKET, sample.captions, version=1) for sample in FIRST])
     assert (own / "shards" / "g0.lmdb").exists()
@@ -217,8 +219,9 @@ def test_a_shard_of_an_older_generation_there_is_not_overwritten(pushed: ObjectF
     compact(own, shard_bytes=1 << 24)
     push(own, pushed)
     collect(own, 0)
+    add_more(own, "third/")  # its generation retires nothing: the name is free
     with store_writer(own, shard_names="g{}") as writer:
-        add_samples(writer, samples_of({BUCKET: 3}, "third/"))
+        add_samples(writer, samples_of({BUCKET: 3}, "fourth/"))
     with pytest.raises(StoreError, match=r"shards/g0\.meta is another writer's"):
         push(own, pushed)
     assert not verify_folder(pushed, lambda _: None, 1, read_generation(pushed, 1, newest_generation(pushed))).corrupt
