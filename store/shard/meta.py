@@ -147,7 +147,7 @@ def _check_id(path: Path, shard_id: str, at: object) -> None:
     One that was sent to a bucket is a sparse file here, of zeros.
     """
     with open(open_regular(path), "rb") as file:  # noqa: PTH123 - opens a descriptor
-        found = os.pread(file.fileno(), len(shard_id) // 2, at) if isinstance(at, int) and at >= 0 else b""
+        found = os.pread(file.fileno(), len(shard_id) // 2, at) if isinstance(at, int) and 0 <= at < 1 << 62 else b""
     if found.hex() not in (shard_id, "0" * len(shard_id)):
         raise CorruptError(f"{path} has the id {found.hex() or None}, its sidecar says {shard_id}")
 
