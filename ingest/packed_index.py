@@ -1,4 +1,4 @@
-"""What a store has of a listing: unchanged images are detected without a look-up in every shard, and which are gone."""
+"""The part of a listing that a store has: which images are unchanged, without a look-up in every shard, and which are gone."""
 
 from __future__ import annotations
 

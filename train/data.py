@@ -1,4 +1,4 @@
-"""What a run reads: its stores and loaders; and what is refused before anything is written, since it suits no run.
+"""The data of a run: its stores and loaders; and what is refused before anything is written, since it suits no run.
 
 What options alone rule out, `TrainConfig` refuses; what a model or a plan rules out by itself, those who read it.
 """

@@ -1,4 +1,4 @@
-"""What rank 0 of a pack does before images are read: list the source, deal it out, open the store, and plan."""
+"""Rank 0 of a pack before images are read: list the source, deal it out, open the store, and plan."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def list_source(config: PackConfig, target: StoreTarget, num_ranks: int) -> List
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """What all ranks of a pack have in common, decided by rank 0."""
+    """The facts that all ranks of a pack share, decided by rank 0."""
 
     source: Json
     manifest: Manifest  # of the generation that the run continues

@@ -296,7 +296,7 @@ class PackRanks:
 
     @property
     def title(self) -> str | None:
-        """What is shown with this rank's progress; None of those that show none."""
+        """The title of this rank's progress; None for ranks that show none."""
         return ("pack" if self.world_size == 1 else f"pack (rank 0 of {self.world_size})") if self.is_first else None
 
     @property

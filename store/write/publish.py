@@ -350,7 +350,7 @@ def unlisted(store: Path, manifest: Manifest, beginnings: tuple[str, ...] = ("",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpublished:
-    """What writers have committed to a store on a disk, and no generation lists yet."""
+    """Rows that writers have committed to a store on a disk, and no generation lists yet."""
 
     rows: int
     is_being_written: bool  # by a running process, whose rows are not counted
