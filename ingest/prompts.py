@@ -167,14 +167,14 @@ def _most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
     for shard in manifest.shards:
         rows.update({name: group.live for name, group in shard.groups.items()})
     sizes = {  # without those of references
-        bucket: {axis.name: axis.size for axis in bucket.axes if not REFERENCE_AXIS.fullmatch(axis.name)}
+        bucket.name: {axis.name: axis.size for axis in bucket.axes if not REFERENCE_AXIS.fullmatch(axis.name)}
         for bucket in manifest.buckets
     }
-    images = [bucket for bucket in manifest.buckets if tuple(sizes[bucket]) == IMAGE_AXES and rows[bucket.name]]
+    images = [bucket for bucket in manifest.buckets if tuple(sizes[bucket.name]) == IMAGE_AXES and rows[bucket.name]]
     if not images:
         raise UsageError(f"{where} has no images; prompts are for models of images, which the trainer can draw")
     best = min(images, key=lambda bucket: (bucket.split != "train", -rows[bucket.name], bucket.name))
-    height_px, width_px = sizes[best].values()
+    height_px, width_px = sizes[best.name].values()
     return height_px, width_px
 
 
