@@ -21,10 +21,10 @@ import xxhash
 from bucketline.errors import SourceError, StoreError, UsageError
 from bucketline.files.paths import IMAGE_SUFFIXES, STATUS, is_status
 from bucketline.ingest.images.crop import Reason, RejectedError
+from bucketline.ingest.partners.names import FilePartners, is_image_file
 from bucketline.ingest.sources.captions.files import MAX_CAPTIONS_BYTES, CaptionFiles, CaptionNames
 from bucketline.ingest.sources.captions.table import TableRows, read_rows
-from bucketline.ingest.sources.folder import FoundFiles, naming_notes
-from bucketline.ingest.sources.hf_dataset import Splits
+from bucketline.ingest.sources.folder import FoundFiles, list_place, naming_notes
 from bucketline.ingest.sources.parquet import inside_id, listing_of_rows
 from bucketline.ingest.sources.source import Listing, Source, SourceItem, SourceOptions, Stamp, refuse_too_large
 from bucketline.store.folder import DeniedError, ListedFile, MissingObjectError
@@ -303,16 +303,26 @@ class ObjectFolderSource(ObjectSource):
         """List the folder in pages, as `list_folder` lists one on a disk."""
         with ThreadPoolExecutor(CAPTIONS_AT_ONCE, thread_name_prefix="bucketline-captions") as pool:
             captions = CaptionObjects(folder=Path(), options=self.options, objects=self._objects, pool=pool)
-            found = FoundFiles(captions)
-            entries: dict[str, ListedFile] = {}
+            options = self.options
+            found = FoundFiles(captions, FilePartners(options.partner_rules, lambda place: list_place(place, options)))
+            inside = tuple(
+                f"{place.rstrip('/').removeprefix(self.url)[1:]}/"
+                for place in options.partner_rules.places
+                if place.startswith(f"{self.url}/")
+            )
+            ats: dict[str, tuple[int, ...]] = {}
             with of_source(self.url):
                 listed = [entry for entry in self._objects.names(is_bounded=False) if not _is_hidden(entry.name)]
             for entry in sorted(listed, key=lambda entry: entry.name.rpartition("/")[::2]):
                 folder, slash, name = entry.name.rpartition("/")
                 if name == STATUS:
                     self._refuse_run(folder, entry)
+                if entry.name.startswith(inside):
+                    continue
                 found.add(folder + slash, name)
-                entries[entry.name] = entry
+                stamp = stamp_of(entry)
+                ats[entry.name] = (stamp.num_bytes, stamp.mtime_ns)
+            found.at = ats
             if not found.images:
                 kinds = ", ".join(sorted(IMAGE_SUFFIXES))
                 what = f"{len(listed)} objects" if listed else "nothing"
@@ -320,12 +330,9 @@ class ObjectFolderSource(ObjectSource):
             rows = TableRows(folders=(self.url,))
             for table in found.tables:
                 with self._table(table) as path:
-                    rows.add(table, read_rows(path, table, captions.names, rows.notes))
+                    rows.add(table, read_rows(path, table, captions.names, rows.notes, options.partner_rules))
             listing = found.listing(rows, self.url)
         listing.notes += naming_notes(found.images)
-        for at, item in enumerate(listing.items):
-            stamp = stamp_of(entries[item.id])
-            listing.items[at] = replace(item, at=(stamp.num_bytes, stamp.mtime_ns))
         return listing
 
     def _refuse_run(self, folder: str, entry: ListedFile) -> None:
@@ -350,14 +357,24 @@ class ObjectTableSource(ObjectSource):
         """Read the table; see `TableSource.listing`."""
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
-            rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)
+            rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes, self.options.partner_rules)
             return listing_of_rows(
                 rows,
-                lambda row: inside_id(row, (self.folder_url,), lambda _: False),
+                lambda place, name: inside_id(place, name, (self.folder_url,), lambda _: False),
                 self.url,
-                Splits(self.options.dataset_splits),
+                self.options,
                 listing,
             )
+
+
+def names_below(url: str, options: SourceOptions) -> dict[str, tuple[int, ...]]:
+    """Return the names of the images below a URL, each with its size and time of change."""
+    with of_source(url):
+        entries = [one for one in folder_at(url, options).names(is_bounded=False) if not _is_hidden(one.name)]
+    stamps = {one.name: stamp_of(one) for one in entries if is_image_file(one.name)}
+    if not stamps:
+        raise SourceError(f"{url}, for references or masks, has no images; check the URL")
+    return {name: (stamp.num_bytes, stamp.mtime_ns) for name, stamp in stamps.items()}
 
 
 def _is_hidden(name: str) -> bool:
