@@ -11,6 +11,7 @@ from bucketline.families.chats import NO_PROCESSOR, TextProcessor
 from bucketline.families.family import Family, Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, place_behind_captions
 from bucketline.families.qwenimage import QwenImage
+from bucketline.families.references import References
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +45,7 @@ class QwenImage21(Family):
     is_sequence = True
     joins_negative = False
     scheduler = QwenImage.scheduler
+    references = References(most=8, text_sees=True, come_first=True)
 
     @classmethod
     def cleaned(cls, pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 - diffusers has no types
@@ -69,11 +71,30 @@ class QwenImage21(Family):
         (count, _, height, width), length = noisy.shape, batch.token_mask.shape[1]
         is_image = batch.token_mask.new_zeros(count, length + height * width // PATCH**2)
         is_image[:, length:] = True
-        return {
+        given = {
             "hidden_states": self.as_tokens(noisy),
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
             "encoder_hidden_states": batch.tokens.float(),
             "encoder_hidden_states_mask": batch.token_mask.long(),
             "img_shapes": [[(1, height, width)]] * count,
+            "img_mask": is_image,
+        }
+        return self.with_references(given, batch) if getattr(batch, "references", ()) else given
+
+    def with_references(self, given: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+        """Put the references before the target, each at the text's places of its own image."""
+        import torch
+
+        if not getattr(batch, "references", ()):
+            return dict(given)
+        scaled, is_image = batch.scaled_references(), given["img_mask"].clone()  # type: ignore[attr-defined]
+        seen: Tensor = batch.image_tokens  # type: ignore[attr-defined]
+        num_tokens = min(given["encoder_hidden_states"].shape[1], seen.shape[1])  # a negative prompt has another number
+        is_image[:, :num_tokens] = seen[:, :num_tokens]
+        shapes = [(1, *one.shape[2:]) for one in scaled]
+        return {
+            **given,
+            "hidden_states": torch.cat([*map(self.as_tokens, scaled), given["hidden_states"]], dim=1),
+            "img_shapes": [[*shapes, target] for target in (own[-1] for own in given["img_shapes"])],
             "img_mask": is_image,
         }
