@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.partners.names import PartnerRules
+from bucketline.ingest.partners.names import REFERENCE, PartnerRules
 from bucketline.ingest.rules import held_out
 from bucketline.options import Hidden  # noqa: TC001 - read from its annotations
 from bucketline.store.format.schema import storable_mtime_ns
@@ -61,6 +61,7 @@ class Listing:
     empty_folders: list[str] = field(default_factory=list)  # paths of empty folders in the source
     captions_from: Counter[str] = field(default_factory=Counter)  # number of images per origin of their captions
     notes: list[str] = field(default_factory=list)  # messages about what was left out, or may be a misunderstanding
+    num_references: int = 0  # the most of one image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,12 @@ def caption_rest(listing: Listing, caption: str | None) -> None:
         if not item.captions and item.caption_error is None:
             listing.items[at] = replace(item, captions=(caption.strip(),))
             listing.captions_from["the default caption"] += 1
+
+
+def note_references(listing: Listing) -> None:
+    """Count the references of a listing's samples: the most of one."""
+    counts = (sum(one.kind == REFERENCE for one in item.partners) for item in listing.items if item.partners)
+    listing.num_references = max(counts, default=0)
 
 
 def split_of(item: SourceItem, rule: HeldOut) -> str:
