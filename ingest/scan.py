@@ -81,6 +81,7 @@ def counted_images(
         for image in reader.walk(items, look_limits(source, config.decode_threads), account, on_image):
             if image.change is not Change.TEXT:
                 account.count_packed(image.item.id, image.item.captions, image.placement, image.bucket, config.max_captions)
+                account.count_partners(image)
             yield image
             on_image()
 

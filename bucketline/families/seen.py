@@ -64,8 +64,8 @@ class SeenText(Family):
         ends = (ids == pipeline.processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")).nonzero().flatten()
         if len(ends) < len(images) or is_image.sum() < (every == pipeline.processor.image_token_id).sum():
             raise ModelError(
-                f"{cls.pipelines[0]} leaves out the first {len(every) - len(tokens)} tokens of its chat, and with this tokenizer "
-                "the images begin before; take the tokenizer that was published with the model"
+                f"{cls.pipelines[0]} leaves out the first {len(every) - len(tokens)} tokens of its chat, and with this "
+                "tokenizer the images begin before; take the tokenizer that was published with the model"
             )
         return tokens, is_image, int(ends[len(images) - 1]) + 1 if images else 0
 
@@ -82,7 +82,7 @@ class SeenText(Family):
 def num_patches(pixels: Mapping[str, Any], height_px: int, width_px: int) -> int:
     """Return how many tokens an image takes. Source: `smart_resize` of transformers' Qwen2-VL.
 
-    >>> num_patches({"patch_size": 14, "merge_size": 2}, 384, 384), num_patches({"patch_size": 16, "max_pixels": 1 << 20}, 2048, 512)
+    >>> num_patches({"patch_size": 14}, 384, 384), num_patches({"patch_size": 16, "max_pixels": 1 << 20}, 4096, 1024)
     (196, 1024)
     """
     factor = int(pixels.get("patch_size", 14)) * int(pixels.get("merge_size", 2))

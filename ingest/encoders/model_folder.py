@@ -305,7 +305,9 @@ class ModelFolder:
         found = config.get("image_processor", config)
         kind = str(found.get("image_processor_type"))
         if not kind.startswith("Qwen2VLImageProcessor"):
-            raise ModelError(f"{self.name}: {name}/{own} is of a {kind:.80}, expected a Qwen2VLImageProcessor; use another model")
+            raise ModelError(
+                f"{self.name}: {name}/{own} is of a {kind:.80}, expected a Qwen2VLImageProcessor; use another model"
+            )
         return {field: found[field] for field in PIXEL_FIELDS if field in found}
 
     def index(self) -> Mapping[str, Any]:

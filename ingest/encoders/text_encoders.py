@@ -161,7 +161,7 @@ class PromptEncoder:
         if self._lengths.open_length is not None:
             self._more["max_sequence_length"] = self._lengths.open_length
         if self.sees_images:
-            empty, self._pads_to_longest = Encoded(tokens=self.empty_of_black().tokens[None]), False
+            empty, self._pads_to_longest = Encoded(tokens=self.encode_seen((), [_black()]).empty.tokens[None]), True
         else:
             empty = self._encoded([""])
             longer = empty if family.padding is Padding.MAX_LENGTH else self._encoded([LONGER])
@@ -227,7 +227,7 @@ class PromptEncoder:
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Encode each caption to what the model sees; if that depends on images, without any."""
         if self.sees_images:
-            return list(self.encode_seen(captions, ()).captions)
+            self._refuse_number(0)
         refusals = [self._lengths.refusal(caption) for caption in captions]
         given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
         encoded = self._encoded(given)
@@ -257,7 +257,7 @@ class PromptEncoder:
     def encode_seen(self, captions: Sequence[str], images: Sequence[Image]) -> Seen:
         """Encode the captions of one sample, and the empty one, with its images; each by itself, as the pipeline's call does.
 
-        The images' part is the empty caption's: that of the others differs by rounding, if at all.
+        The images' part is the first caption's: that of the others differs by rounding, if at all.
 
         Raises:
             UsageError: if the family takes more images, or fewer.
@@ -267,29 +267,23 @@ class PromptEncoder:
         self._refuse_number(len(images))
         refusals = [self._lengths.refusal(caption) for caption in captions]
         given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
-        states: dict[str, torch.Tensor] = {}
         with self._seeing.seeing_once(self._pipeline):
-            for caption in dict.fromkeys(("", *given)):
-                tokens, found, start = self._seeing.states(self._pipeline, caption, images, self._more)
-                if not states:
-                    seen, is_image = tokens[:start], found[:start].cpu()
-                elif (tokens[:start] - seen).float().norm() > _MOST_DIFFERENCE * seen.float().norm():
-                    raise ModelError(f"{self._kind}: the states of the images depend on the caption; its encoder is not causal")
-                states[caption] = tokens[start:]
+            texts = dict.fromkeys((*given, ""))
+            states = {text: self._seeing.states(self._pipeline, text, images, self._more) for text in texts}
+        (seen, is_image), *others = ((tokens[:start], patches[:start]) for tokens, patches, start in states.values())
+        if any((other - seen).float().norm() > _MOST_DIFFERENCE * seen.float().norm() for other, _ in others):
+            raise ModelError(f"{self._kind}: the states of the images depend on the caption; its encoder is not causal")
         token_dtype, fixed_dtype = (TORCH_DTYPES[name] for name in (self._settings.token_dtype, self._settings.fixed_dtype))
-        seen, empty = (part.to(fixed_dtype).cpu().contiguous() for part in (seen, states[""]))
+        own = {text: tokens[start:] for text, (tokens, _, start) in states.items()}
+        seen, empty = (part.to(fixed_dtype).cpu().contiguous() for part in (seen, own[""]))
         embeddings = []
         for caption, refusal in zip(given, refusals, strict=True):
-            own = states[caption].to(token_dtype).cpu().contiguous()
-            embeddings.append(Embedding(tokens=own, is_finite=self._settings.are_finite(own), refusal=refusal))
+            tokens = own[caption].to(token_dtype).cpu().contiguous()
+            embeddings.append(Embedding(tokens=tokens, is_finite=self._settings.are_finite(tokens), refusal=refusal))
         is_finite = bool(seen.isfinite().all() and empty.isfinite().all())
-        return Seen(images=seen, is_image=is_image, empty=Embedding(tokens=empty, is_finite=is_finite), captions=tuple(embeddings))
-
-    def empty_of_black(self) -> Embedding:
-        """Return the empty caption behind a black image, which every such family takes."""
-        from PIL import Image
-
-        return self.encode_seen((), [Image.new("RGB", (64, 64))]).empty
+        return Seen(
+            images=seen, is_image=is_image, empty=Embedding(tokens=empty, is_finite=is_finite), captions=tuple(embeddings)
+        )
 
     def _refuse_number(self, found: int) -> None:
         rule = self._family.references
@@ -297,8 +291,8 @@ class PromptEncoder:
         if not rule.least <= found <= rule.most:
             wanted = f"{rule.least}" if rule.least == rule.most else f"{rule.least} to {rule.most}"
             raise UsageError(
-                f"{self._kind} takes {wanted} reference{'s' * (rule.most > 1)} of a sample, found {found}; name as many folders "
-                "by `references`, or another model"
+                f"{self._kind} takes {wanted} reference{'s' * (rule.most > 1)} of a sample, found {found}; name as many "
+                "folders by `references`, or another model"
             )
 
     @property
@@ -406,10 +400,20 @@ _ENCODERS = ["text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4
 _MAX_NAME = 80
 
 
+def _black() -> Image:
+    """Return an image to see how a text encoder sees any."""
+    from PIL import Image
+
+    return Image.new("RGB", (64, 64))
+
+
 def load_caption_encoder(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
     encoder = _load(model, device, settings)
-    sees = isinstance(encoder, PromptEncoder) and encoder.sees_images
-    _refuse_bad_empty_caption(model, encoder.empty_of_black() if sees else encoder.encode([""])[0], settings.stored_dtype)
+    if isinstance(encoder, PromptEncoder) and encoder.sees_images:
+        empty = encoder.encode_seen((), [_black()]).empty
+    else:
+        (empty,) = encoder.encode([""])
+    _refuse_bad_empty_caption(model, empty, settings.stored_dtype)
     return encoder
 
 

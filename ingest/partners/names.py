@@ -91,13 +91,15 @@ class PartnerRules:
         pattern = same[0].removeprefix(_SAME) if same else None
         if pattern is not None and (pattern.count("{stem}") != 1 or pattern.count("{n}") > 1 or "/" in pattern):
             raise UsageError(f"references is {same[0]!r}, expected a file's name with {{stem}} and {{n}}: same:{{stem}}_{{n}}")
+        form, at = _mask_rules(mask)
         return cls(
             folders=folders,
             pattern=pattern,
             columns=columns,
             finds_columns=not given,
             optional=options.references_optional,
-            **_mask_rules(mask),
+            mask=form,
+            mask_at=at,
         )
 
     @property
@@ -164,17 +166,16 @@ class PartnerRules:
 NO_PARTNERS = PartnerRules(finds_columns=False)
 
 
-def _mask_rules(mask: str | None) -> dict[str, MaskForm | str | None]:
-    if mask in (None, NONE):
-        return {}
-    assert mask is not None
+def _mask_rules(mask: str | None) -> tuple[MaskForm | None, str]:
+    if mask is None or mask == NONE:
+        return None, ""
     if mask in (MaskForm.ALPHA, MaskForm.WHOLE):
-        return {"mask": MaskForm(mask)}
+        return MaskForm(mask), ""
     form = next((form for form in (MaskForm.SUFFIX, MaskForm.COLUMN) if mask.startswith(f"{form}:")), MaskForm.FOLDER)
     at = mask if form is MaskForm.FOLDER else mask.partition(":")[2]
     if not at:
         raise UsageError(f"mask is {mask!r}, expected a folder, alpha, whole, a suffix such as {MASK_SUFFIX}, or column:NAME")
-    return {"mask": form, "mask_at": at}
+    return form, at
 
 
 def _numbered(stem: str, there: Collection[str], name: str | None = None) -> tuple[str, ...]:

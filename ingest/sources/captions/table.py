@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -282,14 +282,15 @@ class TableRows:
         """Add a table's rows; file names are relative to the table's own folder, or absolute."""
         parent = PurePosixPath(table).parent
         for row in rows:
-            image = os.path.normpath(inside_folder(row.file_name, self.folders) or parent / row.file_name)
+            image = os.path.normpath(self._inside(parent, row.file_name))
             note_place(self._places, image, row.place)
             self._rows[image] = row
             if row.cells is not None:
-                self._cells[image] = row.cells.at(
-                    lambda name, parent=parent: inside_folder(name, self.folders) or parent / name
-                )
+                self._cells[image] = row.cells.at(partial(self._inside, parent))
             self._tables.setdefault(table, []).append(image)
+
+    def _inside(self, parent: PurePosixPath, name: str) -> str:
+        return inside_folder(name, self.folders) or str(parent / name)
 
     def match(self, images: list[str]) -> None:
         """Set the images of the folder: a row with the exact path of an image matches only that image."""
