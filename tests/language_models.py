@@ -25,9 +25,9 @@ _PROMPTS = (
     "objects and background:\nuser\nassistant\nComprehend and analyze the provided prompt.\n\n"
 )
 _EDIT_PROMPTS = (
-    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how the user's "
-    "text instruction should alter or modify the image. Generate a new image that meets the user's requirements while maintaining "
-    "consistency with the original input where appropriate. Picture"
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how the "
+    "user's text instruction should alter or modify the image. Generate a new image that meets the user's requirements while "
+    "maintaining consistency with the original input where appropriate."
 )
 _CONTENT = (
     "{% if message.content is string %}{{ message.content }}"
@@ -83,7 +83,7 @@ def qwen_tokenizer(*, edits: bool = False) -> Any:
     """
     import transformers
 
-    vocabulary, merges = _merges(*(_EDIT_PROMPTS,) * edits)
+    vocabulary, merges = _merges(*(_EDIT_PROMPTS, "Picture") * edits)
     tokenizer = transformers.Qwen2Tokenizer(
         vocab=dict(vocabulary), merges=list(merges), additional_special_tokens=list(QWEN_SPECIAL), model_max_length=4096
     )
