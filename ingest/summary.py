@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from bucketline.ingest.images.crop import Placement, RejectedError
-    from bucketline.ingest.pipeline.image_reader import ReadImage
 
 WITHOUT_CAPTION = "without_caption.jsonl"
 
@@ -65,12 +64,12 @@ class RunSummary:
         if len(captions) > max_captions:
             self.captions_beyond.append(sample_id)
 
-    def count_partners(self, image: ReadImage) -> None:
-        if image.partner_sizes:
-            number = len(image.reference_sizes)
-            self.references[number] = self.references.get(number, 0) + 1
-        if image.mask is not None and not image.mask.any():
-            self.zero_masks.append(image.item.id)
+    def count_partners(self, sample_id: str, num_references: int | None, *, is_masked_out: bool) -> None:
+        """Count a packed image by its references, None if the store has none, and note one whose mask is zero everywhere."""
+        if num_references is not None:
+            self.references[num_references] = self.references.get(num_references, 0) + 1
+        if is_masked_out:
+            self.zero_masks.append(sample_id)
 
     def reject(self, sample_id: str, error: RejectedError, *, is_stored: bool = False) -> None:
         """Record a rejected image, and whether its existing row, if any, is dropped or kept."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.ingest.partners.names import Partner
+from bucketline.ingest.sources.partner_names import Partner
 from bucketline.ingest.sources.source import SourceItem
 from bucketline.ingest.summary import as_line
 from bucketline.store.format.block import sample_digest

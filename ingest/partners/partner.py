@@ -13,11 +13,10 @@ from bucketline.errors import FingerprintError, UsageError
 from bucketline.families.references import AREA_PX
 from bucketline.families.registry import family_of_model, family_of_pipeline
 from bucketline.files.paths import redacted
-from bucketline.ingest.encoders.text_encoders import text_family_of
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.partners.names import MASK, MaskForm
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectSource
+from bucketline.ingest.sources.partner_names import MASK, MaskForm
 from bucketline.ingest.sources.source import SourceItem, Stamp
 from bucketline.ingest.sources.tar import TarSource
 from bucketline.store.format.block import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from bucketline.families.references import References
     from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.ingest.partners.names import Partner
+    from bucketline.ingest.sources.partner_names import Partner
     from bucketline.ingest.sources.source import Listing, Source, SourceOptions
     from bucketline.store.format.schema import RaggedEntry, Schema
     from bucketline.store.format.text import TextSpec
@@ -329,5 +328,7 @@ def _family(config: PackConfig | ScanConfig, model: ModelFolder) -> tuple[str, R
     name = f"{redacted(model.name)}{'' if pipeline is None else f' ({pipeline!s:.80})'}"
     if family is None or family.references is None:
         return name, None
+    from bucketline.ingest.encoders.text_encoders import text_family_of  # imports torch
+
     sees = family.references.text_sees and text_family_of(model, is_plain=config.text is not None) is not None
     return name, replace(family.references, text_sees=sees)

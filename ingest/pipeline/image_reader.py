@@ -26,11 +26,11 @@ from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import Placement, Reason, RejectedError, Size
 from bucketline.ingest.images.decode import decode_placed, placed_by_header
 from bucketline.ingest.partners.masks import mask_on_grid, read_mask, whole_mask
-from bucketline.ingest.partners.names import MASK, REFERENCE, MaskForm
 from bucketline.ingest.partners.partner import PartnerForm, SampleReader
 from bucketline.ingest.partners.references import ReferenceReader
 from bucketline.ingest.pipeline.pool import OrderedPool, read_ahead
 from bucketline.ingest.rules import Check
+from bucketline.ingest.sources.partner_names import MASK, REFERENCE, MaskForm
 from bucketline.ingest.sources.source import split_of
 from bucketline.store.format.block import identity, sample_digest
 from bucketline.store.format.schema import SampleRecord, bucket_name, captions_checksum
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.packed_index import PackedIndex, PackedSample
-    from bucketline.ingest.partners.names import Partner
     from bucketline.ingest.partners.partner import SampleFiles
     from bucketline.ingest.partners.references import Reference
     from bucketline.ingest.pipeline.pool import WorkLimits
+    from bucketline.ingest.sources.partner_names import Partner
     from bucketline.ingest.sources.source import Source, SourceItem, Stamp
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Store
@@ -94,6 +94,15 @@ class ReadImage:
     def reference_sizes(self) -> list[tuple[int, int]]:
         """Height and width in px of each reference."""
         return [size for size in zip(self.partner_sizes[::2], self.partner_sizes[1::2], strict=True) if any(size)]
+
+    @property
+    def num_references(self) -> int | None:
+        """How many references it has; None if the store has no column of them."""
+        return len(self.reference_sizes) if self.partner_sizes else None
+
+    @property
+    def is_masked_out(self) -> bool:
+        return self.mask is not None and not self.mask.any()
 
     @property
     def num_bytes(self) -> int:

@@ -29,14 +29,15 @@ from bucketline import coming_from
 from bucketline.dtype_names import choice_of
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import IMAGE_SUFFIXES, Overlap, overlap, redacted, why_not_there, why_unread
-from bucketline.ingest.partners.names import in_file
 from bucketline.ingest.rules import HeldOut
 from bucketline.ingest.sources.captions.files import CaptionRules
 from bucketline.ingest.sources.captions.table import TABLE_SUFFIXES
 from bucketline.ingest.sources.folder import FolderSource, is_regularization, repeats_and_subject
 from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset
-from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectTableSource, is_object_url
+from bucketline.ingest.sources.object_place import is_object_url
+from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectTableSource
 from bucketline.ingest.sources.parquet import ParquetSource, TableSource, has_images
+from bucketline.ingest.sources.partner_names import in_file
 from bucketline.ingest.sources.source import CaptionPer, SourceOptions
 from bucketline.ingest.sources.tar import TAR, Shard, TarSource, expand, has_scheme, local_path
 from bucketline.option_value import value_fields

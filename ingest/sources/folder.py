@@ -12,10 +12,11 @@ from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES, STATUS, is_run
 from bucketline.ingest.images.crop import RejectedError
-from bucketline.ingest.partners.names import FilePartners, images_below, left_out_notes
 from bucketline.ingest.sources.captions.files import CaptionFiles, refuse_unmet, unusable
 from bucketline.ingest.sources.captions.table import TABLE_SUFFIXES, TableRow, TableRows, folder_paths, read_rows
 from bucketline.ingest.sources.hf_dataset import VAL, Splits, side_files, side_notes, split_in_folders
+from bucketline.ingest.sources.object_place import list_place
+from bucketline.ingest.sources.partner_names import FilePartners, left_out_notes
 from bucketline.ingest.sources.source import Listing, LocalFileSource, SourceItem, SourceOptions, followed
 from bucketline.store.format.manifest import MANIFEST
 
@@ -252,15 +253,6 @@ def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
                 raise SourceError(f"{table}: {error.detail}") from error
         rows.add(table, read_rows(path, table, files.names, rows.notes, files.options.partner_rules))
     return rows
-
-
-def list_place(place: str, options: SourceOptions) -> Mapping[str, tuple[int, ...]]:
-    """List the images of a folder with references or masks, on a disk or in object storage, with the `at` of each."""
-    if "://" not in place:
-        return images_below(place)
-    from bucketline.ingest.sources.objects import names_below
-
-    return names_below(place, options)
 
 
 def _refuse(error: OSError) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.partners.names import REFERENCE, MaskForm, Partner
 from bucketline.ingest.sources.captions.files import CaptionNames, as_texts, stripped, unusable
 from bucketline.ingest.sources.captions.table import SPLIT, as_split
+from bucketline.ingest.sources.partner_names import REFERENCE, MaskForm, Partner
 from bucketline.ingest.sources.source import (
     Listing,
     Source,
@@ -30,7 +30,7 @@ from bucketline.ingest.sources.source import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from bucketline.ingest.partners.names import Found
+    from bucketline.ingest.sources.partner_names import Found
 
 
 # ---------------------------------------------------------------------------------------------------------------------- splits

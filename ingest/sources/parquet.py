@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.partners.names import REFERENCE, Cells, FilePartners, MaskForm, Partner
 from bucketline.ingest.sources.captions.files import CaptionNames, refuse_unmet, unusable
 from bucketline.ingest.sources.captions.table import (
     FILE_NAME,
@@ -28,8 +27,9 @@ from bucketline.ingest.sources.captions.table import (
     read_rows,
     why_too_large,
 )
-from bucketline.ingest.sources.folder import list_place
 from bucketline.ingest.sources.hf_dataset import VAL, SplitRow, Splits, add_rows, image_column, split_in_path, split_of_image
+from bucketline.ingest.sources.object_place import list_place
+from bucketline.ingest.sources.partner_names import REFERENCE, Cells, FilePartners, MaskForm, Partner
 from bucketline.ingest.sources.source import (
     Listing,
     LocalFileSource,
@@ -45,8 +45,8 @@ from bucketline.store.format.schema import storable_mtime_ns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from bucketline.ingest.partners.names import Found
     from bucketline.ingest.sources.captions.table import TableRow
+    from bucketline.ingest.sources.partner_names import Found
 
 
 _MAX_GROUP_BYTES = 2 << 30  # of the images in a row group, uncompressed

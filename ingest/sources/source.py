@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.partners.names import REFERENCE, PartnerRules
 from bucketline.ingest.rules import held_out
+from bucketline.ingest.sources.partner_names import REFERENCE, PartnerRules
 from bucketline.options import Hidden  # noqa: TC001 - read from its annotations
 from bucketline.store.format.schema import storable_mtime_ns
 from bucketline.store.remote.urls import ObjectArguments
@@ -22,8 +22,8 @@ from bucketline.store.remote.urls import ObjectArguments
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from bucketline.ingest.partners.names import Partner
     from bucketline.ingest.rules import HeldOut
+    from bucketline.ingest.sources.partner_names import Partner
 
 
 MAX_FILE_BYTES = 1 << 30  # of one image
@@ -190,7 +190,7 @@ class SourceOptions(ObjectArguments):
 
     @property
     def partner_rules(self) -> PartnerRules:
-        return PartnerRules.of(self)
+        return PartnerRules.of(self.references, self.mask, optional=self.references_optional)
 
     def alone(self) -> SourceOptions:
         """Return only these options, without the other fields of a subclass."""

@@ -21,7 +21,6 @@ from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES, redacted, redacted_within, why_not_there, without_userinfo
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.partners.names import MASK, NO_PARTNERS, REFERENCE, MaskForm, Partner, PartnerRules, member_role
 from bucketline.ingest.sources.captions.files import (
     MAX_CAPTIONS_BYTES,
     NOTHING,
@@ -33,18 +32,9 @@ from bucketline.ingest.sources.captions.files import (
     too_long,
 )
 from bucketline.ingest.sources.hf_dataset import VAL, Splits, side_files, side_notes, split_of_image
-from bucketline.ingest.sources.objects import (
-    STREAM_PART_BYTES,
-    STREAM_PARTS_AHEAD,
-    FileWindow,
-    ObjectFile,
-    folder_at,
-    is_object_url,
-    of_one_image,
-    of_source,
-    split_url,
-    stamp_of,
-)
+from bucketline.ingest.sources.object_place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
+from bucketline.ingest.sources.objects import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, FileWindow, ObjectFile
+from bucketline.ingest.sources.partner_names import MASK, NO_PARTNERS, REFERENCE, MaskForm, Partner, PartnerRules, member_role
 from bucketline.ingest.sources.source import (
     MAX_FILE_BYTES,
     Listing,
@@ -60,7 +50,7 @@ from bucketline.store.format.schema import storable_mtime_ns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bucketline.ingest.partners.names import Found
+    from bucketline.ingest.sources.partner_names import Found
 
 
 # ------------------------------------------------------------------------------------------------------------------ tar reader

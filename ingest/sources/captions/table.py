@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_unread
-from bucketline.ingest.partners.names import NO_PARTNERS, Cells, PartnerRules
 from bucketline.ingest.sources.captions.files import CAPTION_COLUMNS, CaptionNames, as_texts, name_key, stripped
+from bucketline.ingest.sources.partner_names import NO_PARTNERS, Cells, PartnerRules
 from bucketline.ingest.sources.source import note_place
 
 if TYPE_CHECKING:

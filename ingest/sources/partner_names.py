@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,8 +18,6 @@ from bucketline.files.paths import IMAGE_SUFFIXES, why_not_there
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from pathlib import PurePath
-
-    from bucketline.ingest.sources.source import SourceOptions
 
 REFERENCE, MASK = "reference", "mask"
 REFERENCE_COLUMNS = ("control_path", "edit_image", "cond_image", "original_image", "kontext_images")
@@ -78,9 +77,8 @@ class PartnerRules:
     mask_at: str = ""  # the folder, suffix or column
 
     @classmethod
-    def of(cls, options: SourceOptions) -> PartnerRules:
-        """Parse the options."""
-        given, mask = options.references, options.mask
+    def of(cls, given: Sequence[str], mask: str | None, *, optional: bool) -> PartnerRules:
+        """Parse `references`, `mask` and `references_optional`."""
         columns = tuple(one.removeprefix(_COLUMN) for one in given if one.startswith(_COLUMN))
         same = [one for one in given if one.startswith(_SAME)]
         folders = tuple(one for one in given if not one.startswith((_COLUMN, _SAME)) and one != NONE)
@@ -97,7 +95,7 @@ class PartnerRules:
             pattern=pattern,
             columns=columns,
             finds_columns=not given,
-            optional=options.references_optional,
+            optional=optional,
             mask=form,
             mask_at=at,
         )
@@ -241,9 +239,7 @@ def is_image_file(name: str) -> bool:
 
 def stem_of(path: str) -> str:
     """Return a path without its extension, in Unicode normal form C."""
-    from bucketline.ingest.sources.captions.files import name_key
-
-    return name_key(path.rpartition(".")[0])
+    return unicodedata.normalize("NFC", path.rpartition(".")[0])
 
 
 @dataclass(slots=True)
