@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from bucketline.store.parallel import WriteSummary, write_store
     from bucketline.store.read.files import FileGather
     from bucketline.store.read.store import Bucket, Store
-    from bucketline.store.write.row_form import Axis, LatentColumn, RaggedGroup, RowColumn, new_record
+    from bucketline.store.write.row_form import (
+        Axis,
+        LatentColumn,
+        MaskColumn,
+        RaggedGroup,
+        ReferenceColumn,
+        RowColumn,
+        new_record,
+        with_flipped,
+    )
     from bucketline.store.write.store_writer import PartWriter, StoreWriter
 
 __all__ = [
@@ -25,8 +34,10 @@ __all__ = [
     "FileGather",
     "LatentColumn",
     "Manifest",
+    "MaskColumn",
     "PartWriter",
     "RaggedGroup",
+    "ReferenceColumn",
     "RowColumn",
     "SampleRecord",
     "Store",
@@ -37,6 +48,7 @@ __all__ = [
     "new_record",
     "quantised_spec",
     "read_manifest",
+    "with_flipped",
     "write_store",
 ]
 
@@ -49,8 +61,10 @@ _PLACES = {
     "FileGather": "read.files",
     "LatentColumn": "write.row_form",
     "Manifest": "format.manifest",
+    "MaskColumn": "write.row_form",
     "PartWriter": "write.store_writer",
     "RaggedGroup": "write.row_form",
+    "ReferenceColumn": "write.row_form",
     "RowColumn": "write.row_form",
     "SampleRecord": "format.schema",
     "Store": "read.store",
@@ -61,6 +75,7 @@ _PLACES = {
     "new_record": "write.row_form",
     "quantised_spec": "format.text",
     "read_manifest": "format.manifest",
+    "with_flipped": "write.row_form",
     "write_store": "parallel",
 }
 

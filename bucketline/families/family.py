@@ -9,6 +9,7 @@ Letters: B samples, C latent channels, h and w latent height and width, T or L t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bucketline.families.packing import NoiseLevels
+    from bucketline.families.references import References
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
 
@@ -97,6 +99,8 @@ class StoreFacts:
     shows_padding: bool = True  # tokens are stored for all positions including padding, as in the model's pipeline
     latent_sizes: tuple[tuple[str, int, int], ...] = ()  # name, h, w of each bucket
     px_per_latent: int = 8  # of an image, in each direction
+    reference_sizes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()  # name of each bucket, h and w of its references
+    sees_images: bool = False  # its captions' encoder has seen the references
     has_crops: bool = True  # where the images were cropped is known; imported ones may lack it
     family: str = ""  # whose pipeline encoded the captions, as the store records it; empty if it does not
 
@@ -173,6 +177,7 @@ class Family:
     num_layers: ClassVar[int] = 1  # of the encoder, side by side in a token
     refused_tokens: ClassVar[tuple[str, ...]] = ()  # its pipeline refuses captions with them, since they stand for images
     prompt_options: ClassVar[Mapping[str, Any]] = {"do_classifier_free_guidance": False}  # other arguments of `encode_prompt`
+    references: ClassVar[References | None] = None  # what its pipeline does with reference images; None: it takes none
     # The transformer or UNet.
     model_class: ClassVar[str]  # in diffusers
     norm_type: ClassVar[str | None] = None  # of a published `Transformer2DModel` that is this class in diffusers now
@@ -384,8 +389,42 @@ class Family:
                 is_met=height % step == 0 and width % step == 0,
                 because=f"the latents of {bucket} are {height} by {width}",
             )
+        yield from self._expected_references()
         # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
         yield self.one_of("dropout", (0, None), "only random draws keyed by step and sample are reproducible: set it to 0")
+
+    def _expected_references(self) -> Iterator[Expected]:
+        own = self.references
+        fewest, most = (0, 0) if own is None else (own.least, own.most)
+        for bucket, sizes in self.store.reference_sizes:
+            wanted = str(most) if fewest == most else f"{fewest} to {most}"
+            takes = "takes no references" if own is None else f"takes {wanted}"
+            yield Expected(
+                field=f"the number of references in {bucket}",
+                found=len(sizes),
+                wanted=wanted,
+                is_met=fewest <= len(sizes) <= most,
+                because=f"a model of {self.pipelines[0]} {takes}",
+            )
+            step = self.patch_size * self.alignment
+            for number, (height, width) in enumerate(sizes):
+                yield Expected(
+                    field="patch_size",
+                    found=step,
+                    wanted=f"a divisor of {height} and {width}",
+                    is_met=height % step == 0 and width % step == 0,
+                    because=f"the latents of reference {number} in {bucket} are {height} by {width}",
+                )
+        sees = own is not None and own.text_sees
+        if not self.store.sees_images and not any(sizes for _, sizes in self.store.reference_sizes):
+            return  # such as an imported cache of captions
+        yield Expected(
+            field="the store's text encoder",
+            found="one that has seen the references" if self.store.sees_images else "one that has seen captions only",
+            wanted="one that has seen the references" if sees else "one that has seen captions only",
+            is_met=sees is self.store.sees_images,
+            because=f"{self.pipelines[0]} encodes captions so",
+        )
 
     def one_of(self, field: str, wanted: Sequence[Json], because: str) -> Expected:
         """Require one of the `wanted` values of a field."""
@@ -463,6 +502,13 @@ class Family:
             given["pooled_projections"] = batch.pooled.float()
         return {self.renames.get(name, name): value for name, value in given.items()}
 
+    def with_references(self, given: Mapping[str, Any], _batch: Batch) -> dict[str, Any]:
+        """Return a call's arguments with a batch's references, scaled and without noise, in their places.
+
+        `given`: those of the target only, from `arguments` or the family's pipeline.
+        """
+        return dict(given)
+
     def tokens(self, batch: Batch) -> Tensor:
         """Return a batch's tokens as the model takes them."""
         return batch.tokens.float()
@@ -473,6 +519,8 @@ class Family:
         The variance has a separate loss in Nichol and Dhariwal 2021 (arXiv 2102.09672). Here its channels get no gradient, as
         in diffusers' training scripts; diffusers' pipelines ignore these channels in sampling, too.
         """
+        if self.references is not None and not self.references.come_first:
+            output = output[:, : noisy.shape[2] * noisy.shape[3] // self.packing**2]
         prediction = self.unpacked(output, *noisy.shape[2:])[:, : noisy.shape[1]]
         return -prediction if self.points_to_image else prediction
 
@@ -513,7 +561,13 @@ class Family:
     def draw(self, pipeline: Any, given: Mapping[str, Any], batch: Batch, negative: Batch | None = None) -> None:  # noqa: ANN401
         """Call the pipeline with a batch's embeddings, and those of its negative prompts if there are any."""
         other = {} if negative is None else self.embedded(negative)
-        pipeline(**given, **self.embedded(batch), **{f"negative_{name}": value for name, value in other.items()})
+        with contextlib.ExitStack() as hooked:
+            if self.references is not None:  # latents of stored ones, which pipelines take as images only
+                hook = getattr(pipeline, self.folder).register_forward_pre_hook(
+                    lambda _model, args, options: (args, self.with_references(options, batch)), with_kwargs=True, prepend=True
+                )
+                hooked.callback(hook.remove)
+            pipeline(**given, **self.embedded(batch), **{f"negative_{name}": value for name, value in other.items()})
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Return the model's prediction, [B, C, h, w]; the inputs are those of `arguments`."""

@@ -25,7 +25,7 @@ class Flux(Family):
     """Flux: takes packed latents, timesteps, tokens of all positions, the pooled embedding, and position ids of both."""
 
     name = "flux"
-    pipelines = variants("Flux", "Img2Img Inpaint Control ControlImg2Img ControlInpaint Fill Kontext KontextInpaint")
+    pipelines = variants("Flux", "Img2Img Inpaint Control ControlImg2Img ControlInpaint Fill KontextInpaint")
     parts = (
         Part(layer="pooler_output", kind="CLIPText", has_positions=False, pooled="hidden_size"),
         Part(encoder="text_encoder_2", tokenizer="tokenizer_2", kind="T5", is_open=True, most_tokens=512),
@@ -57,9 +57,10 @@ class Flux(Family):
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""
-        return {
+        given = {
             **super().arguments(noisy, timesteps, batch),
             "guidance": noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None,
             "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
             "img_ids": image_ids(noisy),
         }
+        return self.with_references(given, batch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bucketline.families.family import Family, Part, variants
 from bucketline.families.packing import PATCH, by_size_and_steps, flow, grid_ids
+from bucketline.families.references import KeptReferences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from bucketline.families.family import StoreFacts
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
+
+REFERENCE_SPACING = 10  # between the image indices of target and references
 
 
 class Flux2(Family):
@@ -37,6 +40,7 @@ class Flux2(Family):
     is_told_share = True
     has_mask = False
     noise_levels = by_size_and_steps
+    references = KeptReferences(most=8)
     scheduler = flow(3.0, use_dynamic_shifting=True)  # as published with FLUX.2-dev
 
     @classmethod
@@ -62,9 +66,21 @@ class Flux2(Family):
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""
         height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
-        return {
+        given = {
             **super().arguments(noisy, timesteps, batch),
             "guidance": noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None,
             "txt_ids": grid_ids(noisy, (1, 1, 1, batch.tokens.shape[1])),
             "img_ids": grid_ids(noisy, (1, height, width, 1)),
         }
+        return self.with_references(given, batch)
+
+    def with_references(self, given: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+        """Put the references behind the target, the first at the image index 10, the next at 20."""
+        import torch
+
+        tokens, ids = [given["hidden_states"]], [given["img_ids"]]
+        for number, one in enumerate(batch.scaled_references(), 1):
+            tokens.append(self.as_tokens(one))
+            own = grid_ids(one, (1, one.shape[2] // PATCH, one.shape[3] // PATCH, 1))
+            ids.append(own + own.new_tensor([REFERENCE_SPACING * number, 0, 0, 0]))
+        return {**given, "hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids, dim=1)}

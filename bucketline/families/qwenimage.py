@@ -52,10 +52,11 @@ class QwenImage(Family):
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Pack the latents, and give the noise as a share, the latents' shape in tokens, and the mask as the pipeline does."""
         shape = (1, noisy.shape[2] // PATCH, noisy.shape[3] // PATCH)
-        return {
+        given = {
             "hidden_states": pack(noisy),
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
             "encoder_hidden_states": batch.tokens.float(),
             "encoder_hidden_states_mask": batch.token_mask.long(),
             "img_shapes": [[shape]] * len(noisy),
         }
+        return self.with_references(given, batch)

@@ -21,7 +21,7 @@ _ENDING = "Pipeline"
 _TAKES_IMAGES = re.compile(
     "Edit|Kontext|Img2Img|ImageTo|ImageVariation|Inpaint|Control|Adapter|Fill|Redux|Depth2Img|Upscale|Pix2Pix|Layered"
 )
-"""In the names of pipelines whose model sees an image next to the caption."""
+"""In the names of pipelines whose model sees an image next to the caption; some are those of a family with references."""
 
 
 def _known() -> Iterator[type[Family]]:
@@ -86,21 +86,21 @@ def class_name(config: Mapping[str, Any]) -> str | None:
 
 
 def takes_images(index: Mapping[str, Any]) -> str | None:
-    """Return how a model's index says that it draws from an image, for a message; None if it draws from a caption only.
+    """Return how a model's index says that it draws from an image that is not a reference, for a message; None if it does not.
 
-    >>> takes_images({"_class_name": "QwenImageEditPlusPipeline"}).partition("; ")[2]
-    'take the model of a QwenImagePipeline'
-    >>> takes_images({"_class_name": "QwenImagePipeline"})
+    >>> takes_images({"_class_name": "QwenImageEditInpaintPipeline"}).partition("; ")[2]
+    'take the model of a QwenImageEditPipeline'
+    >>> takes_images({"_class_name": "QwenImageEditPipeline"})
     """
     name = str(index.get("_class_name"))
-    if not _TAKES_IMAGES.search(name):
+    if not _TAKES_IMAGES.search(name) or any(one.references and one.pipelines[0] == name for one in FAMILIES):
         return None
     own = [one.pipelines[0] for one in FAMILIES if name.startswith(one.pipelines[0].removesuffix(_ENDING))]
     of_own = f" of a {max(own, key=len)}" if own else ""
     return (
-        f"names the pipeline {name:.80}, which draws from an image and a caption, expected one that draws "
-        "from a caption only: without its images the model would be trained for another task than its own, and stores have "
-        f"none; take the model{of_own}"
+        f"names the pipeline {name:.80}, which draws from an image that is not a reference, expected one that draws from a "
+        "caption, or from references and a caption: without such an image the model would be trained for another task than "
+        f"its own, and stores have none; take the model{of_own}"
     )
 
 

@@ -23,7 +23,7 @@ from bucketline.forks import cached_property
 from bucketline.option_value import unlike
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -42,10 +42,15 @@ CLASS_LABELS = "class_labels"  # the token column of a class-conditional store: 
 
 TARGET = "target"  # the role of what a model learns to make; its column is stored as `latent`
 AUDIO = "audio"
+REFERENCE_PREFIX = "reference/"  # of the role of an image that the target is made from
+REFERENCE_AXIS = re.compile(r"ref[0-9]+_(height|width)_px")  # of a bucket: a side of a reference that has its own size
 FLIPPED_SUFFIX = "/flipped"  # of a role: the same of the horizontally mirrored image
 ROLE = re.compile(r"(target|mask|audio|(control|reference|features)/(?!flipped\b)[A-Za-z0-9_-]{1,64})(/flipped)?")
 PRESENT_PREFIX = "present/"  # of an optional column's name: the column that says which rows have a value
 RAGGED_PREFIX = "ragged/"  # of a ragged group's name: its blocks, and the column with the entry of each row
+SEEN_IMAGES, SEEN_EMPTY = "seen_images", "seen_empty"  # ragged groups of a text encoder that sees a sample's images
+IS_IMAGE = "is_image"  # of a token of `seen_images`: 1 at a position of an image, 0 at the text between them
+MASK = "mask"  # the role of a loss mask: 255 counts in full
 SAME = "same"  # the `mirrored` of a ragged group whose entries hold for a row and for its mirror image
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of a ragged group, and of its columns
 _STORED = {TARGET: LATENT, TARGET + FLIPPED_SUFFIX: FLIPPED}  # the other roles are the names of their columns
@@ -64,6 +69,34 @@ def stored_name(role: str) -> str:
 def role_of(name: str) -> str:
     """Return a column's role from its name in the blocks; the inverse of `stored_name`."""
     return _ROLES.get(name, name)
+
+
+def reference_role(number: int) -> str:
+    """Return the role of a sample's reference image, counted from 0, which is also its column's name."""
+    return f"{REFERENCE_PREFIX}{number}"
+
+
+def is_reference(role: str) -> bool:
+    """Return True if a role, which is also its column's name, is that of a reference, not of its mirror image."""
+    return role.startswith(REFERENCE_PREFIX) and not role.endswith(FLIPPED_SUFFIX)
+
+
+def references_of(roles: Iterable[str]) -> list[str]:
+    """Return those roles that are references', in their order.
+
+    >>> references_of(["target", "reference/10", "reference/9", "reference/9/flipped"])
+    ['reference/9', 'reference/10']
+    """
+    return sorted(filter(is_reference, roles), key=lambda role: (len(role), role))
+
+
+def reference_axes(number: int) -> tuple[str, str]:
+    """Return the names of a bucket's axes with a reference's size, height first; both sizes are 0 for rows without it.
+
+    >>> reference_axes(0)
+    ('ref0_height_px', 'ref0_width_px')
+    """
+    return f"ref{number}_height_px", f"ref{number}_width_px"
 
 
 def flipped_role(role: str) -> str:
@@ -254,9 +287,9 @@ def sample_digest(sample_id: str) -> bytes:
     return identity(text_bytes(sample_id))
 
 
-def caption_digest(caption: str) -> bytes:
-    """Return the 16-byte digest of a caption's text."""
-    return identity(text_bytes(caption))
+def caption_digest(caption: str, sample: bytes = b"") -> bytes:
+    """Return the 16-byte digest of a caption's text; with the digest of a sample's id, of that sample's caption only."""
+    return identity(text_bytes(caption) + (b"\0" + sample if sample else b""))
 
 
 def checksum(*parts: bytes | memoryview) -> int:

@@ -21,15 +21,20 @@ from bucketline.store.format.block import (
     FLIPPED_SUFFIX,
     ID,
     IMAGE_AXES,
+    IS_IMAGE,
     LATENT,
     NAME,
     PRESENT_PREFIX,
     RAGGED_PREFIX,
+    REFERENCE_AXIS,
     ROLE,
     SAME,
+    SEEN_EMPTY,
+    SEEN_IMAGES,
     BlockSpec,
     Column,
     EntriesOf,
+    caption_digest,
     checksum,
     fixed_columns,
     role_of,
@@ -43,7 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
+# split/sizes of the axes
+BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x(?:0|[1-9][0-9]{0,8})){0,23})")
 AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -92,7 +98,7 @@ class BucketEntry:
 
     def __post_init__(self) -> None:
         sizes, names = [axis.size for axis in self.axes], [axis.name for axis in self.axes]
-        if self.name != bucket_name(self.split, *sizes) or not BUCKET_NAME.fullmatch(self.name):
+        if self.name != bucket_name(self.split, *sizes) or bucket_sizes(self.name, tuple(names)) is None:
             raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {'x'.join(map(str, sizes))}")
         if len(set(names)) != len(names) or not all(map(AXIS_NAME.fullmatch, names)):
             raise ValueError(f"bucket {self.name} has axes of the names {names}")
@@ -207,12 +213,40 @@ class Schema:
             self._check_encoder(f"ragged group {name!r}", group.encoder)
             if (expected := self.groups[RAGGED_PREFIX + name].header_bytes) != group.header_bytes:
                 raise ValueError(f"header_bytes of {name} is {group.header_bytes}, expected {expected}")
+        if self.sees_images:
+            self._check_seen()
         if len(self.specs) != len(self.buckets):
             raise ValueError("a bucket is listed twice")
         common = column_entries(self.common_columns)
         for bucket in self.buckets:
             self._check_bucket(bucket, common)
         self._check_added()
+
+    @property
+    def sees_images(self) -> bool:
+        """Return True if the captions' states depend on the sample's images, whose own states are a ragged group."""
+        return SEEN_IMAGES in self.ragged and SEEN_EMPTY in self.ragged
+
+    def caption_digest(self, text: str, sample: bytes) -> bytes:
+        """Return the digest by which a shard has a caption of the sample whose id has the digest `sample`.
+
+        Of a store that sees images it is also of the sample. That of the empty caption is the same everywhere.
+        """
+        return caption_digest(text, sample if self.sees_images and text else b"")
+
+    def _check_seen(self) -> None:
+        """Check that the groups of a store that sees images are what is joined with the captions' delivered tokens."""
+        tokens = self.groups[TEXT_GROUP].delivered.tokens
+        is_image = Column(name=IS_IMAGE, dtype="U8", shape=())
+        for name, expected in ((SEEN_IMAGES, (is_image, *tokens)), (SEEN_EMPTY, tokens)):
+            group, spec = self.ragged[name], self.groups[RAGGED_PREFIX + name]
+            rules = (group.of, group.stored_once, group.optional)
+            if spec.tokens != expected or spec.fixed or rules != (EntriesOf.ROWS, True, False):
+                columns = [f"{c.name} {c.dtype} {list(c.shape)}" for c in expected]
+                raise ValueError(
+                    f"ragged group {name!r} is of a store whose text sees the images; expected an entry of each row, stored "
+                    f"once, not optional, with the columns {', '.join(columns)}"
+                )
 
     def _check_encoder(self, what: str, encoder: str | None) -> None:
         if encoder is not None and encoder not in self.encoders:
@@ -291,12 +325,16 @@ def bucket_name(split: str, *sizes: int) -> str:
 def bucket_sizes(name: str, axes: tuple[str, ...]) -> dict[str, int] | None:
     """Return the sizes in a bucket's name by axis; None if it is not the name of a bucket with these axes.
 
+    Only a reference's sizes may be 0: the bucket's rows then lack it.
+
     >>> bucket_sizes("train/256x192", ("height_px", "width_px"))
     {'height_px': 256, 'width_px': 192}
     """
     match = BUCKET_NAME.fullmatch(name)
     sizes = match[2].split("x") if match else []
-    return dict(zip(axes, map(int, sizes), strict=True)) if sizes and len(sizes) == len(axes) else None
+    found = dict(zip(axes, map(int, sizes), strict=True)) if sizes and len(sizes) == len(axes) else {}
+    is_whole = bool(found) and all(size or REFERENCE_AXIS.fullmatch(axis) for axis, size in found.items())
+    return found if is_whole else None
 
 
 def column_spec(bucket: str, axes: tuple[str, ...], name: str, form: ColumnEntry) -> BlockSpec:

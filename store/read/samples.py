@@ -24,7 +24,6 @@ from bucketline.store.format.block import (
     ORIGINAL_SIZE,
     RAGGED_PREFIX,
     EntriesOf,
-    caption_digest,
     header_bytes_for,
     lay_out,
     row_checksum,
@@ -190,7 +189,8 @@ def caption_rows(record: SampleRecord) -> tuple[int, ...]:
 
 def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[dict[str, Entry]]:
     """Return the entries of a sample's captions by group, in record order; of the empty caption if it has none."""
-    digests = [caption_digest(text) for text in record.captions or ("",)]
+    sample = sample_digest(record.id)
+    digests = [store.manifest.caption_digest(text, sample) for text in record.captions or ("",)]
     found = []
     for n, row in enumerate(caption_rows(record)):
         try:

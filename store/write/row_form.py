@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,15 +20,20 @@ from bucketline.store.format.block import (
     FLIPPED_SUFFIX,
     IMAGE_AXES,
     LATENT,
+    MASK,
     PRESENT_PREFIX,
     RAGGED_PREFIX,
+    REFERENCE_AXIS,
+    REFERENCE_PREFIX,
     ROLE,
     TOKENS,
     TOKENS_SCALE,
     BlockSpec,
     Column,
     EntriesOf,
-    caption_digest,
+    flipped_role,
+    reference_axes,
+    reference_role,
     role_of,
     stored_name,
 )
@@ -292,6 +297,29 @@ def LatentColumn(  # noqa: N802 - the class that it was
     return RowColumn(role=role_of(name), dtype=dtype, shape=(channels, height, width))
 
 
+def ReferenceColumn(  # noqa: N802 - as LatentColumn
+    number: int, *, channels: int, downscale: int = 8, dtype: str = "F16", encoder: str | None = "vae"
+) -> RowColumn:
+    """Return a column with a sample's reference image, counted from 0, as a latent `[C, h, w]` of a size of its own.
+
+    It is the mode of the VAE's posterior, and has C channels even where targets are moments of 2 C. A row without it has
+    `[C, 0, 0]`, and need not name it.
+    """
+    height, width = (Axis(name=axis, step=downscale) for axis in reference_axes(number))
+    return RowColumn(role=reference_role(number), dtype=dtype, shape=(channels, height, width), encoder=encoder)
+
+
+def MaskColumn(*, downscale: int = 8) -> RowColumn:  # noqa: N802 - as LatentColumn
+    """Return a column with a loss mask, `[h, w]` on the latent's grid; 255 counts in full."""
+    height, width = (Axis(name=axis, step=downscale) for axis in IMAGE_AXES)
+    return RowColumn(role=MASK, dtype="U8", shape=(height, width))
+
+
+def with_flipped(columns: Sequence[RowColumn]) -> tuple[RowColumn, ...]:
+    """Return columns, each followed by that of the mirror image."""
+    return tuple(own for column in columns for own in (column, replace(column, role=flipped_role(column.role))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
     """A writer's rows, captions and ragged entries: a schema, and the shapes of its columns by axis."""
@@ -305,6 +333,16 @@ class RowForm:
     def axes(self) -> tuple[str, ...]:
         """Names of the axes of all columns, in the order of a bucket's name."""
         return tuple(dict.fromkeys(axis.name for column in self.columns for axis in column.axes))
+
+    @property
+    def _no_reference(self) -> dict[str, NDArray[Any]]:
+        """The values of a row without references, by their columns' names."""
+        own = (column for column in self.columns if column.role.startswith(REFERENCE_PREFIX) and not column.optional)
+        return {
+            column.name: np.empty([0 if isinstance(n, Axis) else n for n in column.dimensions], dtype=DTYPES[column.dtype])
+            for column in own
+            if column.axes and all(REFERENCE_AXIS.fullmatch(axis.name) for axis in column.axes)
+        }
 
     def spec(self, bucket: str) -> BlockSpec:
         """Return the columns of a bucket's blocks."""
@@ -335,9 +373,13 @@ class RowForm:
         return bucket_name(split, *(sizes[axis][0] for axis in self.axes))
 
     def values(self, item: str, given: Arrays) -> dict[str, NDArray[Any]]:
-        """Return a row's arrays by their columns' names, without those that it lacks; roles are taken for names."""
+        """Return a row's arrays by their columns' names, without those that it lacks; roles are taken for names.
+
+        References that are not given have sizes 0.
+        """
         expect(f"{item}: columns", given, Mapping, f"a mapping from roles to arrays, {self._example()}")
         named = {stored_name(role): value for role, value in given.items()}
+        named |= {name: empty for name, empty in self._no_reference.items() if name not in named}
         lacking = {column.name for column in self.columns if column.optional} - named.keys()
         own = [column for column in self.columns if column.name not in lacking]
         for column in own:
@@ -353,8 +395,10 @@ class RowForm:
     def _example(self) -> str:
         return f"{{{self.columns[0].role!r}: array}}"
 
-    def caption(self, item: str, text: str, given: Arrays) -> dict[str, Entry]:
+    def caption(self, item: str, text: str, given: Arrays, digest: bytes) -> dict[str, Entry]:
         """Return a caption's entries by group: `text`, its embedding, and those of ragged groups of captions.
+
+        `digest` is the caption's own in this store, as `Schema.caption_digest` returns it.
 
         Where the text columns are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale.
         """
@@ -365,7 +409,7 @@ class RowForm:
         )
         item = f"{item}, caption {text!r:.80}"
         of_captions = [name for name, group in self.ragged.items() if group.of == EntriesOf.CAPTIONS]
-        embedding, digest = {k: v for k, v in given.items() if k not in of_captions}, caption_digest(text)
+        embedding = {k: v for k, v in given.items() if k not in of_captions}
         entries = {TEXT_GROUP: self._entry(item, TEXT_GROUP, embedding, digest)}
         return entries | {RAGGED_PREFIX + name: self._ragged(item, name, given.get(name), digest) for name in of_captions}
 

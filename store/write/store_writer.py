@@ -22,6 +22,8 @@ from bucketline.option_value import expect, expect_int, unlike
 from bucketline.store.format.block import (
     FLIPPED_SUFFIX,
     IMAGE_AXES,
+    SEEN_EMPTY,
+    SEEN_IMAGES,
     TARGET,
     TOKENS,
     Column,
@@ -31,7 +33,7 @@ from bucketline.store.format.block import (
 )
 from bucketline.store.format.manifest import COPY_PREFIX, SHARD_NAME, pending_path, refuse_difference, shard_paths
 from bucketline.store.format.schema import ColumnRole, Schema, bucket_entry, text_entry
-from bucketline.store.format.text import TextSpec
+from bucketline.store.format.text import TEXT_GROUP, TextSpec
 from bucketline.store.remote.urls import is_url
 from bucketline.store.write.publish import LocalTarget, unlisted
 from bucketline.store.write.row_form import Axis, RaggedGroup, RowColumn, RowForm, new_record
@@ -165,38 +167,38 @@ class PartWriter:
         captions: Mapping[str, Arrays],
         ragged: Mapping[str, Any],
     ) -> None:
-        item, digest = _item(record.id), sample_digest(record.id)
+        form, item, digest = self._form, _item(record.id), sample_digest(record.id)
         if record.id in self.withdrawn:
             raise UsageError(f"{item} is withdrawn (`store drop`): leave it out, or call take_back of the StoreWriter first")
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
-        entries = self._form.row_entries(item, ragged)
+        entries = form.row_entries(item, ragged)
         with self._turn:
             if digest in self._added:
                 raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
             shard = self._shard_with_room()
-            new = self._new_captions(item, shard, record.captions, captions)
+            new = self._new_captions(item, shard, record, captions)
             try:
-                digests = [caption_digest(text) for text in record.captions or ("",)]
-                latents = self._form.with_presence(spec, values)
+                digests = [form.schema.caption_digest(text, digest) for text in record.captions or ("",)]
+                latents = form.with_presence(spec, values)
                 shard.add(spec=spec, latents=latents, record=record, captions=digests, entries=entries, new=new)
             except ValueError as error:
                 raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
             self._added.add(digest)
 
     def _new_captions(
-        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays]
+        self, item: str, shard: ShardWriter, record: SampleRecord, captions: Mapping[str, Arrays]
     ) -> list[dict[str, Entry]]:
         """Return those of a row's captions that a shard does not have yet, as entries by group."""
-        new = {}
-        for text in texts:
+        new, sample = {}, sample_digest(record.id)
+        for text in record.captions:
             expect(f"{item}: a caption", text, str, "a str")
             if text not in captions:
                 raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
-            digest = caption_digest(text)
+            digest = self._form.schema.caption_digest(text, sample)
             if digest not in new and not shard.has_caption(digest):
-                new[digest] = self._form.caption(item, text, captions[text])
+                new[digest] = self._form.caption(item, text, captions[text], digest)
         return list(new.values())
 
     def commit(self) -> None:
@@ -442,6 +444,8 @@ class StoreWriter(PartWriter):
                     f"there is a ragged group of captions, {of_captions[0]!r}, and no text column; give one as text"
                 )
             spec, empty_caption = NO_TEXT, {NO_TEXT.tokens[0].name: np.zeros((0, 1), dtype="u1")}
+        if empty_caption is None and {SEEN_IMAGES, SEEN_EMPTY} <= ragged.keys() and not spec.fixed:
+            empty_caption = {c.name: np.zeros((0, *c.shape), dtype=c.numpy_dtype) for c in spec.tokens}
         if empty_caption is None:
             raise UsageError("there are text columns and no empty_caption; give the embedding that stands for no caption")
         try:
@@ -456,7 +460,12 @@ class StoreWriter(PartWriter):
         except ValueError as error:
             raise UsageError(str(error)) from error
         form = RowForm(schema=self._schema, columns=tuple(columns), ragged=dict(ragged))
-        form = replace(form, empty=form.caption(str(path), "", empty_caption))
+        form = replace(form, empty=form.caption(str(path), "", empty_caption, caption_digest("")))
+        if self._schema.sees_images and (given := form.empty[TEXT_GROUP].num_tokens):
+            raise UsageError(
+                f"empty_caption has {given} tokens, expected none: if the text sees the images, the empty caption's are each "
+                f"row's own, in the ragged group {SEEN_EMPTY!r}; leave empty_caption out"
+            )
         super().__init__(Path(path), form, "", shard_bytes)
         self._wanted_names = shard_names and _checked_names(shard_names)
         self._parts: set[str] = set()  # what the names of their shards begin with

@@ -83,9 +83,13 @@ def others(family: type[Family]) -> Iterator[type[Family]]:
 def test_a_model_that_draws_from_images_is_neither_packed_with_nor_trained(packed: Packed, model: Path, tmp_path: Path) -> None:
     """By its index: such a model may be of the same class, and of as many channels, as the one of captions only."""
     name = FORMS[packed.form].pipeline
-    for wrong in (name.replace("Pipeline", "KontextPipeline"), name.replace("Pipeline", "EditPlusPipeline")):
+    for wrong in (name.replace("Pipeline", "FillPipeline"), name.replace("Pipeline", "ControlNetPipeline")):
         edit_json(index_path(model), _class_name=wrong)
-        words = (str(model), f"the pipeline {wrong}, which draws from an image and a caption", f"take the model of a {name}")
+        words = (
+            str(model),
+            f"the pipeline {wrong}, which draws from an image that is not a reference",
+            f"take the model of a {name}",
+        )
         assert_not_packed(packed, model, tmp_path, *words)
         assert_not_trained(packed, model, tmp_path, *words)
 
@@ -100,7 +104,8 @@ def test_the_pipelines_of_diffusers_that_take_an_image_are_those_that_are_refuse
     stems = tuple(family.pipelines[0].removesuffix("Pipeline") for family in FAMILIES)
     kinds = [name for name in dir(diffusers) if name.startswith(stems) and name.endswith("Pipeline") and "Modular" not in name]
     assert len(kinds) > len(FAMILIES)
-    for name in sorted({*kinds} - DRAWS_WITHOUT - OF_OTHER_MODELS):
+    of_references = {family.pipelines[0] for family in FAMILIES if family.references is not None}
+    for name in sorted({*kinds} - DRAWS_WITHOUT - OF_OTHER_MODELS - of_references):
         given = inspect.signature(getattr(diffusers, name).__call__).parameters
         if any(one in ("image", "control_image") for one in given):
             assert takes_images({"_class_name": name}), name
