@@ -120,8 +120,7 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
 def expect_inputs(config: ImportConfig) -> None:
     """Refuse inputs that are not there or overlap, before anything heavy is imported."""
     if config.kind not in tuple(IMPORTERS):
-        known = f"{', '.join(IMPORTERS)}; another package's is known once it is installed"
-        raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
+        raise UsageError(f"KIND is {config.kind!r:.80}, expected {', '.join(IMPORTERS)}, or one of a package that you install")
     if not config.source.is_dir():
         raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
     for path in (config.source, config.captions):

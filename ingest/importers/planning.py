@@ -134,8 +134,6 @@ def _caption_files(importer: Importer, config: ImportConfig) -> tuple[CaptionFil
             )
         return None, importer.captions_in
     folder = config.captions or config.source
-    if not folder.is_dir():
-        raise SourceError(f"{folder} is not a folder; expected one with caption files, NAME.txt for NAME.png")
     files = CaptionFiles(folder=folder, options=SourceOptions())
     files.names = replace(files.names, is_whole=importer.file_has == "one caption")
     for inside, names in files_below(folder):
@@ -279,10 +277,9 @@ def _look(plan: ImportPlan) -> None:
         return
     plan.spread = plan.vae.spread_of(found)
     if not 1 / MAX_SPREAD < plan.spread < MAX_SPREAD:
-        is_raw = plan.listing.form.scaling is Scaling.NONE
-        undone = "nothing was undone" if is_raw else "the VAE's scale and shift were undone"
+        undone = "nothing was" if plan.listing.form.scaling is Scaling.NONE else "the VAE's scale and shift were"
         raise SourceError(
             f"{config.source}: its latents are not scaled as this format scales them, or not from the VAE of {plan.vae.name} "
-            f"({undone}): their spread is {plan.spread:.3g} times the VAE's, expected {1 / MAX_SPREAD:g} to {MAX_SPREAD:g}. "
+            f"({undone} undone): their spread is {plan.spread:.3g} times the VAE's, expected {1 / MAX_SPREAD:g} to {MAX_SPREAD:g}. "
             "Name the model that made them, or import them as they are by --trust-scale"
         )

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
 PATCH_PX = 2  # a patch's height and width
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
-_MOST_KNOWN = 64  # captions whose embeddings are kept, since a later sample may have them too
 _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
 
 
@@ -186,10 +185,7 @@ class NamedVae:
 
 
 def _converted(values: NDArray[Any], dtype: str) -> torch.Tensor:
-    """Return values in a stored dtype, rounded to F32 and then to it, as packing rounds them.
-
-    In parts so small that torch converts each in this thread.
-    """
+    """Return values in a stored dtype, rounded to F32 first, as in packing; in parts that torch converts in this thread."""
     with np.errstate(all="ignore"):  # the caller rejects what is out of range
         single = torch.from_numpy(np.ascontiguousarray(values.astype("<f4", copy=False)))
     if dtype == "F32":
@@ -255,9 +251,13 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, *, has_captions: 
     if not can_encode:
         raise UsageError(f"--text {config.text}: {config.model} has no text encoder; name a model that has")
     try:
-        text_family_of(model, is_plain=config.text == "plain")
+        family = text_family_of(model, is_plain=config.text == "plain")
     except ModelError as error:
         raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
+    if family is not None and family.references is not None and family.references.text_sees:
+        raise ModelError(
+            f"{model.name}: its text encoder sees images, which a cache does not have; add --text none, or pack them"
+        )
     return config.text or "encode"
 
 
@@ -293,8 +293,7 @@ class ImportedCaptions:
             for text, embedding in zip(wanted, self._fresh.embeddings(list(wanted)), strict=True):
                 self._known[text] = self._fresh.problem(text, embedding) or self._arrays(embedding)
         found = [{text: self._known[text] for text in row.record.captions} for row in rows]
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
+        self._known = {text: one for own in found for text, one in own.items()}  # the next samples may have them too
         return [next((one for one in own.values() if isinstance(one, RejectedError)), own) for own in found]
 
     def _arrays(self, embedding: Embedding) -> dict[str, Any]:

@@ -24,9 +24,9 @@ _LATENTS = "_latent_cache/"
 def _found(source: Path) -> Iterator[CacheEntry | str]:
     yield "the cache does not have the originals' sizes: those that they were resized to are recorded"
     for folder, names in files_below(source):
-        if folder.endswith(_LATENTS):
-            paths = [folder + name for name in names if name.endswith(".safetensors")]
-            yield from (_entry(source, folder.removesuffix(_LATENTS), path) for path in paths)
+        for name in names:
+            if folder.endswith(_LATENTS) and name.endswith(".safetensors"):
+                yield _entry(source, folder.removesuffix(_LATENTS), folder + name)
 
 
 def _entry(source: Path, folder: str, path: str) -> CacheEntry:

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_DB = "metadata.db"
 _LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
 _MAX_VALUE_BYTES = 1 << 30
 
 
 def _found(source: Path) -> Iterator[CacheEntry]:
     for folder, names in files_below(source):
-        if (match := _LATENTS.fullmatch(folder)) is None or _DB not in names:
+        if (match := _LATENTS.fullmatch(folder)) is None or "metadata.db" not in names:
             continue
         model = (match["model"] or f"{source.resolve().name}/").rstrip("/").rpartition("/")[2]
         for path, at in _places(source, folder):
@@ -46,7 +45,7 @@ def _found(source: Path) -> Iterator[CacheEntry]:
 
 def _places(source: Path, folder: str) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the file, the offset and the length of each value that an index lists."""
-    path = source / folder / _DB
+    path = source / folder / "metadata.db"
     with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:
         items = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()
         places = {

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_INDEX = "index.json"
 _LATENTS = re.compile(r"latents_(\d{1,6})")
 _INT = re.compile(r"u?int(8|16|32|64)?")
 _ARRAY = re.compile(r"ndarray:(float16|float32|float64):(\d+(?:,\d+)*)")
@@ -43,7 +42,7 @@ _Column: TypeAlias = "tuple[str, str, int | None]"  # name, encoding, and length
 def _found(source: Path) -> Iterator[CacheEntry]:
     known = set[str]()
     for folder, names in files_below(source):
-        index = read_json(source / folder / _INDEX) if _INDEX in names else None
+        index = read_json(source / folder / "index.json") if "index.json" in names else None
         for shard in (index.get("shards") or ()) if isinstance(index, dict) else ():
             path = folder + shard["raw_data"]["basename"]
             if shard.get("format") != "mds" or path in known:
