@@ -73,6 +73,18 @@ class Importer:
     triggered: Callable[[str, str | None], str] = prefixed  # a file's caption with the trigger word
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheListing:
+    """A cache's entries and what holds for all of them."""
+
+    entries: list[CacheEntry]
+    variant: str
+    form: Variant
+    captions_from: str
+    root: str  # folder from which the ids of images are their paths, with a slash at its end
+    notes: list[str]
+
+
 OUR_KINDS = ("kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds")
 IMPORTERS: Extensions[Importer] = Extensions(
     "an importer called",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,15 @@ import numpy as np
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, FingerprintError, SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
-from bucketline.ingest.importers.cache import IMPORTERS, CacheEntry, Scaling, Variant
+from bucketline.ingest.importers.cache import IMPORTERS, CacheEntry, CacheListing, Scaling, Variant
 from bucketline.ingest.importers.config import expect_inputs
 from bucketline.ingest.importers.reading import files_below, read_entry, rejects_named
-from bucketline.ingest.importers.rows import cache_stamp, kept_captions, named_vae, text_plan
+from bucketline.ingest.importers.rows import ImportPlan, cache_stamp, kept_captions, named_vae, text_plan
 from bucketline.ingest.packed_index import PackedIndex, PackedSample, withdrawn_ids
 from bucketline.ingest.packing.run import newest_store
 from bucketline.ingest.sources.captions.files import JSON, CaptionFiles
 from bucketline.ingest.sources.source import SourceOptions
-from bucketline.store import Axis, RowColumn
-from bucketline.store.format.block import FLIPPED, FLIPPED_SUFFIX, TARGET, draw
+from bucketline.store.format.block import FLIPPED, draw
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.schema import captions_checksum
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import Importer
-    from bucketline.ingest.importers.config import CropOption, ImportConfig, TextOption
-    from bucketline.ingest.importers.rows import NamedVae
+    from bucketline.ingest.importers.config import ImportConfig
     from bucketline.store import Store
     from bucketline.typed_json import Json
 
@@ -42,18 +40,6 @@ CHECKED = 32  # samples whose spread is compared with the VAE's before anything 
 MAX_SPREAD = 2.0  # of these, over or under 1; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
 
 # --------------------------------------------------------------------------------------------------------------------- listing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheListing:
-    """A cache's entries and what holds for all of them."""
-
-    entries: list[CacheEntry]
-    variant: str
-    form: Variant
-    captions_from: str
-    root: str  # folder from which the ids of images are their paths, with a slash at its end
-    notes: list[str]
 
 
 def listed(importer: Importer, config: ImportConfig, root: str | None = None) -> CacheListing:
@@ -154,48 +140,6 @@ def _captions(files: CaptionFiles, stem: str, importer: Importer, trigger: str |
 # ------------------------------------------------------------------------------------------------------------------------ plan
 
 
-@dataclass(slots=True, kw_only=True)
-class ImportPlan:
-    """What is decided before anything is written."""
-
-    config: ImportConfig
-    importer: Importer
-    listing: CacheListing
-    vae: NamedVae
-    crops: CropOption
-    text: TextOption
-    store: Store | None = None  # as it is
-    changed: list[CacheEntry]  # that the store does not have as they are now
-    is_flipped: bool = False  # whether the mirrored image's latent is stored too
-    spread: float | None = None  # of latents that were checked, over the VAE's; None: nothing new, or the check was declined
-
-    def columns(self) -> list[RowColumn]:
-        """Return the store's columns. That their values are finite is checked before they are written."""
-        height, width = (Axis(name=name, step=self.vae.downscale) for name in ("height_px", "width_px"))
-        shape, roles = (self.vae.channels, height, width), (TARGET, TARGET + FLIPPED_SUFFIX)[: 1 + self.is_flipped]
-        return [RowColumn(role=role, dtype=self.config.dtype, shape=shape, allow_nonfinite=True) for role in roles]
-
-    @property
-    def rules(self) -> dict[str, Json]:
-        """What the manifest says of the import."""
-        config, has_text = self.config, self.text != "none"
-        return {
-            "kind": self.importer.kind,
-            "variant": self.listing.variant,
-            "scaling_undone": self.listing.form.scaling.value,
-            "vae": f"named by {'--model' if config.vae is None else f'--vae {config.vae}'}",
-            "captions": self.listing.captions_from,
-            "root": self.listing.root,
-            "trigger": config.trigger,
-            "text": self.text,
-            "crop": self.crops,
-            "flip": self.is_flipped,
-            "val_fraction": str(config.held_out),
-            "encode_dtype": config.encode_dtype if has_text else None,
-            "max_tokens": config.max_tokens if has_text else None,
-        }
-
-
 def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
     """List the cache, compare it with the store, and check new samples."""
     expect_inputs(config)
@@ -280,6 +224,6 @@ def _look(plan: ImportPlan) -> None:
         undone = "nothing was" if plan.listing.form.scaling is Scaling.NONE else "the VAE's scale and shift were"
         raise SourceError(
             f"{config.source}: its latents are not scaled as this format scales them, or not from the VAE of {plan.vae.name} "
-            f"({undone} undone): their spread is {plan.spread:.3g} times the VAE's, expected {1 / MAX_SPREAD:g} to {MAX_SPREAD:g}. "
-            "Name the model that made them, or import them as they are by --trust-scale"
+            f"({undone} undone): their spread is {plan.spread:.3g} times the VAE's, expected {1 / MAX_SPREAD:g} to "
+            f"{MAX_SPREAD:g}. Name the model that made them, or import them as they are by --trust-scale"
         )

@@ -28,7 +28,7 @@ from bucketline.ingest.pipeline.model import chosen_device
 from bucketline.ingest.rules import held_out
 from bucketline.ingest.sources.source import file_stamp
 from bucketline.model_file import config_hash
-from bucketline.store import SampleRecord, new_record
+from bucketline.store import Axis, RowColumn, SampleRecord, new_record
 from bucketline.store.format.block import FLIPPED_SUFFIX, TARGET, TOKENS, LatentKind, checksum, identity
 from bucketline.store.format.schema import UNKNOWN_BOX, box_in_source, bucket_name
 from bucketline.store.report.latent_rgb import PUBLISHED, number
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import Embedding
-    from bucketline.ingest.importers.cache import CacheEntry
-    from bucketline.ingest.importers.config import ImportConfig, TextOption
-    from bucketline.ingest.importers.planning import ImportPlan
+    from bucketline.ingest.importers.cache import CacheEntry, CacheListing, Importer
+    from bucketline.ingest.importers.config import CropOption, ImportConfig, TextOption
     from bucketline.ingest.importers.reading import Cached
+    from bucketline.store import Store
     from bucketline.store.format.text import TextSpec
     from bucketline.typed_json import Json
 
@@ -53,6 +53,48 @@ ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours,
 PATCH_PX = 2  # a patch's height and width
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 _NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
+
+
+@dataclass(slots=True, kw_only=True)
+class ImportPlan:
+    """What is decided before anything is written."""
+
+    config: ImportConfig
+    importer: Importer
+    listing: CacheListing
+    vae: NamedVae
+    crops: CropOption
+    text: TextOption
+    store: Store | None = None  # as it is
+    changed: list[CacheEntry]  # that the store does not have as they are now
+    is_flipped: bool = False  # whether the mirrored image's latent is stored too
+    spread: float | None = None  # of latents that were checked, over the VAE's; None: nothing new, or the check was declined
+
+    def columns(self) -> list[RowColumn]:
+        """Return the store's columns. That their values are finite is checked before they are written."""
+        height, width = (Axis(name=name, step=self.vae.downscale) for name in ("height_px", "width_px"))
+        shape, roles = (self.vae.channels, height, width), (TARGET, TARGET + FLIPPED_SUFFIX)[: 1 + self.is_flipped]
+        return [RowColumn(role=role, dtype=self.config.dtype, shape=shape, allow_nonfinite=True) for role in roles]
+
+    @property
+    def rules(self) -> dict[str, Json]:
+        """What the manifest says of the import."""
+        config, has_text = self.config, self.text != "none"
+        return {
+            "kind": self.importer.kind,
+            "variant": self.listing.variant,
+            "scaling_undone": self.listing.form.scaling.value,
+            "vae": f"named by {'--model' if config.vae is None else f'--vae {config.vae}'}",
+            "captions": self.listing.captions_from,
+            "root": self.listing.root,
+            "trigger": config.trigger,
+            "text": self.text,
+            "crop": self.crops,
+            "flip": self.is_flipped,
+            "val_fraction": str(config.held_out),
+            "encode_dtype": config.encode_dtype if has_text else None,
+            "max_tokens": config.max_tokens if has_text else None,
+        }
 
 
 class ImportedRow(NamedTuple):

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import CacheEntry
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.planning import ImportPlan
-    from bucketline.ingest.importers.rows import ImportedRow
+    from bucketline.ingest.importers.rows import ImportedRow, ImportPlan
     from bucketline.store import Manifest
     from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json

@@ -28,8 +28,8 @@ from bucketline.errors import BucketlineError
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.cache import IMPORTERS
 from bucketline.ingest.importers.config import ImportConfig
-from bucketline.ingest.importers.planning import ImportPlan, listed
-from bucketline.ingest.importers.rows import named_vae, row_of
+from bucketline.ingest.importers.planning import listed
+from bucketline.ingest.importers.rows import ImportPlan, named_vae, row_of
 from bucketline.ingest.sources.captions.files import CaptionNames, captions_of_json
 from bucketline.ingest.sources.tar import Tar
 from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
