@@ -116,7 +116,7 @@ def test_a_size_that_only_an_old_file_of_kohyas_has_is_checked(sd: Known, tmp_pa
     for n, sample in enumerate(sd.samples):
         path = kohya_latent(source, sample, "sd", sample.latent)
         size = {0: {"original_size": np.array(["wide", "high"])}, 1: {}}.get(n, {"original_size": sample.original_wh})
-        np.savez(source / f"{sample.stem}.npz", latents=sample.latent, **size)  # type: ignore[arg-type]
+        np.savez(source / f"{sample.stem}.npz", latents=sample.latent, **size)
         path.unlink()
     ran = run_import("kohya", source, tmp_path / "s.store", sd, *NO_TEXT).done()
     assert (ran.json["variant"], ran.json["imported"]) == ("sd or sdxl", 4)

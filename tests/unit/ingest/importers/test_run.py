@@ -112,7 +112,8 @@ def test_latents_of_the_wrong_scale_are_refused_with_both_numbers_and_nothing_is
         ran = run_import("kohya", source, tmp_path / "s.store", own)
         ran.fails(f"spread is {spread} times the VAE's, expected 0.5 to 2", "--trust-scale")
         assert not (tmp_path / "s.store").exists()
-    assert run_import("kohya", source, tmp_path / "s.store", own, "--trust-scale").done().json["imported"] == 6
+    trusted = run_import("kohya", tmp_path / "cache 0.4", tmp_path / "s.store", own, "--trust-scale").done()
+    assert trusted.json["imported"] == 6
 
 
 def test_the_user_has_to_name_the_vae_that_the_latents_may_be_of(own: Known, source: Path, tmp_path: Path) -> None:
