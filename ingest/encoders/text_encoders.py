@@ -154,6 +154,7 @@ class PromptEncoder:
         self._seeing = family if issubclass(family, SeenText) else None
         if self._seeing is not None:
             given["pixels"] = self._pixels = model.pixels("processor")
+        self._alone: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}  # states of the empty caption without images
         self._pipeline = make_pipeline(family, model, given)
         tokenizers = {name: part.tokenizer for name, part in self._parts.items()}
         self._lengths = PromptLengths(family, self._pipeline, tokenizers, settings.max_tokens)
@@ -275,8 +276,10 @@ class PromptEncoder:
         refusals = [self._lengths.refusal(caption, taken) for caption in captions]
         given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
         with self._seeing.seeing_once(self._pipeline):
-            texts = dict.fromkeys((*given, ""))
-            states = {text: self._seeing.states(self._pipeline, text, images, self._more) for text in texts}
+            texts, known = dict.fromkeys((*given, "")), {} if images else self._alone
+            states = {text: known.get(text) or self._seeing.states(self._pipeline, text, images, self._more) for text in texts}
+        if not images:
+            self._alone = {"": states[""]}
         (seen, is_image), *others = ((tokens[:start], patches[:start]) for tokens, patches, start in states.values())
         if any((other - seen).float().norm() > _MOST_DIFFERENCE * seen.float().norm() for other, _ in others):
             raise ModelError(f"{self._kind}: the states of the images depend on the caption; its encoder is not causal")
