@@ -12,14 +12,16 @@ from bucketline.families.family import Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, place_behind_captions
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.references import References
-from bucketline.families.seen import SeenText
+from bucketline.families.seen import SeenText, num_patches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from bucketline.loader import Batch
+
+SEEN_PX = 32  # of a reference's side, in a token of the text encoder: 2 by 2 of the latents
 
 
 class QwenImage21(SeenText):
@@ -58,6 +60,22 @@ class QwenImage21(SeenText):
     def num_dropped(cls, pipeline: Any, _caption: str) -> int:  # noqa: ANN401 - likewise
         """Return the number of the chat's tokens before the caption's turn."""
         return int(pipeline._drop_idx)
+
+    @classmethod
+    def refused_image(cls, pixels: Mapping[str, Any], height_px: int, width_px: int) -> str | None:
+        """Return why an image cannot be encoded: also if the model has not as many places for it as the text encoder."""
+        seen, places = num_patches(pixels, height_px, width_px), height_px * width_px // SEEN_PX**2
+        if seen == places and not (height_px % SEEN_PX or width_px % SEEN_PX):
+            return super().refused_image(pixels, height_px, width_px)
+        return (
+            f"an image of {height_px} by {width_px} px, height first, is {seen} tokens to the text encoder and {places} to the "
+            f"model; give sides of a multiple of {SEEN_PX} px, and as many pixels as the text encoder takes unchanged"
+        )
+
+    @classmethod
+    def num_places(cls, sizes: Sequence[tuple[int, int]]) -> int:
+        """Return how many positions images take from a caption: each its longer side's latents, and what is beside it."""
+        return sum(2 * max(size) // SEEN_PX + cls.tokens_beside for size in sizes)
 
     def prepare(self, model: Any) -> None:  # noqa: ANN401 - likewise
         """Place each image after its own caption."""
