@@ -14,12 +14,14 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.loader.batch import as_fields
 from bucketline.train import images
 from bucketline.train.compile import example_batches
+from bucketline.train.config import MaskLoss
 from bucketline.train.memory import largest_batch
 from bucketline.train.run import Run, train
 from bucketline.train.step import train_step
 from tests.conftest import once
 from tests.kit import untouched
-from tests.unit.train.pair_runs import CHANNELS, LENGTH, PX, Pairs, write_pairs
+from tests.unit.families.forms import CHANNELS
+from tests.unit.train.pair_runs import LENGTH, PX, Pairs, write_pairs
 from tests.unit.train.tiny_run import ALONE, train_in_two_parts
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def test_a_resume_is_equal_to_the_bit(pairs: Pairs, tmp_path: Path, lora_rank: i
 def test_a_resume_with_another_loss_under_masks_is_told(pairs: Pairs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = pairs.config(tmp_path / "run", mask_loss="sample", max_steps=1)
     train(asked, ALONE)
-    train(dataclasses.replace(asked, mask_loss="batch:0.1", max_steps=2, resume=True), ALONE)
+    train(dataclasses.replace(asked, mask_loss=MaskLoss(name="batch", floor=0.1), max_steps=2, resume=True), ALONE)
     assert "--mask-loss was sample before and is now batch:0.1" in caplog.text
 
 
