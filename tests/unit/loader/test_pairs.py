@@ -18,7 +18,7 @@ from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.collate.buffers import captions_of
 from bucketline.loader.plan.order import Purpose, uniform_on_host
 from bucketline.loader.prefetch.ahead import ColdDetector
-from bucketline.store import LatentColumn, RowColumn, Store, quantised_spec
+from bucketline.store import LatentColumn, MaskColumn, RowColumn, Store, quantised_spec
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import sample_digest
 from bucketline.store.format.text import dequantise, quantise
@@ -158,6 +158,16 @@ def test_pairs_are_read_beside_images_and_never_in_one_batch(tmp_path: Path) -> 
             batches = [*loader.forever()]
         assert expect_rows(batches, PAIRS, [*items, *plain], own, config) >= 44
         assert {bucket: bucket == "train/64x64" for bucket in SIZES} == {batch.bucket: batch.mask is None for batch in batches}
+
+
+def test_rows_without_an_optional_mask_count_in_full(tmp_path: Path) -> None:
+    form = Form(columns=[LatentColumn(channels=2), replace(MaskColumn(), optional=True)])
+    items = [form.sample(f"{n}", "train/64x64", without=["mask"] if n % 2 else []) for n in range(4)]
+    with Loader(form.make_store(tmp_path / "s", items), LoaderConfig(batch_size=4, window=0)) as loader:
+        batch = next(loader.forever())
+    assert batch.mask is not None
+    for n, item in enumerate(items):
+        assert batch.mask[n].tolist() == (item.columns["mask"] / np.float32(255) if n % 2 == 0 else np.ones((8, 8))).tolist()
 
 
 def test_a_bucket_with_masks_and_without_is_refused_with_its_remedy(tmp_path: Path) -> None:
