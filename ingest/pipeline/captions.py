@@ -139,7 +139,7 @@ class SeenCaptions:
 
         (seen,) = self._encode([(texts, images)])
         if seen.empty.refusal is not None:
-            return RejectedError(Reason.REFUSED, seen.empty.refusal)
+            return RejectedError(Reason.PARTNER, f"of its references, {seen.empty.refusal}")
         if not seen.empty.is_finite:
             return RejectedError(Reason.TOKENS, f"of its images, as {self._spec.delivered.tokens[0].dtype}")
         groups = self._schema.groups
