@@ -14,7 +14,17 @@ from torch import Tensor
 from bucketline.errors import UsageError
 from bucketline.extensions import imported
 from bucketline.loader.plan.order import Purpose, normal
-from bucketline.store.format.block import POOLED, TARGET, TOKENS_SCALE, LatentKind
+from bucketline.store.format.block import (
+    IS_IMAGE,
+    MASK,
+    POOLED,
+    SEEN_EMPTY,
+    SEEN_IMAGES,
+    TARGET,
+    TOKENS,
+    LatentKind,
+    references_of,
+)
 from bucketline.store.format.text import GROUP
 from bucketline.torch_dtypes import as_stored
 
@@ -215,6 +225,7 @@ class Batch:
     ragged: Mapping[str, RaggedBatch] = field(default_factory=dict)  # by name, of the groups that the loader was requested
     class_labels: Tensor | None = None  # [B] int64; only in a class-conditional store, where `tokens` holds the same numbers
     tokens_scale: Tensor | None = None  # [B, L, S]; only with `text="stored"` of a store whose `tokens` are quantised
+    image_tokens: Tensor | None = None  # [B, L] bool, positions of images; only in a store whose text sees the images
     latent_kind: LatentKind = LatentKind.MODE
     recorded_scale: RecordedScale = field(default_factory=RecordedScale, repr=False)  # of the stores; see `scaled`
 
@@ -252,6 +263,28 @@ class Batch:
                 f"the batch has the columns {sorted(self.columns)}, no {TARGET}; request it in LoaderConfig.columns"
             )
         return self.columns[TARGET]
+
+    @property
+    def references(self) -> tuple[Tensor, ...]:
+        """The images that the targets are made from, in order: `[B, C, h_i, w_i]` each, as stored, unscaled.
+
+        All rows of a bucket have as many, of the same sizes. A model is given `scaled_references()`.
+        """
+        return tuple(self.columns[role] for role in references_of(self.columns))
+
+    @property
+    def mask(self) -> Tensor | None:
+        """How much each position of the latent counts in the loss, `[B, h, w]` float32, 0 to 1; None if there is no mask."""
+        mask = self.columns.get(MASK)
+        return mask if mask is None else mask.float() / 255 if mask.dtype is torch.uint8 else mask.float()
+
+    def scaled_references(self, scale: LatentScale | None = None) -> tuple[Tensor, ...]:
+        """Return the references as a model is given them, `[B, C, h_i, w_i]` float32: shifted and scaled, never drawn.
+
+        Raises:
+            UsageError: if the stores do not record how.
+        """
+        return tuple((scale or self.scale).apply(reference) for reference in self.references)
 
     def scaled(self, scale: LatentScale | None = None) -> Tensor:
         """Return the latents that a model is trained on, `[B, C, h, w]` float32 on the batch's device, as the trainer has them.
@@ -299,8 +332,9 @@ class Batch:
             tensors |= _ragged_by_name(BATCH_RAGGED_PREFIX + name, group)
         if self.class_labels is not None:
             tensors["class_labels"] = self.class_labels
-        if self.tokens_scale is not None:
-            tensors[TOKENS_SCALE] = self.tokens_scale
+        for name in ("tokens_scale", "image_tokens"):
+            if (tensor := getattr(self, name)) is not None:
+                tensors[name] = tensor
         return tensors
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
@@ -327,6 +361,32 @@ class Batch:
         if self.device.type != "cpu":
             raise UsageError(f"a batch on {self.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
         return {name: as_stored(tensor) for name, tensor in self.by_name().items()}
+
+
+def with_seen_images(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch's fields with the captions' tokens joined to those that its text encoder gave for the rows' images.
+
+    A row's own are left-aligned, `[B, L, D]`: those of its images, then its caption's or the empty caption's.
+    L is the images' and the longer one of the others'. No length is read from the device.
+    """
+    ragged: dict[str, RaggedBatch] = fields["ragged"]
+    images, empty = ragged.pop(SEEN_IMAGES), ragged.pop(SEEN_EMPTY)
+    seen, captions = images.columns[TOKENS], fields["tokens"]
+    num_rows, num_seen, width = seen.shape
+    length = num_seen + max(captions.shape[1], empty.columns[TOKENS].shape[1])
+    joined = seen.new_zeros((num_rows * length + 1, width))  # the last one takes the padding
+    tokens = joined[:-1].view(num_rows, length, width)
+    tokens[:, :num_seen] = seen
+    first = torch.arange(num_rows, device=seen.device)[:, None] * length + images.lengths[:, None]
+    ends = images.lengths
+    for own, mask in ((captions, fields["token_mask"]), (empty.columns[TOKENS], empty.mask)):  # of a row, one has tokens
+        place = first + torch.arange(own.shape[1], device=seen.device)
+        joined.index_copy_(0, place.where(mask, num_rows * length).flatten(), own.flatten(0, 1))
+        ends = ends + mask.sum(dim=1)
+    image_tokens = seen.new_zeros((num_rows, length), dtype=torch.bool)
+    image_tokens[:, :num_seen] = images.columns[IS_IMAGE] != 0
+    token_mask = torch.arange(length, device=seen.device) < ends[:, None]
+    return {**fields, "tokens": tokens, "token_mask": token_mask, "image_tokens": image_tokens}
 
 
 _TENSORS = (

@@ -145,8 +145,9 @@ class LoaderConfig(ReadOptions):
 
     Size of a batch:
         batch_size: Rows of a rank's micro-batch. The global batch is ranks x this x `accumulation`.
-        batch_pixels: Instead: as many rows of a bucket as fit this many pixels (height x width x rows, of video x frames).
-        batch_tokens: Instead: as many rows of a bucket as fit this many latent positions (h x w x rows).
+        batch_pixels: Instead: as many rows of a bucket as fit this many pixels (height x width x rows, of video x frames; of
+            edit pairs the references' pixels count too).
+        batch_tokens: Instead: as many rows of a bucket as fit this many latent positions (h x w x rows, references included).
         batch_multiple: Round the rows of `batch_pixels` and `batch_tokens` down to a multiple of this, which is also the least.
         accumulation: Micro-batches of an optimizer step, all of one bucket.
 
@@ -166,7 +167,8 @@ class LoaderConfig(ReadOptions):
     What a row has:
         caption_dropout: Probability that a caption is replaced by the empty one (of classes: the null class).
         flip: Probability of the mirrored image, of a store that was packed with flips.
-        columns: Roles of the columns to read. The others are not read.
+        columns: Roles of the columns to read. The others are not read. (): the target, its references and its mask, as far as
+            the stores have them.
         ragged: Names of the ragged groups to read. The others are not read.
         pad_to: Tokens of each caption, padding included. None: the store's longest caption.
         pad_multiple: Instead: round each batch's longest caption up to a multiple of this, and its longest entry of each ragged
@@ -195,7 +197,7 @@ class LoaderConfig(ReadOptions):
     rewind: bool = field(default=False, metadata=DECIDES_NOTHING)
     lanes: int | None = None
     plain_reads: bool = field(default=False, metadata=DECIDES_NOTHING)
-    columns: tuple[str, ...] = field(default=("target",), metadata=DECIDES_NOTHING)
+    columns: tuple[str, ...] = field(default=(), metadata=DECIDES_NOTHING)
     ragged: tuple[str, ...] = field(default=(), metadata=DECIDES_NOTHING)
     pad_to: int | None = None
     pad_multiple: int | None = None
@@ -248,17 +250,21 @@ class LoaderConfig(ReadOptions):
         """Return the number of rows in a rank's micro-batch of a bucket; it never varies."""
         if self.batch_size is not None:
             return self.batch_size
+        from bucketline.store.format.block import LATENT, REFERENCE_AXIS, is_reference  # numpy, which --help does not wait for
+
         if self.batch_pixels is not None:
-            budget, cost = self.batch_pixels, math.prod(bucket.axes.values())
+            of_references = [size for axis, size in bucket.axes.items() if REFERENCE_AXIS.fullmatch(axis)]
+            own = math.prod(size for axis, size in bucket.axes.items() if not REFERENCE_AXIS.fullmatch(axis))
+            sides = zip(of_references[::2], of_references[1::2], strict=True)
+            budget, cost = self.batch_pixels, own + sum(height * width for height, width in sides)
         else:
             assert self.batch_tokens is not None
-            from bucketline.store.format.block import LATENT  # imports numpy, which --help does not wait for
-
             if LATENT not in {column.name for column in bucket.columns}:
                 raise UsageError(
                     f"{self._named('batch_tokens')} is set, and {bucket.name} has no column target; set another size"
                 )
-            budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[1:])
+            counted = [column for column in bucket.spec.columns if column.name == LATENT or is_reference(column.name)]
+            budget, cost = self.batch_tokens, sum(math.prod(column.shape[1:]) for column in counted)
         return max(1, budget // cost // self.batch_multiple) * self.batch_multiple
 
     def sizing(self) -> dict[str, Json]:

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.forks import OwnerProcess
-from bucketline.loader.batch import Batch, as_fields
+from bucketline.loader.batch import Batch, as_fields, with_seen_images
 from bucketline.loader.collate.buffers import carve
 from bucketline.loader.config import LEAST_WINDOW
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.loader.plan.epoch_steps import Cursor
 from bucketline.loader.prefetch.stream import Stats
 from bucketline.option_value import expect_int
+from bucketline.store.format.block import SEEN_IMAGES
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -439,6 +440,9 @@ class EpochLoader(ABC):
 
 def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind, scale: RecordedScale) -> Batch:
     """Make a batch from a filled buffer's description and its bytes on the caller's device."""
+    fields = as_fields(carve(flat, filled.fields))
+    if SEEN_IMAGES in fields.get("ragged", {}):
+        fields = with_seen_images(fields)
     return Batch(
         step=filled.step,
         micro_step=filled.micro_step,
@@ -446,5 +450,5 @@ def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind, sc
         bucket=filled.bucket,
         latent_kind=latent_kind,
         recorded_scale=scale,
-        **as_fields(carve(flat, filled.fields)),
+        **fields,
     )

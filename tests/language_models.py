@@ -24,6 +24,11 @@ _PROMPTS = (
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:\nuser\nassistant\nComprehend and analyze the provided prompt.\n\n"
 )
+_EDIT_PROMPTS = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how the "
+    "user's text instruction should alter or modify the image. Generate a new image that meets the user's requirements while "
+    "maintaining consistency with the original input where appropriate."
+)
 _CONTENT = (
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
@@ -55,8 +60,8 @@ _SIGHT: dict[str, Any] = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, 
 
 
 @functools.cache
-def _merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return a byte-level vocabulary, and the merges that make a token of each word in `WORDS` and `_PROMPTS`."""
+def _merges(*more: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return a byte-level vocabulary, and the merges that make a token of each word in `WORDS`, `_PROMPTS` and `more`."""
     import tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -66,16 +71,19 @@ def _merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, to_bytes])
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator([_PROMPTS, " ".join(WORDS)], trainer)
+    backend.train_from_iterator([_PROMPTS, " ".join(WORDS), *more], trainer)
     model = json.loads(backend.to_str())["model"]
     return model["vocab"], [(first, second) for first, second in model["merges"]]
 
 
-def qwen_tokenizer() -> Any:
-    """Make a Qwen tokenizer: byte-level, so that any text has tokens, with the template of Qwen's chats."""
+def qwen_tokenizer(*, edits: bool = False) -> Any:
+    """Make a Qwen tokenizer: byte-level, so that any text has tokens, with the template of Qwen's chats.
+
+    If `edits`, with the words of Qwen-Image-Edit's prompt, whose pipelines drop 64 tokens.
+    """
     import transformers
 
-    vocabulary, merges = _merges()
+    vocabulary, merges = _merges(*(_EDIT_PROMPTS, "Picture") * edits)
     tokenizer = transformers.Qwen2Tokenizer(
         vocab=dict(vocabulary), merges=list(merges), additional_special_tokens=list(QWEN_SPECIAL), model_max_length=4096
     )
@@ -136,13 +144,14 @@ def _beginning(token: str, number: int) -> Any:
     )
 
 
-def qwen25_vl() -> Any:
+def qwen25_vl(*, edits: bool = False) -> Any:
     import transformers
 
+    tokenizer = qwen_tokenizer(edits=edits)
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**_SIZES, "vocab_size": len(qwen_tokenizer()), "rope_parameters": QWEN_ROPE},
+        text_config={**_SIZES, "vocab_size": len(tokenizer), "rope_parameters": QWEN_ROPE},
         vision_config={**_SIGHT, "fullatt_block_indexes": [0]},
-        **_vision_tokens(),
+        **_vision_tokens(tokenizer),
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -166,7 +175,7 @@ def qwen3_vl(kind: str = "Qwen3VLForConditionalGeneration", num_layers: int = 2,
             "rope_parameters": {**QWEN_ROPE, "mrope_interleaved": True},
         },
         vision_config={**_SIGHT, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        **_vision_tokens(),
+        **_vision_tokens(qwen_tokenizer()),
     )
     return getattr(transformers, kind)(config)
 
@@ -222,21 +231,36 @@ def _gemma_sizes() -> dict[str, Any]:
 
 
 def qwen3_vl_processor() -> Any:
-    """Make a Qwen3-VL processor of a tokenizer only: for images and videos it needs torchvision."""
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    """Make a Qwen3-VL processor, as published but for its limit of pixels."""
+    normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    return _processor("Qwen3VLProcessor", qwen_tokenizer(), patch_size=16, min_pixels=32 * 32, max_pixels=1 << 20, **normal)
+
+
+def qwen_edit_processor() -> Any:
+    """Make the Qwen2.5-VL processor of Qwen-Image-Edit."""
+    return _processor("Qwen2VLProcessor", qwen_tokenizer(edits=True), patch_size=14, min_pixels=3136, max_pixels=12845056)
+
+
+def _processor(kind: str, tokenizer: Any, **pixels: Any) -> Any:
+    """Make a processor of text and images; for videos it needs torchvision."""
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.processing_utils import ProcessorMixin
 
-    class TextOnly(Qwen3VLProcessor):  # type: ignore[misc] # transformers has no types
-        def __init__(self, tokenizer: Any, chat_template: str) -> None:
-            ProcessorMixin.__init__(self, tokenizer, chat_template=chat_template)
-            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+    base: Any = getattr(transformers, kind)
 
-    TextOnly.__name__, TextOnly.__module__ = Qwen3VLProcessor.__name__, Qwen3VLProcessor.__module__  # in a pipeline's index
-    return TextOnly(qwen_tokenizer(), QWEN_TEMPLATE)
+    class WithoutVideos(base):  # type: ignore[misc] # transformers has no types
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+            for name in ("image", "video"):
+                setattr(self, f"{name}_token", f"<|{name}_pad|>")
+                setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+
+    WithoutVideos.__name__, WithoutVideos.__module__ = base.__name__, base.__module__  # in a pipeline's index
+    return WithoutVideos(Qwen2VLImageProcessorPil(**pixels), tokenizer, QWEN_TEMPLATE)
 
 
-def _vision_tokens() -> dict[str, int]:
-    tokenizer = qwen_tokenizer()
+def _vision_tokens(tokenizer: Any) -> dict[str, int]:
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     return {field: tokenizer.convert_tokens_to_ids(token) for field, token in names.items()}

@@ -15,20 +15,3 @@ def user_turn(tokenizer: Any, caption: str, *, thinks: bool) -> str:  # noqa: AN
     chat = [{"role": "user", "content": caption}]
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinks}
     return str(tokenizer.apply_chat_template(chat, **options))
-
-
-class TextProcessor:
-    """The part of a Qwen3-VL processor that a pipeline takes for captions; for images, the whole one needs torchvision."""
-
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - as above
-        self.tokenizer = tokenizer
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[list[int]]:  # noqa: ANN401
-        """Return the token ids of a chat."""
-        return [self.tokenizer.apply_chat_template(messages, **options)]
-
-    def __call__(self, text: list[str], **options: Any) -> Any:  # noqa: ANN401 - as above
-        """Return the token ids of each text, their mask, and that none is of an image."""
-        found = self.tokenizer(text, **options)
-        found["mm_token_type_ids"] = found["input_ids"] * 0
-        return found

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.families.chats import NO_PROCESSOR, TextProcessor
-from bucketline.families.family import Family, Padding, Part
+from bucketline.families.chats import NO_PROCESSOR
+from bucketline.families.family import Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, place_behind_captions
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.references import References
+from bucketline.families.seen import SeenText
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
 
 
-class QwenImage21(Family):
+class QwenImage21(SeenText):
     """Qwen-Image 2.1: takes latents as tokens and their shape, the noise as a share, tokens and two masks."""
 
     name = "qwenimage21"
@@ -32,7 +33,8 @@ class QwenImage21(Family):
     )
     padding = Padding.VALID
     results = ("tokens", "mask", None)
-    refused_tokens = ("<|image_pad|>", "<|video_pad|>")
+    processor_class = "Qwen3VLProcessor"
+    tokens_beside = 7  # <image1>, a space between two, and two marks
     model_class = "QwenImage21Transformer2DModel"
     usual_tokens = 512
     image_guidance = 1.0
@@ -56,11 +58,6 @@ class QwenImage21(Family):
     def num_dropped(cls, pipeline: Any, _caption: str) -> int:  # noqa: ANN401 - likewise
         """Return the number of the chat's tokens before the caption's turn."""
         return int(pipeline._drop_idx)
-
-    @classmethod
-    def pipeline_parts(cls, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the processor of the tokenizer."""
-        return {**parts, "processor": TextProcessor(parts["processor"])}
 
     def prepare(self, model: Any) -> None:  # noqa: ANN401 - likewise
         """Place each image after its own caption."""

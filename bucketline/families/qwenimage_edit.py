@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bucketline.families.family import Part
 from bucketline.families.packing import PATCH
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.references import References
+from bucketline.families.seen import SeenText
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,12 +16,20 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
 
 
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(SeenText, QwenImage):
     """Qwen-Image-Edit: takes what Qwen-Image does, and the references' latents and shapes, in order."""
 
     name = "qwenimage_edit"
     pipelines = ("QwenImageEditPipeline",)
+    # its pipeline cuts no captions, whatever `max_sequence_length` is; that may be 1024 at most
+    parts = (Part(tokenizer="processor", kind="Qwen2_5_VL", layer="hidden_states[-1]", most_tokens=1024, is_cut=False),)
+    processor_class = "Qwen2VLProcessor"
     references = References(most=1, least=1, text_sees=True)
+
+    @classmethod
+    def num_dropped(cls, pipeline: Any, caption: str) -> int:  # noqa: ANN401 - diffusers has no types
+        """Return the number of the chat's tokens before the caption: also of the three that stand for the image."""
+        return super().num_dropped(pipeline, caption) + 3
 
     def with_references(self, given: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
         """Put the references behind the target; of a pipeline's call, only the target's shape is kept."""

@@ -5,6 +5,9 @@ The modulation of 2511's references at timestep 0 (`zero_cond_t`) is the transfo
 
 from __future__ import annotations
 
+from typing import Any
+
+from bucketline.families.qwenimage import QwenImage
 from bucketline.families.qwenimage_edit import QwenImageEdit
 from bucketline.families.references import References
 
@@ -16,3 +19,9 @@ class QwenImageEditPlus(QwenImageEdit):
     pipelines = ("QwenImageEditPlusPipeline",)
     references = References(most=3, text_sees=True, text_area_px=384**2)
     most_drawn = 1  # its pipeline refuses more
+    tokens_beside = 7  # Picture 1: and two marks
+
+    @classmethod
+    def num_dropped(cls, pipeline: Any, caption: str) -> int:  # noqa: ANN401 - diffusers has no types
+        """Return the number of the chat's tokens before the caption, without those of images."""
+        return QwenImage.num_dropped(pipeline, caption)

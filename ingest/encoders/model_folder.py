@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError, ModelError
 from bucketline.families.registry import crossed, family_of_model, takes_images
+from bucketline.families.seen import PIXEL_FIELDS
 from bucketline.families.vaes import latent_channels
 from bucketline.files.paths import can_be_reached, redacted
 from bucketline.model_file import (
@@ -283,6 +284,31 @@ class ModelFolder:
     def config(self, name: str) -> Mapping[str, Any] | None:
         """Return the config.json of a part; None if there is none."""
         return self._read_json("config.json", name)
+
+    def pixels(self, name: str) -> Mapping[str, Any]:
+        """Return the configuration of the processor of images in a part, downloaded if it is a hub's.
+
+        transformers saves it alone, or since its version 5 in that of the whole processor.
+        """
+        self.part(name)
+        files = self._files(name)
+        own = next((file for file in ("preprocessor_config.json", "processor_config.json") if file in files), None)
+        if own is None:
+            there = ", ".join(sorted(files)) or "no file"
+            raise ModelError(
+                f"{self.name}: {name}/ has no preprocessor_config.json, which says how the text encoder sees images; "
+                f"it has {there}; download or save the model again"
+            )
+        if self.hub_files is not None:
+            downloaded(self.name, [f"{name}/{own}"], self.path.name)
+        config = self._read_json(own, name) or {}
+        found = config.get("image_processor", config)
+        kind = str(found.get("image_processor_type"))
+        if not kind.startswith("Qwen2VLImageProcessor"):
+            raise ModelError(
+                f"{self.name}: {name}/{own} is of a {kind:.80}, expected a Qwen2VLImageProcessor; use another model"
+            )
+        return {field: found[field] for field in PIXEL_FIELDS if field in found}
 
     def index(self) -> Mapping[str, Any]:
         """Return the model's index, which names the pipeline and its parts; empty if there is none."""

@@ -1,4 +1,4 @@
-"""Protocol and records of caption encoders, independent of the model family.
+"""Protocols and records of caption encoders, independent of the model family.
 
 Letters: T tokens of a caption, D width of a token.
 """
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+    from PIL.Image import Image
 
     from bucketline.families.family import Padding
     from bucketline.typed_json import Json
@@ -46,6 +47,19 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the model sees of a sample's captions with its images, on the CPU; the images' part is as wide as the captions'.
+
+    The whole of a caption is `images`, then its own tokens; if it was dropped, `images`, then those of `empty`.
+    """
+
+    images: torch.Tensor  # [T, D]: states of the images and of what is written between them; 0 tokens if there are none
+    is_image: torch.Tensor  # [T] bool: those of a patch of an image
+    empty: Embedding  # of the empty caption behind the images; not finite if they are not
+    captions: tuple[Embedding, ...]  # of each caption behind the images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """Settings of a caption encoder."""
 
@@ -65,7 +79,7 @@ class TextSettings:
 
     @property
     def fixed_dtype(self) -> str:
-        """Return the dtype of the fixed columns, which are not quantised."""
+        """Return the dtype of what is not quantised: the fixed columns, and the images' part."""
         return "F16" if self.is_quantised else self.stored_dtype
 
     def are_finite(self, tokens: torch.Tensor) -> bool:
@@ -99,6 +113,11 @@ class CaptionEncoder(Protocol):
     def padding(self) -> Padding: ...
 
     @property
+    def sees_images(self) -> bool:
+        """True for a `SeeingEncoder`, whose captions depend on their sample's images."""
+        ...
+
+    @property
     def provenance(self) -> dict[str, Json]: ...
 
     def padded_lengths(self, captions: Sequence[str]) -> list[int]:
@@ -106,3 +125,11 @@ class CaptionEncoder(Protocol):
         ...
 
     def encode(self, captions: Sequence[str]) -> list[Embedding]: ...
+
+
+class SeeingEncoder(CaptionEncoder, Protocol):
+    """A loaded caption encoder of a family whose text sees the images."""
+
+    def encode_seen(self, captions: Sequence[str], images: Sequence[Image]) -> Seen:
+        """Encode the captions of one sample, and the empty one, with its images as `References.for_text` returns them."""
+        ...

@@ -8,9 +8,10 @@ import torch
 
 from bucketline.dtype_names import dtype_name
 from bucketline.errors import ModelError, UsageError
-from bucketline.families.family import Padding
+from bucketline.families.family import Encoded, Padding
 from bucketline.families.registry import FAMILIES, class_name, family_of_model, family_of_pipeline, known_pipelines
-from bucketline.ingest.encoders.text_columns import Cut, Embedding, TextSettings, text_spec
+from bucketline.families.seen import PIXEL_FIELDS, SeenText
+from bucketline.ingest.encoders.text_columns import Cut, Embedding, Seen, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import (
     UNNAMED,
     PromptLengths,
@@ -28,7 +29,9 @@ from bucketline.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bucketline.families.family import Encoded, Family
+    from PIL.Image import Image
+
+    from bucketline.families.family import Family
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import CaptionEncoder
     from bucketline.typed_json import Json
@@ -45,6 +48,8 @@ _MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
 
 class TextEncoder:
     """A loaded text encoder and its tokenizer."""
+
+    sees_images = False
 
     def __init__(self, model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
         """Load `tokenizer/` and `text_encoder/`."""
@@ -127,6 +132,7 @@ class TextEncoder:
 # Letters: B captions, T tokens, D width of a token.
 
 LONGER = "a caption of some words"  # than none
+_MOST_DIFFERENCE = 0.05  # of the images' states between a sample's captions, by their norm: rounding, also of quantised weights
 
 
 class PromptEncoder:
@@ -145,15 +151,21 @@ class PromptEncoder:
         names = {part.encoder: part.tokenizer for part in family.parts if part.encoder in self._parts}
         given = {name: self._parts[name].encoder for name in names}
         given |= {tokenizer: self._parts[name].tokenizer for name, tokenizer in names.items()}
+        self._seeing = family if issubclass(family, SeenText) else None
+        if self._seeing is not None:
+            given["pixels"] = model.pixels("processor")
         self._pipeline = make_pipeline(family, model, given)
         tokenizers = {name: part.tokenizer for name, part in self._parts.items()}
         self._lengths = PromptLengths(family, self._pipeline, tokenizers, settings.max_tokens)
         self._more: dict[str, Any] = {"device": device, "num_images_per_prompt": 1}
         if self._lengths.open_length is not None:
             self._more["max_sequence_length"] = self._lengths.open_length
-        empty = self._encoded([""])
-        longer = empty if family.padding is Padding.MAX_LENGTH else self._encoded([LONGER])
-        self._pads_to_longest = longer.tokens.shape[1] != empty.tokens.shape[1]
+        if self.sees_images:
+            empty, self._pads_to_longest = Encoded(tokens=self.encode_seen((), [_black()]).empty.tokens[None]), True
+        else:
+            empty = self._encoded([""])
+            longer = empty if family.padding is Padding.MAX_LENGTH else self._encoded([LONGER])
+            self._pads_to_longest = longer.tokens.shape[1] != empty.tokens.shape[1]
         width, self.max_tokens = int(empty.tokens.shape[2]), self._lengths.positions
         self.padding = family.padding
         self.columns = text_spec(settings.stored_dtype, width, {name: value.shape[1] for name, value in empty.fixed.items()})
@@ -164,8 +176,24 @@ class PromptEncoder:
             "width": width,
             "max_tokens": self.max_tokens,
             "padding": family.padding.value,
-            "empty_caption": "zeros" if self._zeroes_empty else "encoded",
+            "empty_caption": "of each sample" if self.sees_images else "zeros" if self._zeroes_empty else "encoded",
         }
+        if self.sees_images:
+            pixels = self._pipeline.processor.image_processor.to_dict()
+            own = json_hash({name: pixels[name] for name in PIXEL_FIELDS if name in pixels})
+            self.provenance |= {"processor_hash": own, "image_positions": self._image_positions}
+
+    @property
+    def sees_images(self) -> bool:
+        return self._seeing is not None
+
+    @property
+    def _image_positions(self) -> str:
+        """How the encoder counts an image's patches: by row and column, or one after the other if the pipeline says no more.
+
+        Of diffusers 0.42 with transformers 5, Qwen-Image-Edit's do not (diffusers' issue 14194): their states are others.
+        """
+        return "sequence" if self._pipeline.text_encoder.model.rope_deltas is None else "grid"
 
     @property
     def _zeroes_empty(self) -> bool:
@@ -197,7 +225,9 @@ class PromptEncoder:
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
-        """Encode each caption to what the model sees."""
+        """Encode each caption to what the model sees; if that depends on images, without any."""
+        if self.sees_images:
+            self._refuse_number(0)
         refusals = [self._lengths.refusal(caption) for caption in captions]
         given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
         encoded = self._encoded(given)
@@ -223,6 +253,52 @@ class PromptEncoder:
             )
         return embeddings
 
+    @torch.inference_mode()
+    def encode_seen(self, captions: Sequence[str], images: Sequence[Image]) -> Seen:
+        """Encode the captions of one sample, and the empty one, with its images; each by itself, as the pipeline's call does.
+
+        The images' part is the first caption's: that of the others differs by rounding, if at all.
+
+        Raises:
+            UsageError: if the family takes more images, or fewer.
+            ModelError: if the images' part depends on the caption.
+        """
+        assert self._seeing is not None
+        self._refuse_number(len(images))
+        refusals = [self._lengths.refusal(caption) for caption in captions]
+        given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
+        with self._seeing.seeing_once(self._pipeline):
+            texts = dict.fromkeys((*given, ""))
+            states = {text: self._seeing.states(self._pipeline, text, images, self._more) for text in texts}
+        (seen, is_image), *others = ((tokens[:start], patches[:start]) for tokens, patches, start in states.values())
+        if any((other - seen).float().norm() > _MOST_DIFFERENCE * seen.float().norm() for other, _ in others):
+            raise ModelError(f"{self._kind}: the states of the images depend on the caption; its encoder is not causal")
+        token_dtype, fixed_dtype = (TORCH_DTYPES[name] for name in (self._settings.token_dtype, self._settings.fixed_dtype))
+        own = {text: tokens[start:] for text, (tokens, _, start) in states.items()}
+        seen, empty = (part.to(fixed_dtype).cpu().contiguous() for part in (seen, own[""]))
+        embeddings = []
+        for caption, refusal in zip(given, refusals, strict=True):
+            tokens = own[caption].to(token_dtype).cpu().contiguous()
+            embeddings.append(Embedding(tokens=tokens, is_finite=self._settings.are_finite(tokens), refusal=refusal))
+        is_finite = bool(seen.isfinite().all() and empty.isfinite().all())
+        return Seen(
+            images=seen, is_image=is_image, empty=Embedding(tokens=empty, is_finite=is_finite), captions=tuple(embeddings)
+        )
+
+    def _refuse_number(self, found: int) -> None:
+        rule = self._family.references
+        assert rule is not None
+        if not rule.least <= found <= rule.most:
+            wanted = f"{rule.least}" if rule.least == rule.most else f"{rule.least} to {rule.most}"
+            raise UsageError(
+                f"{self._kind} takes {wanted} reference{'s' * (rule.most > 1)} of a sample, found {found}; name as many "
+                "folders by `references`, or another model"
+            )
+
+    @property
+    def _kind(self) -> str:
+        return self._family.pipelines[0]
+
 
 # ---------------------------------------------------------------------------------------------------------------- class labels
 # Class labels instead of captions, for class-conditional models (diffusers' DiT).
@@ -238,6 +314,7 @@ class ClassLabels:
 
     max_tokens = 1
     padding = Padding.MAX_LENGTH
+    sees_images = False
 
     def __init__(self, model: ModelFolder) -> None:
         """Read the number of classes from `transformer/config.json`, and their names from `id2label` in the index or there."""
@@ -323,9 +400,20 @@ _ENCODERS = ["text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4
 _MAX_NAME = 80
 
 
+def _black() -> Image:
+    """Return an image to see how a text encoder sees any."""
+    from PIL import Image
+
+    return Image.new("RGB", (64, 64))
+
+
 def load_caption_encoder(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
     encoder = _load(model, device, settings)
-    _refuse_bad_empty_caption(model, encoder.encode([""])[0], settings.stored_dtype)
+    if isinstance(encoder, PromptEncoder) and encoder.sees_images:
+        empty = encoder.encode_seen((), [_black()]).empty
+    else:
+        (empty,) = encoder.encode([""])
+    _refuse_bad_empty_caption(model, empty, settings.stored_dtype)
     return encoder
 
 

@@ -26,15 +26,20 @@ from bucketline.store.format.block import (
     AUDIO,
     CLASS_LABELS,
     FLIPPED_SUFFIX,
+    MASK,
     PRESENT_PREFIX,
     RAGGED_PREFIX,
     SAME,
+    SEEN_EMPTY,
+    SEEN_IMAGES,
     TARGET,
     TOKENS,
     EntriesOf,
     LatentKind,
     fixed_columns,
     flipped_role,
+    is_reference,
+    references_of,
     role_of,
     stored_name,
 )
@@ -224,6 +229,16 @@ class RequestedGroup:
         return self.spec.group == TEXT_GROUP
 
     @property
+    def is_seen(self) -> bool:
+        """True if a batch's tokens are joined of this group's and the captions'."""
+        return self.spec.group in (RAGGED_PREFIX + SEEN_IMAGES, RAGGED_PREFIX + SEEN_EMPTY)
+
+    @property
+    def is_of_empty(self) -> bool:
+        """True if only rows with the empty caption have an entry: its states, after those of the row's images."""
+        return self.spec.group == RAGGED_PREFIX + SEEN_EMPTY
+
+    @property
     def prefix(self) -> str:
         """Begin of the names of a ragged group's fields in a buffer."""
         return f"{BATCH_RAGGED_PREFIX}{self.spec.group.removeprefix(RAGGED_PREFIX)}."
@@ -402,6 +417,7 @@ class RequestedColumn:
     name: str  # in the blocks
     mirrored: str  # the name of the column that replaces it in a flipped row, or its own
     present: str | None  # the name of the column that says which rows have it; None if all do
+    in_buckets: frozenset[str] | None = None  # whose rows have it; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +432,13 @@ class Conditioning:
 
     def padded(self, group: RequestedGroup, longest: int) -> int:
         """Return L of a group in a batch whose longest entry has `longest` tokens."""
-        return group.longest if self.pad_multiple is None else _rounded(longest, self.pad_multiple)
+        if self.pad_multiple is None:
+            return group.longest
+        return 0 if longest == 0 and group.is_seen else _rounded(longest, self.pad_multiple)
+
+    def columns_of(self, bucket: Bucket) -> tuple[RequestedColumn, ...]:
+        """Return the columns that a bucket's rows have: not each has all references, nor each store of a mixture a mask."""
+        return tuple(column for column in self.columns if column.in_buckets is None or bucket.name in column.in_buckets)
 
     def flips(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which rows are delivered as their mirror image, `[B]`."""
@@ -433,22 +455,46 @@ def make_conditioning(store: Store | Mixture, buckets: Iterable[Bucket], config:
         raise UsageError(
             f"{name} is {config.pad_to or config.pad_multiple}, and {store.where} has classes, not captions; leave it out"
         )
-    if config.pad_to is not None and config.pad_to < store.max_tokens:
+    seen, before, least = _seen_groups(store, config), 0, store.max_tokens
+    if seen:
+        before = seen[0].longest
+        least = before + max(store.max_tokens, seen[1].longest)
+    if config.pad_to is not None and config.pad_to < least:
+        what = "caption of {} has {} tokens" if not seen else "images and caption of {} have {} tokens together"
         raise UsageError(
-            f"pad_to is {config.pad_to}, and the longest caption of {store.where} has {store.max_tokens} tokens, which would "
-            f"be cut; expected {store.max_tokens} or more (or pack with --max-tokens {config.pad_to})"
+            f"pad_to is {config.pad_to}, and the longest {what.format(store.where, least)}, which would "
+            f"be cut; expected {least} or more (or pack with --max-tokens {config.pad_to - before})"
         )
-    longest = config.pad_to or store.max_tokens
+    longest = config.pad_to - before if config.pad_to else store.max_tokens
     if config.pad_multiple is not None:
         longest = _rounded(longest, config.pad_multiple)
-    shown = store.text if TextForm(config.text) is TextForm.STORED else store.text.delivered
+    shown = store.text if TextForm(config.text) is TextForm.STORED and not seen else store.text.delivered
     text = RequestedGroup(spec=store.text, shown=shown, number=None, optional=False, longest=longest)
     return Conditioning(
         columns=columns,
         caption_dropout=config.caption_dropout,
         flip=config.flip,
         pad_multiple=config.pad_multiple,
-        groups=(text, *_requested_groups(store, config)),
+        groups=(text, *seen, *_requested_groups(store, config)),
+    )
+
+
+def _seen_groups(store: Store | Mixture, config: LoaderConfig) -> tuple[RequestedGroup, ...]:
+    """Return the groups that are joined with the captions if the text sees the images: those of images, of no caption."""
+    names = (SEEN_IMAGES, SEEN_EMPTY)
+    if not store.ragged.keys() >= {*names}:
+        return ()
+    if config.flip:
+        raise UsageError(
+            f"flip is {config.flip}, and the text of {store.where} was encoded with the images as they are, not mirrored; "
+            "expected 0"
+        )
+    if asked := [name for name in config.ragged if name in names]:
+        raise UsageError(f"ragged has {asked[0]!r}, which is a part of batch.tokens; leave it out")
+    specs = {name: store.ragged_spec(name) for name in names}
+    return tuple(
+        RequestedGroup(spec=spec, shown=spec, number=spec.group, optional=False, longest=store.max_entry_tokens[name])
+        for name, spec in specs.items()
     )
 
 
@@ -488,10 +534,14 @@ def _requested_columns(store: Store | Mixture, buckets: Sequence[Bucket], config
         raise UsageError(f"columns is {list(config.columns)}; expected each role once")
     names = {bucket.name: {column.name for column in bucket.columns} for bucket in buckets}
     requested = []
-    for role in config.columns:
+    for role in config.columns or _usual_roles({*store.added}.union(*names.values())):
         name = stored_name(role)
         mirrored = stored_name(flipped_role(role)) if config.flip and role != AUDIO else name
-        for bucket, of_bucket in names.items():
+        having = [bucket.name for bucket in buckets if _has(bucket, name)]
+        may_lack = name not in store.added and (is_reference(role) or (role == MASK and not config.columns))
+        own = having if may_lack and any(name in of_bucket for of_bucket in names.values()) else [*names]
+        for bucket in own:
+            of_bucket = names[bucket]
             _refuse_lacking(store, [name, mirrored], bucket)
             if name not in of_bucket or role_of(name) != role or role.endswith(FLIPPED_SUFFIX):
                 stored = sorted(map(role_of, of_bucket - _FIXED))
@@ -511,9 +561,20 @@ def _requested_columns(store: Store | Mixture, buckets: Sequence[Bucket], config
                 name=name,
                 mirrored=mirrored,
                 present=present if any(present in of_bucket for of_bucket in names.values()) else None,
+                in_buckets=None if len(own) == len(names) else frozenset(own),
             )
         )
     return tuple(requested)
+
+
+def _usual_roles(stored: Iterable[str]) -> list[str]:
+    """Return the roles that are read if none is requested: the target, its references and its mask, if they are stored."""
+    return [TARGET, *references_of(stored), *({MASK} & {*stored})]
+
+
+def _has(bucket: Bucket, name: str) -> bool:
+    """Return True if a bucket's rows have a column; a reference of sizes 0 they do not have."""
+    return any(column.name == name and (column.row_bytes or not is_reference(name)) for column in bucket.columns)
 
 
 def _refuse_lacking(store: Store | Mixture, names: Sequence[str], bucket: str) -> None:

@@ -114,7 +114,7 @@ class CopyPlanner:
         """Return the buffer layout of a bucket's micro-batch of `num_rows` rows, and `lengths`: L of each group."""
         key = (bucket.name, num_rows, lengths)
         if key not in self._layouts:
-            requested = self.conditioning.columns
+            requested = self.conditioning.columns_of(bucket)
             columns = {column.field: bucket.column(column.name) for column in requested}
             optional = [column.role for column in requested if column.present is not None]
             groups = list(zip(self.conditioning.groups, lengths, strict=True))
@@ -144,7 +144,10 @@ class Window:
         """Return the byte offset in its file of each row's value of a column, `[N]`."""
         places = self._places_of(column)
         specs = {batch.bucket.name: self._store.spec_with(column, batch.bucket.name) for batch in self.batches}
-        sizes = {name: (spec.prefix_bytes[column], spec.column(column).row_bytes) for name, spec in specs.items()}
+        sizes = {  # a window's buckets need not all have it: of the others it is not copied
+            name: (spec.prefix_bytes[column], spec.column(column).row_bytes) if column in spec.prefix_bytes else (0, 0)
+            for name, spec in specs.items()
+        }
         if len(specs) == 1:
             ((prefix, row_bytes),) = sizes.values()
             return places.data + places.rows * prefix + places.row_in_block * row_bytes
@@ -171,7 +174,7 @@ class Window:
         conditioning, bucket = self._planner.conditioning, self.batches[0].bucket
         flipped = conditioning.flips(self._keys)
         reads = []
-        for column in conditioning.columns:
+        for column in conditioning.columns_of(bucket):
             shard, offsets = self._values(column, flipped)
             reads.append(PlainRead(shard=shard, offsets=offsets, num_bytes=bucket.column(column.name).row_bytes))
         return reads
@@ -203,9 +206,9 @@ class Window:
             return RaggedRows(group, self._store.locate_entries(group.spec, captions.shard, captions.row))
         number = stored[group.number] if group.number in stored else self._stored(group.number)
         rows = number.view("<i4").astype(np.int64).reshape(-1)
-        if not group.optional:
+        if not (group.optional or group.is_of_empty):
             return RaggedRows(group, self._store.locate_entries(group.spec, self._shard, rows))
-        has = rows != -1
+        has = captions.row == EMPTY_CAPTION_ROW if group.is_of_empty else rows != -1
         return RaggedRows(group, self._store.locate_entries(group.spec, self._shard[has], rows[has]), has)
 
     def _captions(self) -> LocatedEntries:
@@ -246,7 +249,7 @@ class Window:
                 end=self._ends[m + 1],
                 entries=entries,
                 stored=stored,
-                columns=conditioning.columns,
+                columns=conditioning.columns_of(batch.bucket),
             )
             for m, batch in enumerate(self.batches)
         ]
@@ -258,6 +261,8 @@ class Window:
         for column in self._planner.conditioning.columns:
             shard, offsets = self._values(column, flipped)
             for first, last in buckets:
+                if column not in self._planner.conditioning.columns_of(self.batches[first].bucket):
+                    continue
                 row_bytes = self.batches[first].bucket.column(column.name).row_bytes
                 each = self._each(shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
                 for of_batch, source in zip(copies[first:last], each, strict=True):

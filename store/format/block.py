@@ -23,7 +23,7 @@ from bucketline.forks import cached_property
 from bucketline.option_value import unlike
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -74,6 +74,20 @@ def role_of(name: str) -> str:
 def reference_role(number: int) -> str:
     """Return the role of a sample's reference image, counted from 0, which is also its column's name."""
     return f"{REFERENCE_PREFIX}{number}"
+
+
+def is_reference(role: str) -> bool:
+    """Return True if a role, which is also its column's name, is that of a reference, not of its mirror image."""
+    return role.startswith(REFERENCE_PREFIX) and not role.endswith(FLIPPED_SUFFIX)
+
+
+def references_of(roles: Iterable[str]) -> list[str]:
+    """Return those roles that are references', in their order.
+
+    >>> references_of(["target", "reference/10", "reference/9", "reference/9/flipped"])
+    ['reference/9', 'reference/10']
+    """
+    return sorted(filter(is_reference, roles), key=lambda role: (len(role), role))
 
 
 def reference_axes(number: int) -> tuple[str, str]:

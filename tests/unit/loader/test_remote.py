@@ -74,7 +74,7 @@ def bits(batches: Sequence[Batch]) -> list[dict[str, object]]:
 
 
 def batches_of(store: object, count: int | None = None, **options: Any) -> list[dict[str, object]]:
-    config = LoaderConfig(**{"batch_size": 4, "epochs": 1, "columns": (), **options})
+    config = LoaderConfig(**{"batch_size": 4, "epochs": 1, **options})
     with Loader(store, config) as loader:  # type: ignore[arg-type]
         return [own for batch in islice(loader.forever(), count) for own in bits([batch])]
 
@@ -228,7 +228,7 @@ def test_a_store_that_is_gone_is_an_error_at_next_and_the_iteration_goes_on_when
     url = pushed(store)
     expected = batches_of(store)
     objects = Path(url.removeprefix("file://")) / "shards"
-    config = LoaderConfig(batch_size=4, epochs=1, columns=(), cache=str(tmp_path / "cache"), deadline=3.0)
+    config = LoaderConfig(batch_size=4, epochs=1, cache=str(tmp_path / "cache"), deadline=3.0)
     with Loader(url, config) as loader:
         objects.rename(objects.with_name("away"))
         begun = time.monotonic()

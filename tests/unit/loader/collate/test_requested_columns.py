@@ -113,7 +113,7 @@ def test_only_what_was_requested_is_read(store: Store, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Window, "_offsets", noted)
     for columns, own in (
-        ((), set()),
+        (("audio",), {"audio"}),
         (("mask",), {"mask", "present/mask"}),
         (("target", "features/dino"), {"latent", "features/dino"}),
     ):
@@ -173,7 +173,7 @@ def test_rows_without_a_size_are_flipped_without_a_crop(tmp_path: Path) -> None:
     form = Form(columns=[RowColumn(role=role, dtype="F32", shape=(2, "length")) for role in ("target", "target/flipped")])
     items = form.samples({"train/5": 8})
     store = form.make_store(tmp_path / "s", items)
-    config = LoaderConfig(batch_size=4, epochs=1, flip=0.5)
+    config = LoaderConfig(batch_size=4, epochs=1, columns=("target",), flip=0.5)
     with Loader(store, config) as loader:
         batches = [batch for batch in loader.forever() if check([batch], items, config)]
     assert not any(batch.crop.any() or batch.target_size.any() for batch in batches)
