@@ -10,8 +10,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import FingerprintError, SourceError, UsageError
+from bucketline.families.registry import family_named
 from bucketline.files.paths import read_regular, why_unread
-from bucketline.store.format.block import IMAGE_AXES, PLAIN_FAMILY
+from bucketline.store.format.block import IMAGE_AXES, PLAIN_FAMILY, REFERENCE_AXIS
 from bucketline.store.prompt_file import MAX_PROMPTS, Prompt, encode_prompts
 from bucketline.typed_json import first_difference
 
@@ -37,10 +38,16 @@ def encoded_prompts(
     """Return a file of the prompts in a text file, how many they are, and the texts that were cut.
 
     `manifest`, `where`: of the store whose text encoders, those of `model`, make the embeddings. `size`: height and width in px
-    of prompts without one, by default of the store's bucket with the most training samples.
+    of prompts without one, by default of the store's bucket with the most training samples. Prompts have no reference images.
     """
     if not isinstance(text := manifest.encoders.get("text_encoder"), dict) or not text:
         raise UsageError(f"{where} has no text embeddings, so no model that is trained on it takes a prompt")
+    family = family_named(str(text.get("family")))
+    if family is not None and family.references is not None and family.references.least:
+        raise UsageError(
+            f"{where} is for {family.pipelines[0]}, which draws from a reference image, and a prompt has none; "
+            "leave prompts out: images are drawn from the captions and references of the store's own samples"
+        )
     lines = list(_lines(file, size or _most_common_size(manifest, where)))
     for number, prompt in lines:
         _refuse_size(manifest, f"{file}, line {number}", prompt)
@@ -159,12 +166,15 @@ def _most_common_size(manifest: Manifest, where: str) -> tuple[int, int]:
     rows: Counter[str] = Counter()
     for shard in manifest.shards:
         rows.update({name: group.live for name, group in shard.groups.items()})
-    images = [bucket for bucket in manifest.buckets if tuple(axis.name for axis in bucket.axes) == IMAGE_AXES]
-    images = [bucket for bucket in images if rows[bucket.name]]
+    sizes = {  # without those of references
+        bucket.name: {axis.name: axis.size for axis in bucket.axes if not REFERENCE_AXIS.fullmatch(axis.name)}
+        for bucket in manifest.buckets
+    }
+    images = [bucket for bucket in manifest.buckets if tuple(sizes[bucket.name]) == IMAGE_AXES and rows[bucket.name]]
     if not images:
         raise UsageError(f"{where} has no images; prompts are for models of images, which the trainer can draw")
     best = min(images, key=lambda bucket: (bucket.split != "train", -rows[bucket.name], bucket.name))
-    height_px, width_px = (axis.size for axis in best.axes)
+    height_px, width_px = sizes[best.name].values()
     return height_px, width_px
 
 

@@ -89,6 +89,19 @@ class LossWeight(OptionValue):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskLoss(OptionValue):
+    """What errors under a mask are divided by, and the least that a position counts; see `train/noise.py`."""
+
+    FORMS = ("plain[:FLOOR]", "sample[:FLOOR]", "batch[:FLOOR]")
+    EXAMPLE = "batch:0.1"
+    METAVAR = "plain|sample|batch[:FLOOR]"
+    LIMITS: ClassVar = {"floor": A_SHARE}
+
+    name: Literal["plain", "sample", "batch"] = "plain"
+    floor: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrSchedule(OptionValue):
     """The course of the learning rate after the warm-up, down to its floor; wsd: warm-up, stable, decay (arXiv 2404.06395)."""
 
@@ -140,7 +153,7 @@ class MemoryLimit(OptionValue):
     num_bytes: Annotated[int | None, IN_BYTES] = None  # None: nothing is chosen
 
 
-UNIFORM, WHOLE_RANGE, UNWEIGHTED = Timesteps(), TimestepRange(), LossWeight()
+UNIFORM, WHOLE_RANGE, UNWEIGHTED, PLAIN_MASKS = Timesteps(), TimestepRange(), LossWeight(), MaskLoss()
 CONSTANT_RATE, ADAMS_BETAS, USUAL_EMA = LrSchedule(), Betas(), Ema(decay=0.9999)
 
 
@@ -209,6 +222,9 @@ class ObjectiveOptions:
     loss_weight: LossWeight = UNWEIGHTED
     """Loss weighting by noise: min-snr (Hang et al. 2023; 5 in the paper) for epsilon and v; for a flow cosmap, highest in the
     middle, sigma-sqrt, noise⁻² (Esser et al. 2024), or sigma-squared, noise², the error of the image."""
+    mask_loss: MaskLoss = PLAIN_MASKS
+    """Loss of a store with masks: the mean error times the mask (plain), divided by the mean of the sample's own mask (sample),
+    or of all masks of the step (batch). A number after that is the least that a position counts (batch:0.1; by default 0)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bucketline.families.packing import NoiseLevels
     from bucketline.loader import Batch
-    from bucketline.train.config import LossWeight
+    from bucketline.train.config import LossWeight, MaskLoss
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +159,41 @@ def weights_of_errors(asked: LossWeight, objective: Objective, mixing: Mixing) -
     return noise.square() if asked.name == "sigma-squared" else None
 
 
-def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:
-    """Return the mean squared error per sample, computed in 32 bits, [B] float32; both inputs are [B, C, h, w]."""
-    return (prediction.float() - wanted.float()).square().flatten(1).mean(1)
+def squared_error(prediction: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean squared error per sample, times its `mask`, [B, h, w], if there is one.
+
+    It is computed in 32 bits, [B] float32; both inputs are [B, C, h, w].
+    """
+    squared = (prediction.float() - wanted.float()).square()
+    return (squared if mask is None else squared * mask.unsqueeze(1)).flatten(1).mean(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- masks
+# With m = clamp(mask, floor, 1) of a sample's positions p, and its squared errors (mean over channels) d, weight by noise n and
+# weight of its row w, relative to the stores' mean, the loss of a step's N samples i, of all ranks and micro-batches, is
+#
+#     plain    mean_i(n_i · w_i · mean_p(m · d))
+#     sample   mean_i(n_i · w_i · mean_p(m · d) / mean_p(m))
+#     batch    mean_i(n_i · w_i · mean_p(m · d)) / mean_i(mean_p(m))
+#
+# A quotient whose divisor is 0 is 0. Weights do not count in a divisor: in a batch of one row, its own would cancel. So where
+# all masks are 1, all three are the loss without masks.
+# Source: sd-scripts' `apply_masked_loss`; OneTrainer's `normalize_masked_area_loss`; ai-toolkit's masks of a batch.
+
+
+def mask_of(batch: Batch, asked: MaskLoss) -> Tensor | None:
+    """Return how much each position counts, [B, h, w] float32; None if the stores have no masks."""
+    return None if batch.mask is None else batch.mask.clamp(min=asked.floor)
+
+
+def areas_of(mask: Tensor) -> Tensor:
+    """Return the mean of each sample's mask, [B] float32."""
+    return mask.flatten(1).mean(1)
+
+
+def divided(errors: Tensor, areas: Tensor) -> Tensor:
+    """Return errors divided by areas of any shape, and 0 where an area is: so is the error."""
+    return errors / torch.where(areas > 0, areas, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def mean_over_ranks(own: Tensor) -> Tensor:
+    """Return the mean of each rank's tensor, on its device, where it is awaited; every rank must call this."""
+    if not dist.is_initialized():
+        return own
+    dist.all_reduce(summed := own.clone())
+    return summed / dist.get_world_size()
+
+
 @torch.no_grad()
 def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with rank 0's in `whole`, which is emptied; others hold one whole tensor at a time."""

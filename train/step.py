@@ -14,9 +14,9 @@ from bucketline.errors import UsageError
 from bucketline.loader.mixture import parse_stores
 from bucketline.loader.plan.order import key_of
 from bucketline.train.config import WeightDtype
-from bucketline.train.noise import sample_noise, squared_error
+from bucketline.train.noise import areas_of, divided, mask_of, sample_noise, squared_error
 from bucketline.train.optim import learning_rate_at
-from bucketline.train.parallel import free_gathered, whole, without_sync
+from bucketline.train.parallel import free_gathered, local, mean_over_ranks, whole, without_sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,7 +79,20 @@ class Training:
     def errors(self, model: nn.Module, noised: Noised, batch: Batch) -> Tensor:
         """Return the error of the model's prediction for each sample, [B] float32: in training as in validation."""
         prediction = self.predict(model, noised.noisy, noised.timesteps, noised.conditions(batch))
-        return squared_error(prediction, noised.target)
+        return self.masked_errors(prediction, noised, batch)
+
+    def masked_errors(self, prediction: Tensor, noised: Noised, batch: Batch) -> Tensor:
+        """Return the error of a prediction for each sample, [B] float32, before `--mask-loss batch` divides all of a step."""
+        asked = self.config.mask_loss
+        mask = mask_of(batch, asked)
+        errors = squared_error(prediction, noised.target, mask)
+        return errors if mask is None or asked.name != "sample" else divided(errors, areas_of(mask))
+
+    def areas(self, batch: Batch) -> Tensor | None:
+        """Return what each sample adds to the divisor of a step, [B] float32; None if there is none."""
+        asked = self.config.mask_loss
+        mask = mask_of(batch, asked) if asked.name == "batch" else None
+        return None if mask is None else areas_of(mask)
 
 
 def store_weights(config: TrainConfig) -> tuple[float, ...]:
@@ -119,6 +132,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         else:
             group["lr"] = learning_rate
     losses: list[Tensor] = []
+    areas: list[Tensor] = []
     bucket = ""
     for micro_step in range(config.accumulation):
         batch = next(batches)
@@ -129,17 +143,24 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
             loss = loss_of(training, batch) / config.accumulation
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
+        if (own := training.areas(batch)) is not None:
+            areas.append(own.mean())
         bucket = batch.bucket
+    loss = torch.stack(losses).sum()
+    if areas:  # known only now: those of all micro-batches and ranks
+        area = mean_over_ranks(torch.stack(areas).mean())
+        loss = divided(loss, area)
+        scale_gradients(training.trained, divided(torch.ones_like(area), area))
     if config.weights is WeightDtype.BF16:  # torch's own draws of stochastic rounding: all ranks' and a resumed run's the same
         torch.manual_seed(key_of(config.seed, _ROUNDING, step) >> 1)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found, by which it steps
     grad_norm = update(training.optimizer, training.trained, config.clip_norm)
     training.average.update(step)
-    return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
+    return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=loss, grad_norm=grad_norm)
 
 
 def loss_of(training: Training, batch: Batch) -> Tensor:
-    """Noise a batch, run the model, and return the mean loss, [] float32.
+    """Noise a batch, run the model, and return the mean loss, [] float32; `--mask-loss batch` divides it later.
 
     Stores' weights count relative to the mean of a pass's rows, not of the batch: in a batch of one, a row would count in full.
     """
@@ -148,6 +169,12 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     if noised.weight is not None:
         errors = errors * noised.weight
     return errors.mean() if training.mean_weight is None else (errors * batch.weight).mean() / training.mean_weight
+
+
+def scale_gradients(trained: Sequence[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by a number, [] float32, which stays on the device."""
+    if gradients := [local(one.grad) for one in trained if one.grad is not None]:
+        torch._foreach_mul_(gradients, factor)
 
 
 def update(optimizer: Optimizer, trained: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
@@ -209,7 +236,9 @@ def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Calla
     """Evaluate this rank's held-out batches, sum over the ranks, and return the means; one host sync, at the end."""
     num, num_timesteps = training.config.val_timesteps, training.prep.schedule.num_timesteps
     timesteps = [(2 * i + 1) * num_timesteps // (2 * num) for i in range(num)]  # the midpoints of equal parts
-    sums = []  # of each batch, [2 * val_timesteps + 1] float64: losses, losses of predicting zero, the weight of its samples
+    # Of each batch, [2 * val_timesteps + 1] float64: losses, losses of predicting zero, the weight of its samples, of which
+    # `--mask-loss batch` counts only the area under their masks.
+    sums = []
     with training.averaged() as model:
         for stored in batches:
             batch, noise, weights = stored.dequantised(), sample_noise(stored), stored.weight.double()
@@ -217,10 +246,13 @@ def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Calla
             for timestep in timesteps:
                 noised = training.prep.for_validation(batch, noise, timestep)
                 losses.append((training.errors(model, noised, batch).double() * weights).sum())
-                zero_losses.append((squared_error(torch.zeros_like(noised.target), noised.target).double() * weights).sum())
-            sums.append(torch.stack([*losses, *zero_losses, weights.sum()]))
+                zero = torch.zeros_like(noised.target)
+                zero_losses.append((training.masked_errors(zero, noised, batch).double() * weights).sum())
+            areas = training.areas(batch)
+            sums.append(torch.stack([*losses, *zero_losses, (weights if areas is None else weights * areas).sum()]))
     total = sum_over_ranks(torch.stack(sums).sum(0)).tolist()
     *each, weight = total
+    weight = weight or 1.0  # all masks are 0, and so are the losses
     return ValidationResult(
         loss=sum(each[: len(timesteps)]) / weight / len(timesteps),
         zero_loss=sum(each[len(timesteps) :]) / weight / len(timesteps),

@@ -119,6 +119,10 @@ def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: 
     with store_writer(tmp_path / "none.store", encoders={"vae": {}}) as writer:
         add_samples(writer, samples_of({"train/64x64": 1}))
     prompts(tmp_path, tmp_path / "none.store", model, "the cat").fails("none.store has no text embeddings", code=2)
+    with store_writer(tmp_path / "edit.store", encoders={"vae": {}, "text_encoder": {"family": "qwenimage_edit"}}) as writer:
+        add_samples(writer, samples_of({"train/64x64": 1}))
+    wanted = "QwenImageEditPipeline, which draws from a reference image, and a prompt has none; leave prompts out"
+    prompts(tmp_path, tmp_path / "edit.store", model, "the cat").fails(wanted, code=2)
     empty_store(tmp_path / "empty.store")
     prompts(tmp_path, tmp_path / "empty.store", model, "the cat").fails("empty.store has no images", code=2)
 

@@ -228,9 +228,16 @@ def test_images_are_prepared_and_seen_once_a_sample(folders: dict[str, Path], mo
     encoder: Any = load(folders["qwenimage_edit"])
     calls: list[str] = []
     pipeline = encoder._pipeline
+
+    def noted(own: Any, name: str) -> Any:
+        def call(*given: Any, **more: Any) -> Any:
+            calls.append(name)
+            return own(*given, **more)
+
+        return call
+
     for owner, name in ((pipeline.processor.image_processor, "preprocess"), (pipeline.text_encoder.model.visual, "forward")):
-        own = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given, own=own, name=name, **more: calls.append(name) or own(*given, **more))
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name), name))
     for _ in range(2):
         encoder.encode_seen(TEXTS, images(1))
     assert calls == ["preprocess", "forward"] * 2
