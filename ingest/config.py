@@ -24,7 +24,7 @@ from bucketline.ingest.images.crop import (
 )
 from bucketline.ingest.rules import PRUNE, Check, HeldOut, Phases, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.files import CaptionRules
-from bucketline.ingest.sources.source import CaptionPer, SourceOptions, caption_rest
+from bucketline.ingest.sources.source import CaptionPer, SourceOptions, caption_rest, note_references
 from bucketline.option_value import ONE_OR_MORE, ByteSize, Duration, FieldForm, OptionValue, in_units
 from bucketline.options import ALONE, ONLY_IN_FILE, Arg, Hidden, Positional, Repeated
 from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, StorageArguments, StorePlace
@@ -125,6 +125,7 @@ class SourceArguments(StorageArguments, SourceOptions):
 
     def listing_of(self, source: Source) -> Listing:
         listing = source.listing()
+        note_references(listing)
         caption_rest(listing, self.caption)
         return self.caption_rules.applied(listing)
 
@@ -406,7 +407,7 @@ def _check_shared(options: PackConfig | ScanConfig) -> None:
 CAPTION_OPTIONS = ("caption_template", "shuffle_tags", "caption_per")
 STORED_OPTIONS = (*(one.name for one in fields(RulesOptions)), "encode_dtype", *CAPTION_OPTIONS)
 """The fields of the options that a store keeps: `max_captions` as the manifest's own field, the others in its `rules`."""
-_IN_FILE_ONLY = {one.name for one in fields(RulesOptions) if one.metadata == ONLY_IN_FILE}
+_IN_FILE_ONLY = {one.name for one in fields(RulesOptions) if one.metadata == ONLY_IN_FILE} | {"references_area", "mask"}
 
 
 def recorded_rules(config: PackConfig, grid: str | None) -> dict[str, Json]:
@@ -423,7 +424,13 @@ def recorded_rules(config: PackConfig, grid: str | None) -> dict[str, Json]:
         "val_fraction": str(config.held_out),
         "text_dtype": None if config.text_dtype == config.dtype else config.text_dtype,
         **config.caption_rules.as_json(),
+        **{name: value for name, value in _partner_rules(config).items() if value is not None},
     }
+
+
+def _partner_rules(config: PackConfig) -> dict[str, Json]:
+    """Return what a store records of how partners become columns."""
+    return {"references_area": config.references_area, "mask": config.partner_rules.mask_source}
 
 
 def stored_options(manifest: Manifest) -> dict[str, Json]:

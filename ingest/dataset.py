@@ -22,6 +22,7 @@ from bucketline.ingest.packed_index import PackedIndex, SampleChanges, hold_out_
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.items import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
+from bucketline.ingest.partners.partner import planned_form
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.scan import counted_images
@@ -33,7 +34,7 @@ from bucketline.ingest.sources.dataset_file import (
     open_source,
     read_dataset_file,
 )
-from bucketline.ingest.summary import RunSummary, by_reason
+from bucketline.ingest.summary import RunSummary, by_reason, partner_notes
 from bucketline.store import Store
 from bucketline.store.format.block import LatentKind
 from bucketline.store.format.manifest import MANIFEST, MixedStore, write_mixture
@@ -83,10 +84,12 @@ def dry_run(config: PackConfig) -> DryRun:
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid, existing)
     listing = config.listing_of(source)
+    partners = planned_form(config, model, listing, None if existing is None else existing.manifest)
     withdrawn = leave_out_withdrawn(listing, store.manifest, config.taken_back)
     hold_out_one(listing.items, config.held_out, store)
     outline, (items,) = take_apart(listing, 1)
-    reader = ImageReader(source, store, PackedIndex(store), config, grid, reads_headers=True)
+    index = PackedIndex(store)
+    reader = ImageReader(source, store, index, config, grid, partners=partners, px_per_latent=downscale, reads_headers=True)
     account = RunSummary()
     changes = Counter(image.change for image in counted_images("compare", source, items, reader, config, account))
     _, of_samples = sample_changes(config, store, outline, account)
@@ -104,7 +107,7 @@ def dry_run(config: PackConfig) -> DryRun:
         **of_samples,
         pending_shards=len(list((config.store / "pending").glob("*.lmdb"))),
         not_compared=NOT_COMPARED,
-        notes=outline.listing.notes,
+        notes=[*outline.listing.notes, *partner_notes(account)],
         seconds=round(time.monotonic() - started, 3),
     )
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
+from bucketline.errors import UsageError
+from bucketline.families.references import References
+from bucketline.families.registry import family_of_pipeline
+from bucketline.families.seen import SeenText
 from bucketline.files.paths import redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import (
@@ -19,16 +23,19 @@ from bucketline.ingest.images.crop import (
     parse_grid,
 )
 from bucketline.ingest.packed_index import hold_out_one
+from bucketline.ingest.packing.run import TOKENS_PER_CHARACTER
+from bucketline.ingest.partners.partner import PartnerForm, planned_form
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.progress import counting_progress, look_limits
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
-from bucketline.ingest.summary import Reject, RunSummary, by_reason
-from bucketline.store.format.block import LatentKind
+from bucketline.ingest.summary import Reject, RunSummary, by_reason, partner_notes
+from bucketline.store.format.block import DTYPES, LatentKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from bucketline.ingest.config import PackConfig, ScanConfig
+    from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.crop import Placement
     from bucketline.ingest.parallel.items import ItemParts
     from bucketline.ingest.pipeline.image_reader import ReadImage
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from bucketline.pages.page import Section
 
 _DEFAULT_GRID = "area:512:64"
-_DEFAULT_DOWNSCALE = 8  # Stable Diffusion 1's and SDXL's
+_DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,9 @@ class ScanReport:
     largest: tuple[int, int] | None
     grid: str
     buckets: dict[str, int]  # number of images
+    references: dict[int, int]  # number of images by their references, if any has some
+    masks_of_zeros: list[str]  # ids of images whose mask is zero everywhere
+    bytes_per_sample: dict[str, int]  # estimated, of what is stored, if there are references or masks
     enlarged: int  # images that would be enlarged to fill their bucket
     crop_loss: dict[str, dict[str, float]]  # by bucket: number of images, share cropped away (mean, max)
     rejected: int
@@ -81,6 +91,7 @@ def counted_images(
         for image in reader.walk(items, look_limits(source, config.decode_threads), account, on_image):
             if image.change is not Change.TEXT:
                 account.count_packed(image.item.id, image.item.captions, image.placement, image.bucket, config.max_captions)
+                account.count_partners(image.item.id, image.num_references, is_masked_out=image.is_masked_out)
             yield image
             on_image()
 
@@ -113,15 +124,20 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
 def _scan_source(config: ScanConfig, num_sources: int) -> tuple[ScanReport, list[Section]]:
     """Scan every image of a source; with `output`, also return its sections of the sheet, which `num_sources` share."""
     started = time.monotonic()
-    grid = _grid(config)
+    model = None if config.model is None else open_model(config.model, config.model_config)
+    grid, channels, downscale = _grid(config, model)
     source = open_source(config.source, config)
     listing = config.listing_of(source)
     hold_out_one(listing.items, config.held_out, None)
+    form = _form(config, model, listing)
     account = RunSummary()
-    reader = ImageReader(source, None, None, config, grid, reads_headers=not config.full)
+    reader = ImageReader(
+        source, None, None, config, grid, partners=form, px_per_latent=downscale, reads_headers=not config.full
+    )
     images = counted_images("scan", source, listing.items, reader, config, account)
-    seen = [replace(image, pixels=None) for image in images]
-    report = _report(config, grid, listing, seen, account, started)
+    seen = [replace(image, pixels=None, references=()) for image in images]
+    sizes = {} if form.is_empty or not seen else _bytes_per_sample(config, model, form, seen, channels, downscale)
+    report = _report(config, grid, listing, seen, account, sizes, started)
     if config.output is None:
         return report, []
     return report, _sheet(config, report, (source, listing), seen, reader.too_cropped, num_sources)
@@ -155,21 +171,68 @@ def _sheet(
     ]
 
 
-def _grid(config: ScanConfig) -> Grid:
-    if config.model is None:
-        return parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
+def _form(config: ScanConfig, model: ModelFolder | None, listing: Listing) -> PartnerForm:
+    """Return what a pack would store of references and masks; refuses what no pack could store."""
+    if model is not None:
+        return planned_form(config, model, listing, None)
+    if listing.num_references or config.partner_rules.has_references:
+        raise UsageError(
+            f"{redacted(config.source)} has references, and how large they become is for a model to say: add --model, or set "
+            'references = "none" for this source in a data set file'
+        )
+    return PartnerForm(mask=config.partner_rules.mask_source)
+
+
+def _bytes_per_sample(
+    config: ScanConfig, model: ModelFolder | None, form: PartnerForm, seen: list[ReadImage], channels: int, downscale: int
+) -> dict[str, int]:
+    """Return about how many bytes a sample takes on average, by what they are; text is estimated by its characters."""
+    flips, item = 1 + config.flip, DTYPES[config.dtype].itemsize
+    per_px = channels * item * flips / downscale**2
+    targets = sum(one.placement.bucket.height_px * one.placement.bucket.width_px for one in seen)
+    references = sum(height * width for one in seen for height, width in one.reference_sizes)
+    moments = 2 if config.latents == LatentKind.MOMENTS.value else 1
+    sums = {"latent": targets * per_px * moments, "references": references * per_px}
+    sums["mask"] = 0 if form.mask is None else targets * flips / downscale**2
+    width = ((model.config("transformer") if model is not None else None) or {}).get("joint_attention_dim")
+    if model is not None and isinstance(width, int):
+        per_token = width * DTYPES[config.text_dtype or config.dtype].itemsize
+        texts = [text for one in seen for text in one.item.captions[: config.max_captions]]
+        sums["captions"] = sum(2 + int(len(text) * TOKENS_PER_CHARACTER) for text in texts) * per_token
+        family = family_of_pipeline(str(model.index().get("_class_name")))
+        if form.family is not None and form.family.text_sees and family is not None and issubclass(family, SeenText):
+            area, pixels = form.family.text_area_px, model.pixels("processor")
+            shown = References(most=1)
+            sums["images in the text"] = per_token * sum(
+                family.seen_tokens(pixels, [size if area is None else shown.size(*size, area) for size in one.reference_sizes])
+                for one in seen
+            )
+    return {name: int(value / len(seen)) for name, value in sums.items() if value}
+
+
+def _grid(config: ScanConfig, model: ModelFolder | None) -> tuple[Grid, int, int]:
+    """Return the grid, and a latent's channels and px per latent pixel."""
+    if model is None:
+        step = _DEFAULT_DOWNSCALE * 8
+        grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=step, align_px=_DEFAULT_DOWNSCALE)
+        return grid, _DEFAULT_CHANNELS, _DEFAULT_DOWNSCALE
     from bucketline.ingest.encoders.text_encoders import text_family_of
     from bucketline.ingest.encoders.vae import refuse_latents
 
-    model = open_model(config.model, config.model_config)
     text_family_of(model, is_plain=config.text is not None)  # a model that no pack can use is refused here too
-    kind, downscale, _ = latent_sizes(model)
+    kind, downscale, channels = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
-    return model_grid(config.grid, model, downscale)
+    return model_grid(config.grid, model, downscale), channels, downscale
 
 
 def _report(
-    config: ScanConfig, grid: Grid, listing: Listing, seen: list[ReadImage], account: RunSummary, started: float
+    config: ScanConfig,
+    grid: Grid,
+    listing: Listing,
+    seen: list[ReadImage],
+    account: RunSummary,
+    bytes_per_sample: dict[str, int],
+    started: float,
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
     texts = {text for image in seen for text in image.item.captions[: config.max_captions]}
@@ -181,6 +244,9 @@ def _report(
         largest=sizes[-1] if sizes else None,
         grid=grid.name,
         buckets=dict(sorted(account.buckets.items())),
+        references=dict(sorted(account.references.items())),
+        masks_of_zeros=account.zero_masks,
+        bytes_per_sample=bytes_per_sample,
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         rejected=len(account.rejects),
@@ -190,7 +256,11 @@ def _report(
         without_caption=account.without_caption,
         without_caption_ids=[image.item.id for image in seen if not image.item.captions],
         captions_from=dict(listing.captions_from.most_common()),
-        notes=[*listing.notes, *fewer_buckets_note([one.placement for one in seen if not one.bucket.startswith("val/")])],
+        notes=[
+            *listing.notes,
+            *partner_notes(account),
+            *fewer_buckets_note([one.placement for one in seen if not one.bucket.startswith("val/")]),
+        ],
         captions=len(texts),
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,

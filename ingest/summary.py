@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from bucketline.command_line import per_second
+from bucketline.command_line import counted, per_second
 from bucketline.errors import AccountError
 from bucketline.ingest.images.crop import CropLoss
 
@@ -42,6 +42,8 @@ class RunSummary:
     enlarged: int = 0  # packed images that were enlarged to fill their bucket
     crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
     buckets: dict[str, int] = field(default_factory=dict)  # packed images
+    references: dict[int, int] = field(default_factory=dict)  # packed images by their number of references, of stores with some
+    zero_masks: list[str] = field(default_factory=list)  # ids of packed images whose mask is zero everywhere
     left_out: dict[str, int] = field(default_factory=dict)  # what imported samples have that a store does not take
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
     dropped: list[str] = field(default_factory=list)  # ids whose existing row is dropped, because the image is now rejected
@@ -61,6 +63,13 @@ class RunSummary:
         self.crop_losses[bucket] = self.crop_losses.get(bucket, CropLoss()) + lost
         if len(captions) > max_captions:
             self.captions_beyond.append(sample_id)
+
+    def count_partners(self, sample_id: str, num_references: int | None, *, is_masked_out: bool) -> None:
+        """Count a packed image by its references, None if the store has none, and note one whose mask is zero everywhere."""
+        if num_references is not None:
+            self.references[num_references] = self.references.get(num_references, 0) + 1
+        if is_masked_out:
+            self.zero_masks.append(sample_id)
 
     def reject(self, sample_id: str, error: RejectedError, *, is_stored: bool = False) -> None:
         """Record a rejected image, and whether its existing row, if any, is dropped or kept."""
@@ -101,6 +110,21 @@ def check_identity(found: int, account: RunSummary) -> None:
             f"+ {len(account.rejects)} rejected + {account.withdrawn} withdrawn = {account.total}; nothing was published, "
             "please report this"
         )
+
+
+def partner_notes(account: RunSummary) -> list[str]:
+    """Return notes that count the packed images by their references, and name those whose mask is zero everywhere."""
+    notes = []
+    if account.references:
+        counts = (f"{counted(images, 'image')} with {number}" for number, images in sorted(account.references.items()))
+        notes.append(f"references: {', '.join(counts)}")
+    if account.zero_masks:
+        named = ", ".join(account.zero_masks[:10]) + ", …" * (len(account.zero_masks) > 10)
+        which = (
+            "the mask of 1 image is" if len(account.zero_masks) == 1 else f"the masks of {len(account.zero_masks)} images are"
+        )
+        notes.append(f"{which} zero everywhere, so that nothing is learnt from them: {named}")
+    return notes
 
 
 def rejects_as_lines(account: RunSummary) -> bytes:

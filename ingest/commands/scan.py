@@ -65,6 +65,9 @@ def _print_scan(report: ScanReport, options: ScanConfig) -> None:
         print(f"  {bucket:<22}{number:>10}{loss:>13}{most:>11}")
     if report.crop_loss:
         print(f"  {crop_loss_line(report.crop_loss)}")
+    if report.bytes_per_sample:
+        parts = ", ".join(f"{what} {human_bytes(number)}" for what, number in report.bytes_per_sample.items())
+        print(f"  stored per sample, about: {human_bytes(sum(report.bytes_per_sample.values()))} ({parts})")
     num_held_out = sum(number for name, number in report.buckets.items() if name.startswith("val/"))
     print_held_out(num_held_out, report.found - report.rejected, options.held_out)
     enlarged = "would be enlarged to fill its bucket" if report.enlarged == 1 else "would be enlarged to fill their bucket"

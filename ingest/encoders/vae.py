@@ -81,15 +81,18 @@ class VaeEncoder:
         self._vae = moved.eval().requires_grad_(requires_grad=False)
 
     @torch.inference_mode()
-    def encode(self, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode sRGB images `[B, H, W, 3]`; `seeds` has one seed per image if samples are drawn.
+    def encode(
+        self, pixels: NDArray[np.uint8], seeds: Sequence[int] = (), *, are_references: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode sRGB images `[B, H, W, 3]`; `seeds` has one seed per image if samples are drawn. Of references, the mode.
 
         Return latents `[B, C, h, w]` on the CPU in the stored dtype (moments: `[B, 2C, h, w]`, means first), and a bool `[B]`
         that tells which of them are finite in that dtype.
         """
         images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2).contiguous()  # contiguous, as in the pipelines
         encoded = vae_encode(self._vae, (images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
-        latents = self._of_posterior(encoded, seeds) if self._kind.has_posterior else encoded
+        kind = LatentKind.MODE if are_references else self._latents
+        latents = self._of_posterior(encoded, seeds, kind) if self._kind.has_posterior else encoded
         stored = latents.to(self._dtype).cpu().contiguous()
         return stored, torch.isfinite(stored).flatten(1).all(dim=1)
 
@@ -101,13 +104,14 @@ class VaeEncoder:
         decoded: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).cpu().numpy()
         return decoded
 
-    def _of_posterior(self, parameters: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    @staticmethod
+    def _of_posterior(parameters: torch.Tensor, seeds: Sequence[int], kind: LatentKind) -> torch.Tensor:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         posterior = DiagonalGaussianDistribution(parameters.float())
-        if self._latents is LatentKind.MOMENTS:
+        if kind is LatentKind.MOMENTS:
             return torch.cat([posterior.mean, posterior.logvar], dim=1)
-        if self._latents is LatentKind.SAMPLE:
+        if kind is LatentKind.SAMPLE:
             # drawn on the CPU with one seed per image: the same on any device and in any batch
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             sampled: torch.Tensor = posterior.sample(generators)
@@ -203,9 +207,10 @@ class LatentColumns:
     """Encodes images into the latent columns of a bucket."""
 
     def __init__(self, vae: VaeEncoder, *, flip: bool) -> None:
-        self._vae = vae
+        self.vae = self._vae = vae
         self._names = (LATENT, FLIPPED) if flip else (LATENT,)
         self._halving = OomRetry(self._encode, "image")
+        self._halving_references = OomRetry(self._encode_references, "reference")
 
     def columns(self, height_px: int, width_px: int) -> tuple[Column, ...]:
         """Return the columns of a bucket; they depend only on its size, never on the output of the VAE."""
@@ -219,6 +224,26 @@ class LatentColumns:
         """
         height, width = images[0][1].shape[:2]
         return self._halving(images, f"{height}x{width} px")
+
+    def encode_references(self, pixels: Sequence[NDArray[np.uint8]]) -> list[tuple[NDArray[Any], ...] | str]:
+        """Encode references `[H, W, 3]` of one size.
+
+        Return each one's latent `[C, h, w]`, and that of its mirror image if these are stored; of one that cannot be, why.
+        """
+        height, width = pixels[0].shape[:2]
+        return self._halving_references(pixels, f"{height}x{width} px")
+
+    def _encode_references(self, pixels: Sequence[NDArray[np.uint8]]) -> list[tuple[NDArray[Any], ...] | str]:
+        images = np.stack(pixels)
+        found = [
+            self._vae.encode(np.ascontiguousarray(images[:, :, ::-1]) if name == FLIPPED else images, are_references=True)
+            for name in self._names
+        ]
+        rows = [
+            self._row({str(n): (latents[row], bool(good[row])) for n, (latents, good) in enumerate(found)})
+            for row in range(len(pixels))
+        ]
+        return [row.partition(" ")[2] if isinstance(row, str) else tuple(row.values()) for row in rows]
 
     def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[dict[str, NDArray[Any]] | str]:
         pixels = np.stack([own for _, own in images])

@@ -161,6 +161,7 @@ class Reason(StrEnum):
     SCALE = "wrongly scaled latent"
     TEXT = "unusable text embedding"
     PLACEMENT = "crop unknown or impossible"
+    PARTNER = "missing or unusable reference or mask"
 
 
 class RejectedError(Exception):

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -16,7 +17,15 @@ import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError
 
 from bucketline.ingest.images.crop import Framing, Grid, NoBucketError, Reason, RejectedError, Size
-from bucketline.ingest.images.pixels import colour_profile, deep_layout, refuse_unknown_white, round_to_eight_bits, to_srgb
+from bucketline.ingest.images.pixels import (
+    colour_profile,
+    deep_layout,
+    refuse_unknown_white,
+    round_to_eight_bits,
+    split_alpha,
+    split_srgb,
+    to_srgb,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +98,7 @@ def described(data: bytes) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------- decode
 
-__all__ = ["Reason", "RejectedError", "decode_image", "placed_by_header"]
+__all__ = ["Reason", "RejectedError", "decode_grey", "decode_image", "decode_placed", "placed_by_header", "size_by_header"]
 
 _MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger images count as decompression bombs
 GIANT_PIXELS = 1 << 26  # images larger than this are decoded one at a time, to bound memory
@@ -117,9 +126,46 @@ _one_giant = threading.Lock()
 
 def decode_image(data: bytes, framing: Framing, sample_id: str) -> tuple[NDArray[np.uint8], Placement]:
     """Return the pixels of an image, resized and cropped to its bucket, `[height, width, 3]` in sRGB, and its placement."""
+    pixels, placement, _ = decode_placed(data, framing, partial(framing.place, sample_id))
+    assert placement is not None
+    return np.asarray(pixels, dtype=np.uint8), placement
+
+
+def decode_placed(
+    data: bytes, framing: Framing, place: Callable[[int, int], Placement | None], *, keeps_alpha: bool = False
+) -> tuple[Image.Image, Placement | None, Image.Image | None]:
+    """Return an image as RGB, where `place` puts it by its upright height and width, its placement, and its alpha channel.
+
+    If `place` returns None, the image is returned whole. With `keeps_alpha` its colours are not blended, and the upright alpha
+    channel is returned, L, whole; None if it has none.
+    """
     file = io.BytesIO(data)
     with _rejecting(file, framing):
-        return _decode(file, framing, sample_id)
+        return _decode(file, framing, place, keeps_alpha=keeps_alpha)
+
+
+def decode_grey(data: bytes, framing: Framing) -> Image.Image:
+    """Return an upright image of one channel as L: grey of 1, 8 or 16 bits, or colours that are all grey. Alpha is ignored."""
+    file = io.BytesIO(data)
+    with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
+        _check(image, 1)
+        with _one_giant if image.height * image.width > GIANT_PIXELS else nullcontext():
+            orientation = _loaded(image, file)
+            colours, _ = split_alpha(image)
+            if colours.mode != "L":
+                channels = np.asarray(colours.convert("RGB"))
+                if (channels != channels[..., :1]).any():
+                    raise RejectedError(Reason.MODE, f"it has colours (mode {image.mode}), expected grey; save it as grey")
+                colours = Image.fromarray(channels[..., 0])
+            return colours.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else colours
+
+
+def size_by_header(file: BinaryIO, framing: Framing) -> tuple[int, int]:
+    """Return the upright height and width of an image, from its header only."""
+    with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
+        _check(image, 1)
+        colour_profile(image, file)
+        return _upright(image.size, _orientation(image, Image.Image.getexif))
 
 
 def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placement:
@@ -168,35 +214,48 @@ def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
         raise RejectedError(Reason.DAMAGED, f"it is truncated or damaged ({type(error).__name__}: {error})"[:300]) from error
 
 
-def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> tuple[NDArray[np.uint8], Placement]:
+def _decode(
+    file: BinaryIO, framing: Framing, place: Callable[[int, int], Placement | None], *, keeps_alpha: bool
+) -> tuple[Image.Image, Placement | None, Image.Image | None]:
     with Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         _check(image, framing.min_size_px)
         profile = colour_profile(image, file)
         with _one_giant if height * width > GIANT_PIXELS else nullcontext():
-            if isinstance(image, JpegImagePlugin.JpegImageFile):
-                _refuse_without_end(file)
-            else:
-                # Load before reading the metadata: getexif loads a PNG, and loading a broken one a second time raises nothing.
-                layout = deep_layout(image)
-                image.load()
-                if layout is not None:
-                    round_to_eight_bits(image, layout, file, FORMATS)
-            orientation = _orientation(image, lambda image: image.getexif())
-            placement = framing.place(sample_id, *_upright((width, height), orientation))
-            scale = _reduce(image, placement, orientation) if framing.jpeg_draft else 1
+            orientation = _loaded(image, file)
+            placement = place(*_upright((width, height), orientation))
+            scale = _reduce(image, placement, orientation) if framing.jpeg_draft and placement is not None else 1
             image.load()
             if scale == 1 and image.size != (width, height):
                 raise RejectedError(
                     Reason.DAMAGED, f"its header says {height}x{width} px, its content {image.height}x{image.width}"
                 )
-            rgb = to_srgb(image, profile, framing.background)
+            alpha: Image.Image | None = None
+            if keeps_alpha:
+                rgb, alpha = split_srgb(image, profile)
+            else:
+                rgb = to_srgb(image, profile, framing.background)
             if orientation in _UPRIGHT:
                 rgb = rgb.transpose(_UPRIGHT[orientation])
-            box = _box(placement, rgb, scale, orientation)
+                alpha = None if alpha is None else alpha.transpose(_UPRIGHT[orientation])
+            if placement is None:
+                return rgb, None, alpha
+            box = crop_box(placement, rgb, scale, orientation)
             size = placement.bucket.width_px, placement.bucket.height_px
-            cropped = rgb.resize(size, Image.Resampling.LANCZOS, box=box)
-    return np.asarray(cropped, dtype=np.uint8), placement
+            return rgb.resize(size, Image.Resampling.LANCZOS, box=box), placement, alpha
+
+
+def _loaded(image: Image.Image, file: BinaryIO) -> int:
+    """Load an image, unless it is a JPEG, with 8 bits per channel, and return its EXIF orientation."""
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
+        _refuse_without_end(file)
+    else:
+        # Load before reading the metadata: getexif loads a PNG, and loading a broken one a second time raises nothing.
+        layout = deep_layout(image)
+        image.load()
+        if layout is not None:
+            round_to_eight_bits(image, layout, file, FORMATS)
+    return _orientation(image, lambda image: image.getexif())
 
 
 def _refuse_without_end(file: BinaryIO) -> None:
@@ -259,7 +318,7 @@ def _reduce(image: Image.Image, placement: Placement, orientation: int) -> int:
     return 1 if drafted is None else round(before / drafted[1][2])
 
 
-def _box(placement: Placement, rgb: Image.Image, scale: int, orientation: int) -> tuple[float, float, float, float]:
+def crop_box(placement: Placement, rgb: Image.Image, scale: int = 1, orientation: int = 1) -> tuple[float, float, float, float]:
     """Return the crop in the decoded image as left, top, right, bottom, in px.
 
     Only the crop is resized; otherwise an image of 64x400,000 px would temporarily grow to gigabytes.

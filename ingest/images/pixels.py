@@ -300,8 +300,7 @@ def to_srgb(image: Image.Image, profile: bytes | None, background: str) -> Image
 
     Colours are assumed to be sRGB if `profile` is None, cannot be read or does not match the pixel format.
     """
-    image, alpha = _split_alpha(image)
-    colours = _by_profile(image, profile)
+    colours, alpha = split_srgb(image, profile)
     if alpha is None:
         return colours
     blended = Image.new("RGB", colours.size, background)
@@ -309,7 +308,13 @@ def to_srgb(image: Image.Image, profile: bytes | None, background: str) -> Image
     return blended
 
 
-def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+def split_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, Image.Image | None]:
+    """Return the colours as `to_srgb` does, not blended, and the alpha channel, L; None if all pixels are opaque."""
+    image, alpha = split_alpha(image)
+    return _by_profile(image, profile), alpha
+
+
+def split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     """Return the colours in 8 bits without alpha, and the alpha channel; None if all pixels are opaque."""
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return _eight_bits(image)

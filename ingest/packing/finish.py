@@ -18,6 +18,7 @@ from bucketline.ingest.summary import (
     by_reason,
     check_identity,
     joined_summaries,
+    partner_notes,
     rejects_as_lines,
     without_caption_as_lines,
 )
@@ -111,7 +112,7 @@ def finish(
         withdrawn=account.withdrawn,
         without_caption=without_caption.count(b"\n"),
         captions_from=dict(outline.listing.captions_from.most_common()),
-        notes=[*outline.listing.notes, *unnoted, *_notes_about_encoders(config, before, account)],
+        notes=[*outline.listing.notes, *partner_notes(account), *unnoted, *_notes_about_encoders(config, before, account)],
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_cut=published.captions_cut,

@@ -21,6 +21,7 @@ from bucketline.ingest.images.crop import model_grid
 from bucketline.ingest.packed_index import hold_out_one, leave_out_withdrawn, unknown
 from bucketline.ingest.packing.packed_model import note_model
 from bucketline.ingest.parallel.items import take_apart
+from bucketline.ingest.partners.partner import planned_form, seen_groups
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json
 from bucketline.ingest.sources.objects import ObjectSource, refuse_overlapping_urls
 from bucketline.store import Store
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.parallel.items import Outline
+    from bucketline.ingest.partners.partner import PartnerForm
     from bucketline.ingest.pipeline.model import EncoderFacts
     from bucketline.ingest.sources.source import Source
     from bucketline.store.folder import Folder
@@ -128,11 +130,14 @@ def make_plan(
         config.caption_rules.refuse_for_classes(model.name)
         refuse_text_dtype(model, config.text_dtype)
     grid = model_grid(config.grid, model, facts.downscale)
+    partners = planned_form(config, model, listed.outline.listing, existing)
     contents = Schema(
         encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
         rules=recorded_rules(config, grid.name),
         max_captions=config.max_captions,
         text=text_entry(facts.columns),
+        columns=partners.columns(flip=config.flip),
+        ragged=seen_groups(partners.family, facts.columns),
     )
     is_recaptioned = False
     if existing is not None:
@@ -141,7 +146,7 @@ def make_plan(
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
     most_bytes = num_making * SHARDS_ON_DISK * config.shard_size.num_bytes if isinstance(config.place, str) else None
     store = None if existing is None else target.open(existing)
-    refuse_small_disk(config, facts, grid, listed.outline, store, most_bytes, is_recaptioned=is_recaptioned)
+    refuse_small_disk(config, facts, grid, partners, listed.outline, store, most_bytes, is_recaptioned=is_recaptioned)
     with target.writing(contents) as newest:
         if existing is None:
             note_model(config, is_compared=True)  # so that an interrupted run is continued without it
@@ -163,6 +168,7 @@ def refuse_small_disk(
     config: PackConfig,
     facts: EncoderFacts,
     grid: Grid,
+    partners: PartnerForm,
     outline: Outline,
     store: Store | None,
     most_bytes: int | None,
@@ -178,7 +184,7 @@ def refuse_small_disk(
         is_new = unknown(store, outline)
     num_new = int(is_new.sum())
     caption_chars = outline.caption_chars[np.repeat(is_new, outline.num_captions)]
-    needed = estimate_bytes(config, facts, grid, num_new, caption_chars)
+    needed = estimate_bytes(config, facts, grid, partners, num_new, caption_chars)
     if most_bytes is not None:
         needed = min(needed, most_bytes)
     if facts.is_text_first:
@@ -191,11 +197,15 @@ def refuse_small_disk(
 
 
 def estimate_bytes(
-    config: PackConfig, facts: EncoderFacts, grid: Grid, num_items: int, caption_chars: NDArray[np.int32]
+    config: PackConfig, facts: EncoderFacts, grid: Grid, partners: PartnerForm, num_items: int, caption_chars: NDArray[np.int32]
 ) -> int:
-    """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
-    pixels = max(size.height_px * size.width_px for size in grid.sizes) // facts.downscale**2
-    row = facts.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
+    """Estimate the peak disk usage: rows of the largest bucket, with partners, tokens by caption length, one shard twice."""
+    largest = max(size.height_px * size.width_px for size in grid.sizes)
+    pixels, item_bytes = largest // facts.downscale**2, DTYPES[config.dtype].itemsize
+    own = facts.stored_channels * pixels * item_bytes + partners.estimated_bytes(
+        facts.latent_channels * item_bytes, largest, facts.downscale
+    )
+    row = own * (2 if config.flip else 1) + 512
     total = int((num_items * row + _text_bytes(facts, caption_chars)) * DISK_FACTOR)
     return total + min(total, config.shard_size.num_bytes)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.crop import latent_sizes, model_grid
 from bucketline.ingest.parallel.items import Share
+from bucketline.ingest.partners.partner import stored_form
 from bucketline.ingest.pipeline.model import share_of_cores
 from bucketline.ingest.pipeline.pool import StageTimer
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
@@ -72,6 +73,7 @@ class SharePacker:
             decode_threads=config.decode_threads or share_of_cores(ranks_on_machine),
             shard_prefix=name,
             sender=sender_to(target, plan.manifest, name, is_first=is_first),
+            partners=stored_form(config, encoders.model, plan.manifest),
         )
         self._every_s = config.publish_every and config.publish_every.seconds
         self._end_at = time.monotonic() + (self._every_s or 0.0)

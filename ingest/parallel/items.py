@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.ingest.sources.partner_names import Partner
 from bucketline.ingest.sources.source import SourceItem
 from bucketline.ingest.summary import as_line
 from bucketline.store.format.block import sample_digest
@@ -122,9 +123,10 @@ def take_apart(listing: Listing, world_size: int) -> tuple[Outline, list[ItemPar
 
 
 def pack_items(items: Sequence[SourceItem]) -> bytes:
-    """Serialise items as JSON: id, captions, caption error, whether that is temporary, split, and position."""
+    """Serialise items as JSON: id, captions, caption error, whether that is temporary, split, position, and partners if any."""
     fields = [
-        (item.id, item.captions, item.caption_error, item.is_caption_out_of_reach, item.held_out, item.at) for item in items
+        (item.id, item.captions, item.caption_error, item.is_caption_out_of_reach, item.held_out, item.at, *_partners(item))
+        for item in items
     ]
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
@@ -138,6 +140,19 @@ def unpack_items(part: bytes) -> list[SourceItem]:
             is_caption_out_of_reach=is_out_of_reach,
             held_out=is_held_out,
             at=tuple(at),
+            partners=tuple(
+                Partner(kind=kind, name=name, place=place, at=tuple(own))
+                for kind, name, place, own in (more[0] if more else ())
+            ),
+            partner_error=more[1] if more else None,
         )
-        for sample_id, captions, error, is_out_of_reach, is_held_out, at in json.loads(part.decode("utf-8", "surrogatepass"))
+        for sample_id, captions, error, is_out_of_reach, is_held_out, at, *more in json.loads(
+            part.decode("utf-8", "surrogatepass")
+        )
     ]
+
+
+def _partners(item: SourceItem) -> tuple[list[tuple[str, str, int, tuple[int, ...]]], str | None] | tuple[()]:
+    if not item.partners and item.partner_error is None:
+        return ()
+    return [(own.kind, own.name, own.place, own.at) for own in item.partners], item.partner_error

@@ -19,7 +19,7 @@ from bucketline.ingest.encoders.text_columns import Cut
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.model_file import json_hash
 from bucketline.store import Store
-from bucketline.store.format.block import caption_digest
+from bucketline.store.format.block import IS_IMAGE, RAGGED_PREFIX, SEEN_EMPTY, SEEN_IMAGES, TOKENS, caption_digest
 from bucketline.store.format.text import Caption, as_arrays, make_caption, quantised_caption
 from bucketline.store.read.samples import checked_row
 from bucketline.store.write.publish import KEPT_CAPTIONS, LocalTarget, newest_manifest
@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
+    from PIL.Image import Image
+
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding, SeeingEncoder, Seen
     from bucketline.ingest.parallel.items import Share
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.format.text import TextSpec
+    from bucketline.store.format.schema import Schema
+    from bucketline.store.format.text import Entry, TextSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,15 @@ def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
     if not spec.is_quantised:
         return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
     return quantised_caption(spec, digest, as_stored(embedding.tokens), fixed)
+
+
+def problem_of(spec: TextSpec, text: str, embedding: Embedding) -> RejectedError | None:
+    """Return why a caption cannot be stored; None if it can."""
+    if embedding.refusal is not None:
+        return RejectedError(Reason.REFUSED, embedding.refusal)
+    if not embedding.is_finite:
+        return RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {spec.tokens[0].dtype}")
+    return None
 
 
 class FreshCaptions:
@@ -99,11 +111,54 @@ class FreshCaptions:
 
     def problem(self, text: str, embedding: Embedding) -> RejectedError | None:
         """Return why a caption cannot be stored; None if it can."""
-        if embedding.refusal is not None:
-            return RejectedError(Reason.REFUSED, embedding.refusal)
-        if not embedding.is_finite:
-            return RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._spec.tokens[0].dtype}")
-        return None
+        return problem_of(self._spec, text, embedding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenSample:
+    """The captions of a sample, encoded with its images, and the entries of its row."""
+
+    captions: tuple[Embedding, ...]
+    entries: Mapping[str, Entry]  # by ragged group
+
+
+class SeenCaptions:
+    """Encodes captions with the images of their sample, for an encoder that sees these."""
+
+    def __init__(self, encoder: SeeingEncoder, schema: Schema) -> None:
+        from bucketline.ingest.encoders.vae import OomRetry  # imports torch
+
+        self._encoder, self._schema, self._spec = encoder, schema, schema.text.spec()
+        self._encode = OomRetry(self._encode_each, "caption with its images")
+        nothing = {column.name: np.zeros((0, *column.shape), dtype=column.numpy_dtype) for column in self._spec.tokens}
+        self.empty = make_caption(self._spec, caption_digest(""), nothing, {})  # of a shard: each sample has one of its own
+
+    def of(self, texts: Sequence[str], images: Sequence[Image]) -> SeenSample | RejectedError:
+        """Encode the captions of one sample with its images; return why it cannot be stored if it cannot."""
+        from bucketline.torch_dtypes import as_stored  # imports torch
+
+        ((seen),) = self._encode([(texts, images)])
+        if not seen.empty.is_finite:
+            return RejectedError(Reason.TOKENS, f"of its images, as {self._spec.delivered.tokens[0].dtype}")
+        groups = self._schema.groups
+        columns = {
+            SEEN_IMAGES: {TOKENS: as_stored(seen.images), IS_IMAGE: seen.is_image.numpy().astype("u1")},
+            SEEN_EMPTY: {TOKENS: as_stored(seen.empty.tokens)},
+        }
+        entries = {
+            RAGGED_PREFIX + name: make_caption(groups[RAGGED_PREFIX + name], None, own, {}) for name, own in columns.items()
+        }
+        return SeenSample(captions=seen.captions, entries=entries)
+
+    def stored(self, text: str, digest: bytes, embedding: Embedding) -> EncodedCaption | RejectedError:
+        """Return a caption in its stored form, or why it cannot be stored."""
+        if (problem := problem_of(self._spec, text, embedding)) is not None:
+            return problem
+        caption = as_caption(self._spec, digest, embedding)
+        return EncodedCaption(caption=caption, is_truncated=embedding.is_truncated, cuts=embedding.cuts)
+
+    def _encode_each(self, samples: Sequence[tuple[Sequence[str], Sequence[Image]]]) -> list[Seen]:
+        return [self._encoder.encode_seen(texts, images) for texts, images in samples]
 
 
 # --------------------------------------------------------------------------------------------------------------- kept captions

@@ -21,18 +21,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import SourceError, StoreError
+from bucketline.families.references import AREA_PX
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import Placement, Reason, RejectedError, Size
-from bucketline.ingest.images.decode import decode_image, placed_by_header
+from bucketline.ingest.images.decode import decode_placed, placed_by_header
+from bucketline.ingest.partners.masks import mask_on_grid, read_mask, whole_mask
+from bucketline.ingest.partners.partner import PartnerForm, SampleReader
+from bucketline.ingest.partners.references import ReferenceReader
 from bucketline.ingest.pipeline.pool import OrderedPool, read_ahead
 from bucketline.ingest.rules import Check
+from bucketline.ingest.sources.partner_names import MASK, REFERENCE, MaskForm
 from bucketline.ingest.sources.source import split_of
-from bucketline.store.format.block import fixed_columns, identity, sample_digest
+from bucketline.store.format.block import identity, sample_digest
 from bucketline.store.format.schema import SampleRecord, bucket_name, captions_checksum
 from bucketline.store.read.samples import checked_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -41,10 +47,16 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.packed_index import PackedIndex, PackedSample
+    from bucketline.ingest.partners.partner import SampleFiles
+    from bucketline.ingest.partners.references import Reference
     from bucketline.ingest.pipeline.pool import WorkLimits
+    from bucketline.ingest.sources.partner_names import Partner
     from bucketline.ingest.sources.source import Source, SourceItem, Stamp
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Store
+
+
+NO_FORM = PartnerForm()
 
 
 class Change(StrEnum):
@@ -69,24 +81,44 @@ class ReadImage:
     content: bytes = b""  # digest of its file
     pixels: NDArray[np.uint8] | None = None  # [height, width, 3] of the bucket, sRGB
     latents: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # by column, [C, h, w]; checksum verified
+    references: tuple[Reference, ...] = ()
+    mask: NDArray[np.uint8] | None = None  # [h, w] of the latent
+    partner_sizes: tuple[int, ...] = ()  # in the bucket's name: height and width in px of each reference that the store has
 
     @property
     def bucket(self) -> str:
         size = self.placement.bucket
-        return bucket_name(self.split, size.height_px, size.width_px)
+        return bucket_name(self.split, size.height_px, size.width_px, *self.partner_sizes)
+
+    @property
+    def reference_sizes(self) -> list[tuple[int, int]]:
+        """Height and width in px of each reference."""
+        return [size for size in zip(self.partner_sizes[::2], self.partner_sizes[1::2], strict=True) if any(size)]
+
+    @property
+    def num_references(self) -> int | None:
+        """How many references it has; None if the store has no column of them."""
+        return len(self.reference_sizes) if self.partner_sizes else None
+
+    @property
+    def is_masked_out(self) -> bool:
+        return self.mask is not None and not self.mask.any()
 
     @property
     def num_bytes(self) -> int:
-        return sum(latent.nbytes for latent in self.latents.values()) if self.pixels is None else self.pixels.nbytes
+        if self.pixels is None:
+            return sum(latent.nbytes for latent in self.latents.values())
+        return self.pixels.nbytes + sum(one.num_bytes for one in self.references)
 
 
 def record_of(
-    item: SourceItem, placement: Placement, stamp: Stamp, split: str, content: bytes, cuts: Iterable[Cut]
+    item: SourceItem, placement: Placement, stamp: Stamp, bucket: str, content: bytes, cuts: Iterable[Cut]
 ) -> SampleRecord:
     """Return the record of an image, before its row is known."""
+    split = bucket.partition("/")[0]
     return SampleRecord(
         id=item.id,
-        bucket=bucket_name(split, placement.bucket.height_px, placement.bucket.width_px),
+        bucket=bucket,
         row=0,
         split=split,
         source=item.id,
@@ -159,16 +191,26 @@ class ImageReader:
         config: PackConfig | ScanConfig,
         grid: Grid,
         *,
+        partners: PartnerForm = NO_FORM,
+        px_per_latent: int = 8,
         reads_headers: bool = False,
     ) -> None:
-        """Take the index of this rank's samples in the store, if there is one; with `reads_headers`, decode nothing."""
+        """Take the index of this rank's samples in the store, if there is one; with `reads_headers`, decode only masks.
+
+        `partners`: what rows have of references and masks, these on the grid of a latent.
+        """
         self._source, self._samples, self._check = source, samples, config.check
         self._store, self._held_out, self._reads_headers = store, config.held_out, reads_headers
-        self._fixed = set() if store is None else {one.name for one in fixed_columns(store.manifest.max_captions)}
+        self._fixed = set() if store is None else {one.name for one in store.manifest.common_columns}
+        self._files, self._partners, self._px_per_latent = SampleReader(source, config), partners, px_per_latent
+        family = partners.family
+        self._references = None if family is None else ReferenceReader(family=family, area_px=partners.area_px)
+        self._reference_bytes = 0 if reads_headers else 6 * (partners.area_px or AREA_PX)  # for the VAE and the text encoder
         self._lock = threading.Lock()  # sidecars are mapped on first use
         self._framing = framing_of(config, grid)
         largest = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._decoded_bytes = 0 if reads_headers else largest  # at most, of an image
+        self._partner_framing = replace(self._framing, min_size_px=1)
         self.too_cropped: list[tuple[str, Placement]] = []  # of a scan: ids of rejects, and where their crops would be
         self.notes: DecodeNotes | None = None  # of the images that are being decoded, while a pack runs
 
@@ -185,8 +227,8 @@ class ImageReader:
         `on_image` is called for each of these; `check` is called while waiting and between images, and may raise.
         """
         changed = ChangedItems(self._source.in_turn(items), self.are_unchanged, room.num_threads)
-        coming = changed if self._reads_headers else read_ahead(self._source, changed, self._will_read)
-        with OrderedPool(coming, self.read, lambda item: self._decoded_bytes + len(item.held or b""), room) as ahead:
+        coming = changed if self._reads_headers else read_ahead(self._source, changed, self._will_read, self._files)
+        with OrderedPool(coming, self.read, self._bytes_of, room) as ahead:
             for item, future in ahead.results(partial(_count_and_check, account, changed, on_image, check)):
                 try:
                     image = future.result()
@@ -201,6 +243,11 @@ class ImageReader:
                     yield image
         _count_and_check(account, changed, on_image, check)
 
+    def _bytes_of(self, item: SourceItem) -> int:
+        """Return the memory that an image takes while it is read and decoded, with its partners."""
+        held = sum(len(one.held or b"") for one in item.partners)
+        return self._decoded_bytes + len(item.held or b"") + held + len(item.partners) * self._reference_bytes
+
     def reject(self, account: RunSummary, item: SourceItem, error: RejectedError) -> None:
         """Count a rejected image."""
         account.reject(item.id, error, is_stored=self._stored(item.id) is not None)
@@ -209,57 +256,99 @@ class ImageReader:
 
     def read(self, item: SourceItem) -> ReadImage | None:
         """Read one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents."""
-        split, change, stored, stamp, data = self._compared(item)
+        split, change, stored, stamp, files = self._compared(item)
         if change is Change.NONE:
             return None
         if change is Change.TEXT and (image := self._with_kept_latents(item, split, stored, stamp)) is not None:
             return image
         if self._reads_headers:
-            stamp = stamp or self._source.stamp(item)
-            with self._source.opened(item) if data is None else io.BytesIO(data) as file:
-                _refuse_bad_captions(item)
-                placement = placed_by_header(file, self._framing, item.id)
-            content, pixels = b"", None
+            read = self._read_headers(item, files.data if files is not None else None)
+            read |= {"stamp": stamp or self._files.stamp(item)}
         else:
-            if data is None or stamp is None:
-                data, stamp = self._source.read(item)
-            _refuse_bad_captions(item)
-            content = identity(data)
-            with nullcontext() if self.notes is None else self.notes.of(content, data):
-                pixels, placement = decode_image(data, self._framing, item.id)
-        item = replace(item, held=None)
-        return ReadImage(
-            item=item, change=change, split=split, stamp=stamp, placement=placement, content=content, pixels=pixels
-        )
+            files = files or self._files.read(item)
+            _refuse_bad_item(item)
+            read = {"stamp": files.stamp, **self._decoded(item, files)}
+        item = replace(item, held=None, partners=tuple(replace(one, held=None) for one in item.partners))
+        return ReadImage(item=item, change=change, split=split, **read)
 
-    def _compared(self, item: SourceItem) -> tuple[str, Change, PackedSample | None, Stamp | None, bytes | None]:
-        """Compare an image with its sample in the store. Read its file only if size or mtime differ, or for --check content.
+    def _read_headers(self, item: SourceItem, data: bytes | None) -> dict[str, Any]:
+        """Return what headers tell of an image and its references, and its mask if that is a file: fields of `ReadImage`."""
+        with self._source.opened(item) if data is None else io.BytesIO(data) as file:
+            _refuse_bad_item(item)
+            placement = placed_by_header(file, self._framing, item.id)
+        references, masks = self._split_partners(item)
+        sizes, mask = [], None
+        for partner in references:
+            with self._files.naming(partner), self._files.opened(partner) as file:
+                assert self._references is not None
+                sizes.append(self._references.size_in(file, self._partner_framing, placement))
+        for partner in masks:
+            with self._files.naming(partner), self._files.opened(partner) as file:
+                mask = read_mask(file.read(), self._partner_framing, placement, self._px_per_latent)
+        return {"placement": placement, "partner_sizes": self._partners.bucket_sizes(sizes), "mask": mask}
 
-        Return its split, how it differs, its sample, and of its file the stamp and the content, if they are known.
+    def _decoded(self, item: SourceItem, files: SampleFiles) -> dict[str, Any]:
+        """Decode an image and its partners: fields of `ReadImage`."""
+        content, has_alpha = files.content, self._partners.mask == MaskForm.ALPHA
+        place = partial(self._framing.place, item.id)
+        with self._noting(files.data, None if files.partners else content):
+            image, placement, alpha = decode_placed(files.data, self._framing, place, keeps_alpha=has_alpha)
+        assert placement is not None
+        read: dict[str, Any] = {"placement": placement, "content": content, "pixels": np.asarray(image, dtype=np.uint8)}
+        if self._partners.is_empty:
+            return read
+        references, masks, sizes = [], self._split_partners(item)[1], []
+        for partner, data in zip(item.partners, files.partners, strict=True):
+            with self._files.naming(partner), self._noting(data):
+                if partner in masks:
+                    read["mask"] = read_mask(data, self._partner_framing, placement, self._px_per_latent)
+                else:
+                    assert self._references is not None
+                    references.append(self._references.read(data, self._partner_framing, placement))
+                    sizes.append(references[-1].pixels.shape[:2])
+        if has_alpha and alpha is not None:
+            read["mask"] = mask_on_grid(alpha, placement, self._px_per_latent)
+        elif self._partners.mask in (MaskForm.ALPHA, MaskForm.WHOLE):
+            read["mask"] = whole_mask(placement, self._px_per_latent)
+        return {**read, "references": tuple(references), "partner_sizes": self._partners.bucket_sizes(sizes)}
+
+    def _split_partners(self, item: SourceItem) -> tuple[list[Partner], list[Partner]]:
+        """Return a sample's references and its masks; check how many references it has."""
+        references = [one for one in item.partners if one.kind == REFERENCE]
+        self._partners.refuse_number(len(references))
+        return references, [one for one in item.partners if one.kind == MASK]
+
+    def _noting(self, data: bytes, digest: bytes | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if self.notes is None else self.notes.of(digest or identity(data), data)
+
+    def _compared(self, item: SourceItem) -> tuple[str, Change, PackedSample | None, Stamp | None, SampleFiles | None]:
+        """Compare an image with its sample in the store. Read its files only if size or mtime differ, or for --check content.
+
+        Return its split, how it differs, its sample, and of its files the stamp and the contents, if they are known.
         """
         stored = self._stored(item.id)
         split, change, stamp = self._by_stamp(item, stored)
         if change is not None:
             return split, change, stored, stamp, None
-        data, stamp = self._source.read(item)
+        files = self._files.read(item)
         assert stored is not None, item.id
-        if stored.content != identity(data):
+        if stored.content != files.content:
             change = Change.CONTENT
         else:
             has_captions = self._check is Check.CONTENT and stored.captions == captions_checksum(item.captions)
             change = Change.NONE if has_captions else Change.TEXT
-        return split, change, stored, stamp, data
+        return split, change, stored, files.stamp, files
 
     def _by_stamp(self, item: SourceItem, stored: PackedSample | None) -> tuple[str, Change | None, Stamp | None]:
         """Return an image's split, how it differs, or None if only its file can tell, and its stamp if that tells."""
         split = split_of(item, self._held_out)
-        if stored is None or item.caption_error is not None:
+        if stored is None or item.caption_error is not None or item.partner_error is not None:
             return split, Change.NEW, None
         if stored.is_held_out != (split == "val"):
             return split, Change.SPLIT, None
         if self._check is not Check.SIZE_TIME:
             return split, None, None
-        stamp = self._source.stamp(item)
+        stamp = self._files.stamp(item)
         if (stored.source_bytes, stored.source_mtime_ns) != (stamp.num_bytes, stamp.mtime_ns):
             return split, None, None
         return split, Change.NONE if stored.captions == captions_checksum(item.captions) else Change.TEXT, stamp
@@ -304,7 +393,7 @@ class ImageReader:
         A run has the rules and encoders of the store, so an image with the same content has the same latents. That includes
         sampled latents and random crops, which depend only on the id.
         """
-        if self._store is None or stored is None or stamp is None:
+        if self._store is None or stored is None or stamp is None or self._store.manifest.sees_images:
             return None
         try:
             with self._lock:
@@ -328,6 +417,7 @@ class ImageReader:
             placement=placement,
             content=stored.content,
             latents=latents,
+            partner_sizes=tuple(map(int, record.bucket.partition("/")[2].split("x")[2:])),
         )
 
 
@@ -341,7 +431,9 @@ def _count_and_check(
     check()
 
 
-def _refuse_bad_captions(item: SourceItem) -> None:
+def _refuse_bad_item(item: SourceItem) -> None:
+    if item.partner_error is not None:
+        raise RejectedError(Reason.PARTNER, item.partner_error)
     if item.caption_error is not None:
         raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
 

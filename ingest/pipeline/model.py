@@ -57,8 +57,12 @@ class EncoderFacts:
         return _number(self.vae["downscale"])
 
     @property
+    def latent_channels(self) -> int:
+        return _number(self.vae["latent_channels"])
+
+    @property
     def stored_channels(self) -> int:
-        return _number(self.vae["latent_channels"]) * (2 if self.vae["latents"] == LatentKind.MOMENTS.value else 1)
+        return self.latent_channels * (2 if self.vae["latents"] == LatentKind.MOMENTS.value else 1)
 
     @property
     def max_tokens(self) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
+    from bucketline.ingest.partners.partner import SampleReader
     from bucketline.ingest.sources.source import Source, SourceItem
 
 
@@ -161,7 +162,9 @@ def num_header_threads(source: Source) -> int:
     return REQUESTS if _as_remote(source) is not None else min(_MOST_THREADS, os.cpu_count() or 1)
 
 
-def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[[SourceItem], bool]) -> Iterator[SourceItem]:
+def read_ahead(
+    source: Source, items: Iterable[SourceItem], will_read: Callable[[SourceItem], bool], files: SampleReader
+) -> Iterator[SourceItem]:
     """Yield items in order; of a source in object storage, those that `will_read` holds for come with their bytes.
 
     An item that cannot be read comes without: reading it again says why.
@@ -173,7 +176,9 @@ def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[
 
     def fetched(item: SourceItem) -> SourceItem:
         try:
-            return remote.fetched(item) if item.held is None and will_read(item) else item
+            if item.held is not None or not will_read(item):
+                return item
+            return files.with_partners_held(remote.fetched(item)) if item.partners else remote.fetched(item)
         except (BucketlineError, RejectedError):
             return item
 

@@ -10,19 +10,23 @@ from __future__ import annotations
 import itertools
 import queue
 from contextlib import ExitStack, closing, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
 
 from bucketline.errors import ModelError, StoreError
 from bucketline.forks import JoinableThread
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.packed_index import PackedIndex
-from bucketline.ingest.pipeline.captions import FreshCaptions, KeptCaptions
-from bucketline.ingest.pipeline.image_reader import Change, ChangedItems, DecodeNotes, ImageReader, record_of
+from bucketline.ingest.partners.partner import axes_of
+from bucketline.ingest.pipeline.captions import FreshCaptions, KeptCaptions, SeenCaptions
+from bucketline.ingest.pipeline.image_reader import NO_FORM, Change, ChangedItems, DecodeNotes, ImageReader, record_of
 from bucketline.ingest.pipeline.pool import DECODE, ENCODE, WRITE, WorkLimits
 from bucketline.ingest.rules import Check
 from bucketline.ingest.summary import RunSummary
-from bucketline.store.format.block import BlockSpec, caption_digest, fixed_columns
+from bucketline.store.format.block import DTYPES, BlockSpec, caption_digest, sample_digest
 from bucketline.store.format.text import TEXT_GROUP
+from bucketline.store.write.row_form import sizes_of
 from bucketline.store.write.seal import seal
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -34,17 +38,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut, SeeingEncoder
     from bucketline.ingest.encoders.vae import LatentColumns, VaeEncoder
     from bucketline.ingest.images.crop import Grid
     from bucketline.ingest.parallel.items import Share
+    from bucketline.ingest.partners.partner import PartnerForm
     from bucketline.ingest.pipeline.captions import CaptionWriter
     from bucketline.ingest.pipeline.image_reader import ReadImage
     from bucketline.ingest.pipeline.pool import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
     from bucketline.store.format.schema import SampleRecord
-    from bucketline.store.format.text import Caption
+    from bucketline.store.format.text import Caption, Entry
     from bucketline.store.transfer import ShardSender
 
 
@@ -54,8 +59,8 @@ BATCHES_WAITING = 4  # encoded batches in the queue
 _POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
 
 
-# of each sample its record, its latents by column, [C, h, w], and the digests of its captions
-Rows: TypeAlias = "list[tuple[SampleRecord, Mapping[str, NDArray[Any]], list[bytes]]]"
+# of each sample its record, its values by column, the digests of its captions, and its entries by ragged group
+Rows: TypeAlias = "list[tuple[SampleRecord, Mapping[str, NDArray[Any]], list[bytes], Mapping[str, Entry]]]"
 # the columns of a bucket, captions that the shard does not have yet, rows, and whether they begin a shard
 _Batch: TypeAlias = "tuple[BlockSpec, Sequence[Caption], Rows, bool]"
 
@@ -153,9 +158,9 @@ class RowWriter:
 def _write(shard: ShardWriter, spec: BlockSpec, captions: Sequence[Caption], rows: Rows) -> None:
     for caption in captions:
         shard.add_caption({TEXT_GROUP: caption})
-    for record, latents, digests in rows:
+    for record, latents, digests, entries in rows:
         try:
-            shard.add(spec=spec, latents=latents, record=record, captions=digests)
+            shard.add(spec=spec, latents=latents, record=record, captions=digests, entries=entries)
         except ValueError as error:
             raise ModelError(
                 f"{record.id}: the VAE's latent does not fit its bucket: {error}; "
@@ -189,6 +194,7 @@ class SlicePacker:
         decode_threads: int,
         stages: StageTimer,
         sender: ShardSender | None = None,
+        partners: PartnerForm = NO_FORM,
     ) -> None:
         """Take `vae` and `text` to load the encoders: each is called when there is something to encode, and never before.
 
@@ -196,13 +202,16 @@ class SlicePacker:
         says when there is room for another.
         """
         self._source, self._store, self._config, self.folder = source, store, config, folder
-        self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
+        self._partners, self._schema = partners, store.manifest
+        px_per_latent = partners.px_per_latent_in(store.manifest)
+        index = PackedIndex(store, share)
+        self._reader = ImageReader(source, store, index, config, grid, partners=partners, px_per_latent=px_per_latent)
         self._room = WorkLimits(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=_AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
         self._share, self._load_vae, self._load_text = share, vae, text
         self._encoder: LatentColumns | None = None
-        self._captions: FreshCaptions | KeptCaptions | None = None
+        self._captions: FreshCaptions | KeptCaptions | SeenCaptions | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self.sender = sender
         self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
@@ -272,7 +281,9 @@ class SlicePacker:
                     kept = KeptCaptions(self.folder, self._store.manifest, self._share)
                 missing = [text for text in kept.missing(texts) if writer is None or not writer.has_caption(text)]
                 if missing and (fresh is None or writer is None):
-                    fresh = self._fresh_captions()
+                    made = self._fresh_captions()
+                    assert isinstance(made, FreshCaptions)  # those that depend on images are not encoded first
+                    fresh = made
                     writer = kept.writer(held, fresh.empty, self._config.shard_size.num_bytes)
                 if fresh is None or writer is None:
                     continue
@@ -326,8 +337,12 @@ class SlicePacker:
                     self.sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
             spec = self._spec(encoder, bucket, images[0])
-            new_captions, bad_captions = self._new_captions(captions, images)
-            rows = self._rows(encoder, bucket, images, bad_captions)
+            entries: dict[str, Mapping[str, Entry]] = {}
+            if isinstance(captions, SeenCaptions):
+                new_captions, bad_captions = self._seen_captions(captions, images, entries)
+            else:
+                new_captions, bad_captions = self._new_captions(captions, images)
+            rows = self._rows(encoder, bucket, images, bad_captions, entries)
             self._shard.num_rows += len(rows)
             self._shard.num_bytes += len(rows) * spec.row_bytes
         with self.stages.spent(WRITE):
@@ -341,43 +356,115 @@ class SlicePacker:
         self.account.has_encoded = True
         return LatentColumns(self._load_vae(), flip=self._config.flip)
 
-    def _fresh_captions(self) -> FreshCaptions:
+    def _fresh_captions(self) -> FreshCaptions | SeenCaptions:
         self.account.has_encoded = True
-        return FreshCaptions(self._load_text(), self._store.text, self._config.batch_size)
+        encoder = self._load_text()
+        if self._schema.sees_images:
+            return SeenCaptions(cast("SeeingEncoder", encoder), self._schema)
+        return FreshCaptions(encoder, self._store.text, self._config.batch_size)
 
     def _rows(
-        self, encoder: LatentColumns, bucket: str, images: list[ReadImage], bad_captions: Mapping[bytes, RejectedError]
+        self,
+        encoder: LatentColumns,
+        bucket: str,
+        images: list[ReadImage],
+        bad_captions: Mapping[bytes, RejectedError],
+        entries: Mapping[str, Mapping[str, Entry]],
     ) -> Rows:
         """Encode images and return their rows, without those that are rejected."""
         decoded = [(image.item.id, image.pixels) for image in images if image.pixels is not None]
-        encoded, rows = iter(encoder.encode(decoded) if decoded else ()), []
-        for image in images:
+        encoded = iter(encoder.encode(decoded) if decoded else ())
+        rows: Rows = []
+        partners = [{}] * len(images) if self._partners.is_empty else self._partner_values(encoder, images)
+        for image, own in zip(images, partners, strict=True):
             item, place = image.item, image.placement
             latents = image.latents if image.pixels is None else next(encoded)
-            if isinstance(latents, str):
-                self._reader.reject(self.account, item, RejectedError(Reason.LATENT, latents))
+            if isinstance(latents, str) or isinstance(own, str):
+                found = latents if isinstance(latents, str) else str(own)
+                self._reader.reject(self.account, item, RejectedError(Reason.LATENT, found))
                 continue
-            digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
+            digests = self._digests(item)
             if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
                 self._reader.reject(self.account, item, error)
                 continue
             cuts = tuple(cut for digest in digests for cut in self._shard.cuts.get(digest, ()))
-            record = record_of(item, place, image.stamp, image.split, image.content, cuts)
-            rows.append((record, latents, digests))
+            record = record_of(item, place, image.stamp, bucket, image.content, cuts)
+            rows.append((record, {**latents, **own}, digests, entries.get(item.id, {})))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
+            self.account.count_partners(item.id, image.num_references, is_masked_out=image.is_masked_out)
             self.account.moved += image.change is Change.SPLIT
             self.account.latents_kept += image.pixels is None
         return rows
+
+    def _partner_values(self, encoder: LatentColumns, images: list[ReadImage]) -> list[dict[str, NDArray[Any]] | str]:
+        """Encode references, those of one size together; return each image's values by column, or why they cannot be stored."""
+        by_size: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for n, image in enumerate(images):
+            for number, one in enumerate(image.references):
+                by_size.setdefault(one.pixels.shape, []).append((n, number))
+        latents: dict[tuple[int, int], tuple[NDArray[Any], ...] | str] = {}
+        for own in by_size.values():
+            for at in range(0, len(own), self._config.batch_size):
+                part = own[at : at + self._config.batch_size]
+                pixels = [images[n].references[number].pixels for n, number in part]
+                latents.update(zip(part, encoder.encode_references(pixels), strict=True))
+        absent = np.empty((encoder.vae.latent_channels, 0, 0), dtype=DTYPES[encoder.vae.stored_dtype])
+        return [
+            {} if image.pixels is None else self._partners.values(n, image.mask, latents, absent, flip=self._config.flip)
+            for n, image in enumerate(images)
+        ]
+
+    def _digests(self, item: SourceItem) -> list[bytes]:
+        """Return the digests of a sample's captions, by which a shard has them; without captions, that of the empty one."""
+        sample = sample_digest(item.id) if self._schema.sees_images else b""
+        return [self._schema.caption_digest(text, sample) for text in self._kept(item)] or [caption_digest("")]
+
+    def _seen_captions(
+        self, captions: SeenCaptions, images: list[ReadImage], entries: dict[str, Mapping[str, Entry]]
+    ) -> tuple[list[Caption], dict[bytes, RejectedError]]:
+        """Encode the captions of each image with its references; as `_new_captions`. Adds the entries of rows by id."""
+        good: list[Caption] = []
+        bad: dict[bytes, RejectedError] = {}
+        for image in images:
+            item, texts = image.item, self._kept(image.item)
+            digests = self._digests(item)
+            found = captions.of(texts, [one.seen for one in image.references if one.seen is not None])
+            if isinstance(found, RejectedError):
+                bad.update(dict.fromkeys(digests, found))
+                continue
+            entries[item.id] = found.entries
+            self._shard.num_bytes += sum(entry.num_bytes for entry in found.entries.values())
+            for text, digest, embedding in zip(texts, digests, found.captions, strict=False):
+                stored = captions.stored(text, digest, embedding)
+                if isinstance(stored, RejectedError):
+                    bad[digest] = stored
+                    continue
+                if stored.cuts:
+                    self._shard.cuts[digest] = stored.cuts
+                good.append(stored.caption)
+        self._shard.num_bytes += sum(caption.num_bytes for caption in good)
+        return good, bad
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
 
     def _spec(self, encoder: LatentColumns, bucket: str, image: ReadImage) -> BlockSpec:
         """Return the bucket's columns; they depend only on its size, never on the output of an encoder."""
-        size = image.placement.bucket
-        latents = encoder.columns(size.height_px, size.width_px)
-        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
+        size, common = image.placement.bucket, self._schema.common_columns
+        if self._partners.is_empty:
+            return BlockSpec(bucket=bucket, columns=(*common, *encoder.columns(size.height_px, size.width_px)))
+        vae = encoder.vae
+        columns = self._partners.row_columns(
+            channels=vae.latent_channels,
+            stored_channels=vae.stored_channels,
+            px_per_latent=vae.downscale,
+            dtype=vae.stored_dtype,
+            flip=self._config.flip,
+        )
+        axes = axes_of(columns)
+        sizes = sizes_of(bucket, axes)
+        return BlockSpec(bucket=bucket, columns=(*common, *(one.in_sizes(bucket, sizes) for one in columns)), axes=axes)
 
     def _new_captions(
         self, captions: FreshCaptions | KeptCaptions, images: list[ReadImage]

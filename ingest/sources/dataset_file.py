@@ -34,8 +34,10 @@ from bucketline.ingest.sources.captions.files import CaptionRules
 from bucketline.ingest.sources.captions.table import TABLE_SUFFIXES
 from bucketline.ingest.sources.folder import FolderSource, is_regularization, repeats_and_subject
 from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset
-from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectTableSource, is_object_url
+from bucketline.ingest.sources.object_place import is_object_url
+from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectTableSource
 from bucketline.ingest.sources.parquet import ParquetSource, TableSource, has_images
+from bucketline.ingest.sources.partner_names import in_file
 from bucketline.ingest.sources.source import CaptionPer, SourceOptions
 from bucketline.ingest.sources.tar import TAR, Shard, TarSource, expand, has_scheme, local_path
 from bucketline.option_value import value_fields
@@ -185,6 +187,10 @@ class DatasetEntry:
     caption_per: CaptionPer | None = None
     follow_links: bool | None = None
     kohya_folders: bool = False  # the folders `N_name` in `path` are sources of their own, with N repeats
+    references: tuple[str, ...] = ()  # folders with the images' names; or same:{stem}_{n}; or column:NAME each; or none
+    references_optional: bool | None = None
+    references_area: int | None = None
+    mask: str | None = None  # a folder, a suffix, alpha, whole, column:NAME or none
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -197,11 +203,20 @@ class DatasetEntry:
             raise ValueError(f"split is {self.split!r}, expected 'train' or 'val'")
         if self.kohya_folders and (self.repeats != 1 or self.name is not None):
             raise ValueError("kohya_folders takes repeats and names from the folders; leave `repeats` and `name` out")
+        if self.kohya_folders and (self.references or self.mask not in (None, "alpha", "whole", "none")):
+            raise ValueError(
+                "kohya_folders takes no references and masks, which belong to one folder; name a source for each folder"
+            )
         try:
             self.options(SourceOptions())
             CaptionRules.parse(self.caption_template, self.shuffle_tags)
         except UsageError as error:
             raise ValueError(str(error)) from error
+
+    def resolved(self, file: Path) -> DatasetEntry:
+        """Return the entry with its paths relative to the current folder, not to the file."""
+        references, mask = in_file(self.references, self.mask, lambda path: _resolved(file, path))
+        return replace(self, path=_resolved(file, self.path), references=references, mask=mask)
 
     @property
     def store_name(self) -> str:
@@ -252,12 +267,12 @@ def with_dataset_file(options: _O, source: str, given: frozenset[str], tables: M
     known = {field.name for field in fields(options)}
     own = {name: value for name, value in own.items() if name in known}
     if isinstance(content.get(_SOURCE), dict):
-        entry = _entry(path, _SOURCE, content[_SOURCE])
+        entry = _entry(path, _SOURCE, content[_SOURCE]).resolved(path)
         if unsuited := next((name for name in ("name", "repeats", "kohya_folders") if name in content[_SOURCE]), None):
             raise SourceError(f"{path}: {_SOURCE}.{unsuited} is for several sources, in tables that begin with [[source]]")
         held_out = str(own.get("val_fraction", getattr(options, "val_fraction", "0")))
         own |= {name: value for name, value in entry.overrides(held_out).items() if name in known}
-        own[_SOURCE] = _resolved(path, entry.path)
+        own[_SOURCE] = entry.path
         given -= {_SOURCE}
     taken = {name: value for name, value in own.items() if name not in given}
     with _naming_file(path):
@@ -273,7 +288,7 @@ def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
     """Read a data set file and check that each source is there, none twice. Lists no images."""
     entries, notes = list[DatasetEntry](), list[str]()
     for at, entry in _parsed(path):
-        found = replace(entry, path=_resolved(path, entry.path))
+        found = entry.resolved(path)
         entries += _kohya_folders(at, found, notes) if entry.kohya_folders else [_named(at, found)]
     for one, other in itertools.combinations(entries, 2):
         if one.store_name == other.store_name:
@@ -350,7 +365,7 @@ def _as_text(name: str, value: object) -> object:
     """Return a number as text where the option takes text that may be only a number, and one text as a list of it."""
     if name in ("val_fraction", "shuffle_tags") and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    if name in ("captions_from", "dataset_splits", "caption_template") and isinstance(value, str):
+    if name in ("captions_from", "dataset_splits", "caption_template", "references") and isinstance(value, str):
         return [value]
     return value
 

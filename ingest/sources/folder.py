@@ -15,11 +15,13 @@ from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.sources.captions.files import CaptionFiles, refuse_unmet, unusable
 from bucketline.ingest.sources.captions.table import TABLE_SUFFIXES, TableRow, TableRows, folder_paths, read_rows
 from bucketline.ingest.sources.hf_dataset import VAL, Splits, side_files, side_notes, split_in_folders
+from bucketline.ingest.sources.object_place import list_place
+from bucketline.ingest.sources.partner_names import FilePartners, left_out_notes
 from bucketline.ingest.sources.source import Listing, LocalFileSource, SourceItem, SourceOptions, followed
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 
 # --------------------------------------------------------------------------------------------------------------- kohya folders
@@ -89,7 +91,14 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         raise SourceError(f"{source} is not a folder; expected a folder of images")
     options = options or SourceOptions()
     captions = CaptionFiles(folder=source, options=options)
-    found = FoundFiles(captions)
+    partners = FilePartners(options.partner_rules, lambda place: list_place(place, options))
+    inside_places = {os.path.realpath(place) for place in options.partner_rules.places}
+    if os.path.realpath(source) in inside_places:
+        raise SourceError(
+            f"{source} is the folder of images, and that of their references or masks; name another folder, or references "
+            "next to their images by same:{stem}_{n}"
+        )
+    found = FoundFiles(captions, partners)
     empty: list[str] = []
     links: list[str] = []
     for folder, folders, files in os.walk(source, onerror=_refuse):
@@ -101,6 +110,8 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
                 "move it out of the source and rerun the command"
             )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if inside_places:
+            folders[:] = [name for name in folders if os.path.realpath(f"{folder}/{name}") not in inside_places]
         links += [path for name in folders if (path := os.path.join(folder, name)) and os.path.islink(path)]  # noqa: PTH114, PTH118
         inside = Path(folder).relative_to(source).as_posix()
         before = "" if inside == "." else f"{inside}/"
@@ -124,6 +135,8 @@ class FoundFiles:
     """The files of a folder, by what they are."""
 
     captions: CaptionFiles
+    partners: FilePartners
+    at: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of images, as of `SourceItem`; empty on a disk
     images: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
 
@@ -165,8 +178,16 @@ class FoundFiles:
             if captions and place is not None:
                 listing.captions_from[place] += 1
             is_out = error is not None and files.is_out_of_reach(image)
+            own, partner_error = self.partners.of(image, rows.cells.get(image), self._at)
             item = SourceItem(
-                id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out, held_out=target == VAL
+                id=image,
+                captions=captions,
+                caption_error=error,
+                is_caption_out_of_reach=is_out,
+                held_out=target == VAL,
+                at=self._at(image),
+                partners=own,
+                partner_error=partner_error,
             )
             listing.items.append(item)
         listing.orphans = sorted([*files.stray(), *rows.stray()])
@@ -176,25 +197,30 @@ class FoundFiles:
             for extension, number in files.num_unused.items()
         ]
         files.names.note_lines(listing.notes)
+        listing.notes += self.partners.notes()
         refuse_unmet(files.options, listing.captions_from)
         return listing
+
+    def _at(self, image: str) -> tuple[int, ...]:
+        return self.at.get(image, ())
 
     def _kept(self, rows: TableRows, source: str, listing: Listing) -> tuple[list[str], list[str]]:
         images, splits = sorted(self.images), Splits(self.captions.options.dataset_splits)
         rows.match(images)
-        sides = {image: kind for image, kind in side_files(images).items() if rows.of(image) is None}
+        taken = self.partners.take(images, self._at, rows.cells)
+        sides = {image: kind for image, kind in side_files(images).items() if image not in taken and rows.of(image) is None}
         kept, targets = list[str](), list[str]()
         for image in images:
             row = rows.of(image)
             split = row.split if isinstance(row, TableRow) else ""
-            target = None if image in sides else splits.take(split or split_in_folders(image), image)
+            target = None if image in sides or image in taken else splits.take(split or split_in_folders(image), image)
             if target is None:
                 self.captions.pass_over(image)
             else:
                 kept.append(image)
                 targets.append(target)
         rows.refuse_unmatched(images)
-        listing.notes += side_notes(sides.values())
+        listing.notes += [*left_out_notes(taken.values()), *side_notes(sides.values())]
         splits.finish(source, source, listing.notes)
         if not kept:
             raise SourceError(f"{source} has no images to pack: {'; '.join(listing.notes)}")
@@ -225,7 +251,7 @@ def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
                 followed(path, files.within)
             except RejectedError as error:
                 raise SourceError(f"{table}: {error.detail}") from error
-        rows.add(table, read_rows(path, table, files.names, rows.notes))
+        rows.add(table, read_rows(path, table, files.names, rows.notes, files.options.partner_rules))
     return rows
 
 

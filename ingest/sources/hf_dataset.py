@@ -16,6 +16,7 @@ from bucketline.errors import SourceError
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.sources.captions.files import CaptionNames, as_texts, stripped, unusable
 from bucketline.ingest.sources.captions.table import SPLIT, as_split
+from bucketline.ingest.sources.partner_names import REFERENCE, MaskForm, Partner
 from bucketline.ingest.sources.source import (
     Listing,
     Source,
@@ -28,6 +29,8 @@ from bucketline.ingest.sources.source import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from bucketline.ingest.sources.partner_names import Found
 
 
 # ---------------------------------------------------------------------------------------------------------------------- splits
@@ -193,6 +196,8 @@ class SplitRow(NamedTuple):
     caption: object
     place: str  # in messages
     at: tuple[int, ...]  # as of `SourceItem`
+    partners: tuple[Partner, ...] = ()
+    partner_error: str | None = None
 
 
 def add_rows(listing: Listing, splits: Splits, rows: Sequence[SplitRow]) -> None:
@@ -212,7 +217,17 @@ def add_rows(listing: Listing, splits: Splits, rows: Sequence[SplitRow]) -> None
         if kept := stripped(captions):
             listing.captions_from[f"column {row.column}"] += 1
         error = unusable(f"the column {row.column}", kept)
-        listing.items.append(SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=target == VAL, at=row.at))
+        listing.items.append(
+            SourceItem(
+                id=sample_id,
+                captions=kept,
+                caption_error=error,
+                held_out=target == VAL,
+                at=row.at,
+                partners=row.partners,
+                partner_error=row.partner_error,
+            )
+        )
 
 
 def image_column(place: str, images: Sequence[str], there: Sequence[str]) -> str:
@@ -301,6 +316,7 @@ class DatasetSource(Source):
     @cached_property
     def _splits(self) -> list[tuple[str, Any, str]]:
         """For each split with rows to pack: its name, its rows with undecoded images, and the name of the image column."""
+        self.options.partner_rules.refuse_other_than_columns("a saved dataset")
         loaded = self._loaded
         import datasets  # installed, since loading has imported it
 
@@ -308,10 +324,34 @@ class DatasetSource(Source):
         for split, rows in loaded.items():
             if splits.target(split) is None and SPLIT not in rows.column_names:
                 continue
-            images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+            beside = self._partner_columns(rows, self._place(split))
+            images = [name for name, one in rows.features.items() if isinstance(one, datasets.Image) and name not in beside]
             column = image_column(self._place(split), images, rows.column_names)
             found.append((split, rows.cast_column(column, datasets.Image(decode=False)), column))
         return found
+
+    def _partner_columns(self, rows: Any, place: str) -> tuple[str, ...]:  # noqa: ANN401
+        """Return the columns of references, then that of masks if `mask` names one."""
+        rules = self.options.partner_rules
+        references = rules.reference_columns(rows.column_names, place if rules.columns else None)
+        if not rules.columns:
+            references = tuple(one for one in references if _has_images(rows.features[one]))
+        mask = rules.mask_column(rows.column_names, place)
+        return (*references, mask) if mask else references
+
+    def _partners(self, rows: Any, place: str, mtime_ns: int, number: int) -> Iterator[Found]:  # noqa: ANN401
+        """Yield the partners of each row; their `at` is the row's, then the numbers of the column, and in a list plus 1."""
+        rules, columns = self.options.partner_rules, self._partner_columns(rows, place)
+        has_mask = rules.mask is MaskForm.COLUMN
+        cells = zip(*(_lengths(rows, one) for one in columns), strict=True) if columns else ((),) * rows.num_rows
+        for row, own in enumerate(cells):
+
+            def partner(column: int, n: int, row: int = row) -> Partner:
+                name = f"{place}, row {row}, {columns[column]}{'' if n < 0 else f'[{n}]'}"
+                return Partner(kind=REFERENCE, name=name, at=(number, row, 0, mtime_ns, column, n + 1))
+
+            references = list(own[:-1] if has_mask else own)
+            yield rules.found_in(references, own[-1] if has_mask else None, partner)
 
     def _place(self, split: str) -> str:
         return f"{self.path}, split {split}" if split else str(self.path)
@@ -333,9 +373,18 @@ class DatasetSource(Source):
                     caption=value,
                     place=f"{place}, row {row}",
                     at=(number, row, size, mtime_ns),
+                    partners=partners,
+                    partner_error=error,
                 )
-                for row, (own, size, value, cell) in enumerate(
-                    zip(names, sizes, _values(rows, text), _values(rows, SPLIT), strict=True)
+                for row, (own, size, value, cell, (partners, error)) in enumerate(
+                    zip(
+                        names,
+                        sizes,
+                        _values(rows, text),
+                        _values(rows, SPLIT),
+                        self._partners(rows, place, mtime_ns, number),
+                        strict=True,
+                    )
                 )
             )
         add_rows(listing, splits, found)
@@ -355,7 +404,12 @@ class DatasetSource(Source):
         _, rows, column = self._splits[item.at[0]]
         stamp = self.stamp(item)
         refuse_too_large(stamp.num_bytes)
-        value = rows[item.at[1]][column]
+        if len(item.at) > 4:  # of a partner
+            column = self._partner_columns(rows, "")[item.at[4]]
+            value = rows.select_columns([column]).with_format("arrow")[item.at[1]][column][0].as_py()
+            value = value[item.at[5] - 1] if item.at[5] else value
+        else:
+            value = rows[item.at[1]][column]
         if value is None:
             raise RejectedError(Reason.UNREADABLE, f"its {column} is null")
         if value["bytes"] is None:
@@ -381,6 +435,21 @@ def _names_and_sizes(rows: Any, column: str) -> tuple[list[str | None], list[int
         names += pc.struct_field(images, "path").to_pylist()
         sizes += [size or 0 for size in pc.binary_length(pc.struct_field(images, "bytes")).to_pylist()]
     return names, sizes
+
+
+def _has_images(feature: Any) -> bool:  # noqa: ANN401 - of `datasets`
+    import datasets
+
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
+    return isinstance(inner, datasets.Image)
+
+
+def _lengths(rows: Any, column: str) -> Iterator[object]:  # noqa: ANN401
+    """Yield for each row of a column of images None, a value, or of lists a list of as many."""
+    for part in rows.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
+        for cell in part[column]:
+            is_list = hasattr(cell, "values")
+            yield None if not cell.is_valid else [0] * len(cell.values or ()) if is_list else 0
 
 
 def _values(rows: Any, column: str | None) -> Iterator[object]:  # noqa: ANN401

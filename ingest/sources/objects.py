@@ -5,31 +5,34 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-import re
 import tempfile
 from abc import abstractmethod
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-import xxhash
-
-from bucketline.errors import SourceError, StoreError, UsageError
+from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import IMAGE_SUFFIXES, STATUS, is_status
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.sources.captions.files import MAX_CAPTIONS_BYTES, CaptionFiles, CaptionNames
 from bucketline.ingest.sources.captions.table import TableRows, read_rows
 from bucketline.ingest.sources.folder import FoundFiles, naming_notes
-from bucketline.ingest.sources.hf_dataset import Splits
+from bucketline.ingest.sources.object_place import (
+    folder_at,
+    is_hidden,
+    list_place,
+    of_one_image,
+    of_source,
+    split_url,
+    stamp_of,
+)
 from bucketline.ingest.sources.parquet import inside_id, listing_of_rows
+from bucketline.ingest.sources.partner_names import FilePartners
 from bucketline.ingest.sources.source import Listing, Source, SourceItem, SourceOptions, Stamp, refuse_too_large
-from bucketline.store.folder import DeniedError, ListedFile, MissingObjectError
-from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.remote.urls import NEAR, parse_url
+from bucketline.store.remote.urls import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -38,73 +41,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from bucketline.ingest.sources.captions.files import Captions
-    from bucketline.store.remote.urls import RemoteOptions
+    from bucketline.store.folder import ListedFile
+    from bucketline.store.remote.objects import ObjectFolder
 
 
 # ----------------------------------------------------------------------------------------------------------------------- place
-
-_SCHEMES = ("s3", "gs", "az", "memory", *NEAR)
-_SECOND_NS = 1_000_000_000
-
-
-def is_object_url(text: str) -> bool:
-    """Return True if a source is the URL of something in object storage."""
-    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
-    return match is not None and match[1].lower() in _SCHEMES
-
-
-def folder_at(url: str, options: SourceOptions) -> ObjectFolder:
-    """Return the folder at a URL; the same object for the same place, since it holds connections."""
-    return _folder_at(url, options.remote())
-
-
-@lru_cache(maxsize=64)
-def _folder_at(url: str, options: RemoteOptions) -> ObjectFolder:
-    return ObjectFolder.open(url, options)
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """Return the URL of an object's folder and its name there.
-
-    >>> split_url("s3://bucket/photos/some.csv")
-    ('s3://bucket/photos', 'some.csv')
-    """
-    folder, _, name = url.rstrip("/").rpartition("/")
-    if not name or not re.search(r"://[^/]", folder):
-        raise UsageError(f"{url} names a bucket, not a file in it")
-    return folder, name
-
-
-def stamp_of(entry: ListedFile) -> Stamp:
-    """Return an object's size and time of change, with the digest of its ETag as the fraction of a second.
-
-    Times of change have whole seconds in some kinds of storage; an ETag differs if an object was replaced within one.
-    """
-    seconds = int(entry.modified_s)
-    if entry.e_tag is None:
-        return Stamp(num_bytes=entry.num_bytes, mtime_ns=round(entry.modified_s * 1e6) * 1000)
-    fraction = xxhash.xxh3_64_intdigest(entry.e_tag.strip('"').encode()) % _SECOND_NS
-    return Stamp(num_bytes=entry.num_bytes, mtime_ns=seconds * _SECOND_NS + fraction)
-
-
-@contextmanager
-def of_source(what: str) -> Iterator[None]:
-    """Turn a StoreError of this block into a SourceError: the listing would be incomplete, or the storage is out of reach."""
-    try:
-        yield
-    except StoreError as error:
-        raise SourceError(f"{what}: {error}") from error
-
-
-@contextmanager
-def of_one_image() -> Iterator[None]:
-    """Reject one image if its object is missing or denied; another error, such as a network's, ends the run."""
-    try:
-        yield
-    except (MissingObjectError, DeniedError) as error:
-        raise RejectedError(Reason.UNREADABLE, str(error)) from error
-    except StoreError as error:
-        raise SourceError(f"{error}; what was packed is kept") from error
 
 
 def refuse_overlapping_urls(source: str, store: str) -> None:
@@ -303,16 +244,26 @@ class ObjectFolderSource(ObjectSource):
         """List the folder in pages, as `list_folder` lists one on a disk."""
         with ThreadPoolExecutor(CAPTIONS_AT_ONCE, thread_name_prefix="bucketline-captions") as pool:
             captions = CaptionObjects(folder=Path(), options=self.options, objects=self._objects, pool=pool)
-            found = FoundFiles(captions)
-            entries: dict[str, ListedFile] = {}
+            options = self.options
+            found = FoundFiles(captions, FilePartners(options.partner_rules, lambda place: list_place(place, options)))
+            inside = tuple(
+                f"{place.rstrip('/').removeprefix(self.url)[1:]}/"
+                for place in options.partner_rules.places
+                if place.startswith(f"{self.url}/")
+            )
+            ats: dict[str, tuple[int, ...]] = {}
             with of_source(self.url):
-                listed = [entry for entry in self._objects.names(is_bounded=False) if not _is_hidden(entry.name)]
+                listed = [entry for entry in self._objects.names(is_bounded=False) if not is_hidden(entry.name)]
             for entry in sorted(listed, key=lambda entry: entry.name.rpartition("/")[::2]):
                 folder, slash, name = entry.name.rpartition("/")
                 if name == STATUS:
                     self._refuse_run(folder, entry)
+                if entry.name.startswith(inside):
+                    continue
                 found.add(folder + slash, name)
-                entries[entry.name] = entry
+                stamp = stamp_of(entry)
+                ats[entry.name] = (stamp.num_bytes, stamp.mtime_ns)
+            found.at = ats
             if not found.images:
                 kinds = ", ".join(sorted(IMAGE_SUFFIXES))
                 what = f"{len(listed)} objects" if listed else "nothing"
@@ -320,12 +271,9 @@ class ObjectFolderSource(ObjectSource):
             rows = TableRows(folders=(self.url,))
             for table in found.tables:
                 with self._table(table) as path:
-                    rows.add(table, read_rows(path, table, captions.names, rows.notes))
+                    rows.add(table, read_rows(path, table, captions.names, rows.notes, options.partner_rules))
             listing = found.listing(rows, self.url)
         listing.notes += naming_notes(found.images)
-        for at, item in enumerate(listing.items):
-            stamp = stamp_of(entries[item.id])
-            listing.items[at] = replace(item, at=(stamp.num_bytes, stamp.mtime_ns))
         return listing
 
     def _refuse_run(self, folder: str, entry: ListedFile) -> None:
@@ -350,19 +298,14 @@ class ObjectTableSource(ObjectSource):
         """Read the table; see `TableSource.listing`."""
         name, listing = split_url(self.url)[1], Listing()
         with self._table(name) as path:
-            rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes)
+            rows = read_rows(path, name, CaptionNames.of(self.options), listing.notes, self.options.partner_rules)
             return listing_of_rows(
                 rows,
-                lambda row: inside_id(row, (self.folder_url,), lambda _: False),
+                lambda place, name: inside_id(place, name, (self.folder_url,), lambda _: False),
                 self.url,
-                Splits(self.options.dataset_splits),
+                self.options,
                 listing,
             )
-
-
-def _is_hidden(name: str) -> bool:
-    """Return whether an object is hidden, as a file on a disk would be, or only marks a folder."""
-    return name.endswith("/") or any(part.startswith(".") for part in name.split("/"))
 
 
 @dataclass(slots=True, kw_only=True)

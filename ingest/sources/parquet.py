@@ -6,13 +6,14 @@ import itertools
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import (
     Path,
     PurePosixPath,
 )
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import SourceError
+from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.sources.captions.files import CaptionNames, refuse_unmet, unusable
 from bucketline.ingest.sources.captions.table import (
@@ -27,6 +28,8 @@ from bucketline.ingest.sources.captions.table import (
     why_too_large,
 )
 from bucketline.ingest.sources.hf_dataset import VAL, SplitRow, Splits, add_rows, image_column, split_in_path, split_of_image
+from bucketline.ingest.sources.object_place import list_place
+from bucketline.ingest.sources.partner_names import REFERENCE, Cells, FilePartners, MaskForm, Partner
 from bucketline.ingest.sources.source import (
     Listing,
     LocalFileSource,
@@ -40,9 +43,10 @@ from bucketline.ingest.sources.source import (
 from bucketline.store.format.schema import storable_mtime_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from bucketline.ingest.sources.captions.table import TableRow
+    from bucketline.ingest.sources.partner_names import Found
 
 
 _MAX_GROUP_BYTES = 2 << 30  # of the images in a row group, uncompressed
@@ -76,6 +80,19 @@ def _image_columns(schema: Any) -> list[str]:  # noqa: ANN401 - a pyarrow.Schema
     return [column.name for column in schema if has_bytes(column.type)]
 
 
+def _leaf(file: Any, column: str, field: str) -> str:  # noqa: ANN401 - a pyarrow.parquet.ParquetFile
+    """Return the path in the file of a field of a column of images, or of lists of them; empty if it has none."""
+    schema = file.metadata.schema
+    paths = (schema.column(n).path for n in range(file.metadata.num_columns))
+    return next((path for path in paths if path.startswith(f"{column}.") and path.endswith(f".{field}")), "")
+
+
+def _held(cell: Any, number: int) -> bytes:  # noqa: ANN401 - a scalar of pyarrow
+    """Return the bytes of an image in a cell, or of image `number` - 1 in the cell's list."""
+    value = cell.as_py()
+    return ((value[number - 1] if number else value) or {}).get("bytes") or b""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetSource(Source):
     """The rows of Parquet files; a sample's id is `SPLIT/NAME`, without `SPLIT/` if it is in none.
@@ -95,6 +112,7 @@ class ParquetSource(Source):
     def listing(self) -> Listing:
         """List every row, without reading the images."""
         listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
+        self.options.partner_rules.refuse_other_than_columns("Parquet with images")
         add_rows(listing, splits, [row for number in range(len(self.files)) for row in self._rows(number, tried, listing)])
         splits.finish(str(self.files[0] if len(self.files) == 1 else self.root), str(self.root), listing.notes)
         if not listing.items:
@@ -110,7 +128,9 @@ class ParquetSource(Source):
             there = file.schema_arrow.names
             text = tried.column_in(there, str(path), listing.notes)
             more = [one for one in there if one in (text, SPLIT)]
-            wanted = [f"{column}.path", *more]
+            references, mask = self._partner_columns(file)
+            paths = {one: _leaf(file, one, "path") for one in (*references, *((mask,) if mask else ()))}
+            wanted = [f"{column}.path", *more, *paths.values()]
             if why := why_too_large(file, path, wanted):
                 raise SourceError(f"{path}: {why}")
             mtime_ns = storable_mtime_ns(path.stat().st_mtime_ns)
@@ -127,8 +147,13 @@ class ParquetSource(Source):
                     nothing = [None] * len(own)
                     texts = nothing if text is None else batch.column(text).to_pylist()
                     splits = batch.column(SPLIT).to_pylist() if SPLIT in more else nothing
-                    for name, value, cell in zip(own, texts, splits, strict=True):
+                    cells = [batch.column(one).to_pylist() for one in paths]
+                    for name, value, cell, *beside in zip(own, texts, splits, *cells, strict=True):
                         row = len(found)
+                        at = (number, group, row - first, mean, mtime_ns)
+                        partners, error = self._partners(
+                            f"{path.name}, row {row}", tuple(paths), beside, at, has_mask=bool(mask)
+                        )
                         found.append(
                             SplitRow(
                                 split=as_split(cell) or split,
@@ -138,7 +163,9 @@ class ParquetSource(Source):
                                 column=text,
                                 caption=value,
                                 place=f"{path}, row {row}",
-                                at=(number, group, row - first, mean, mtime_ns),
+                                at=at,
+                                partners=partners,
+                                partner_error=error,
                             )
                         )
         return found
@@ -147,7 +174,31 @@ class ParquetSource(Source):
     def _opened(self, number: int) -> Iterator[tuple[Any, str]]:
         path = self.files[number]
         with opened_parquet(path, str(path)) as file:
-            yield file, image_column(str(path), _image_columns(file.schema_arrow), file.schema_arrow.names)
+            references, mask = self._partner_columns(file)
+            images = [one for one in _image_columns(file.schema_arrow) if one not in (*references, mask)]
+            yield file, image_column(str(path), images, file.schema_arrow.names)
+
+    def _partner_columns(self, file: Any) -> tuple[tuple[str, ...], str | None]:  # noqa: ANN401 - a pyarrow.parquet.ParquetFile
+        """Return the columns of references and that of masks; those of usual names only if they have images."""
+        rules, there = self.options.partner_rules, file.schema_arrow.names
+        with_images = there if rules.columns else [one for one in there if _leaf(file, one, "bytes")]
+        references, mask = rules.reference_columns(with_images), rules.mask_column(there)
+        for name in (*references, *rules.columns, *((rules.mask_at,) if rules.mask is MaskForm.COLUMN else ())):
+            if not any(_leaf(file, one, "bytes") for one in there if one.startswith(name)):
+                raise SourceError(f"it has no column {name!r} of images; it has {', '.join(there)}")
+        return references, mask
+
+    def _partners(
+        self, place: str, columns: tuple[str, ...], cells: list[object], at: tuple[int, ...], *, has_mask: bool
+    ) -> Found:
+        """Return the partners of a row, whose `at` is its own, then the number of the column, and that in a list plus 1."""
+
+        def partner(column: int, n: int) -> Partner:
+            own = f"{place}, {columns[column]}{'' if n < 0 else f'[{n}]'}"
+            return Partner(kind=REFERENCE, name=own, at=(*at[:3], 0, at[4], column, n + 1))
+
+        references = cells[:-1] if has_mask else cells
+        return self.options.partner_rules.found_in(references, cells[-1] if has_mask else None, partner)
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
         """Return the items with their bytes: each row group is read once, a few rows at a time."""
@@ -159,11 +210,17 @@ class ParquetSource(Source):
             raise SourceError(f"{self.files[number]} has changed since it was listed; rerun the command")
         row = 0
         with self._opened(number) as (file, column):
-            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[f"{column}.bytes"], use_threads=False):
-                data = batch.column(column).field("bytes")
+            columns, beside = [f"{column}.bytes"], tuple[str, ...]()
+            if any(item.partners for item in wanted.values()):
+                references, mask = self._partner_columns(file)
+                beside = (*references, *((mask,) if mask else ()))
+                columns += [_leaf(file, one, "bytes") for one in beside]
+            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=columns, use_threads=False):
+                data, others = batch.column(column).field("bytes"), [batch.column(one) for one in beside]
                 for at in range(len(data)):
                     if (item := wanted.pop(row, None)) is not None:
-                        yield replace(item, held=data[at].as_py() or b"")
+                        partners = tuple(replace(one, held=_held(others[one.at[5]][at], one.at[6])) for one in item.partners)
+                        yield replace(item, held=data[at].as_py() or b"", partners=partners)
                     row += 1
                 if not wanted:
                     return
@@ -172,9 +229,14 @@ class ParquetSource(Source):
         return Stamp(num_bytes=item.at[3], mtime_ns=item.at[4])
 
     def read(self, item: SourceItem) -> tuple[bytes, Stamp]:
-        if item.held is None:
-            (item,) = self._read(item.at[0], item.at[1], {item.at[2]: item})
         data = item.held or b""
+        if item.held is None and len(item.at) > 5:  # of a partner
+            own = replace(item, at=item.at[:5], partners=(Partner(kind=REFERENCE, name=item.id, at=item.at),))
+            (row,) = self._read(item.at[0], item.at[1], {item.at[2]: own})
+            data = row.partners[0].held or b""
+        elif item.held is None:
+            (row,) = self._read(item.at[0], item.at[1], {item.at[2]: item})
+            data = row.held or b""
         refuse_too_large(len(data))
         if not data:
             raise RejectedError(
@@ -198,18 +260,24 @@ class TableSource(LocalFileSource):
         """Read the table. A named file that does not exist is listed, and rejected later."""
         inside = _Inside(self.folder, follow_links=self.options.follow_links)
         listing = Listing()
-        rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes)
-        return listing_of_rows(rows, inside.id_of, str(self.path), Splits(self.options.dataset_splits), listing)
+        rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes, self.options.partner_rules)
+        return listing_of_rows(rows, inside.id_of, str(self.path), self.options, listing)
 
 
 def listing_of_rows(
-    rows: Iterable[TableRow], id_of: Callable[[TableRow], str], table: str, splits: Splits, listing: Listing
+    rows: Iterable[TableRow], id_of: Callable[[str, str], str], table: str, options: SourceOptions, listing: Listing
 ) -> Listing:
-    """Add the images that the rows of a table name to `listing`, sorted by id; return it. `table`: its path or URL."""
+    """Add the images that the rows of a table name to `listing`, sorted by id; return it.
+
+    `id_of` returns the path inside the source of a file, by the place of its row and its name there. `table`: its path or URL.
+    """
     seen: dict[str, str] = {}
+    splits, cells = Splits(options.dataset_splits), dict[str, Cells]()
     folder, _, name = table.rpartition("/")
     for row in rows:
-        sample_id = id_of(row)
+        sample_id = id_of(row.place, row.file_name)
+        if row.cells is not None:
+            cells[sample_id] = row.cells.at(partial(id_of, row.place))
         note_place(seen, sample_id, row.place)
         target = splits.take(row.split or split_of_image(name, sample_id), sample_id)
         if target is None:
@@ -223,18 +291,34 @@ def listing_of_rows(
     if not listing.items:
         raise SourceError(f"{table} names no image; expected rows with file_name and text")
     listing.items.sort(key=lambda item: item.id)
+    _add_partners(listing, cells, table, options)
     return listing
 
 
-def inside_id(row: TableRow, folders: Sequence[str], is_there: Callable[[str], bool]) -> str:
+def _add_partners(listing: Listing, cells: Mapping[str, Cells], table: str, options: SourceOptions) -> None:
+    """Add to the images of a table what its rows name, `cells`, or what folders have."""
+    rules = options.partner_rules
+    if rules.pattern is not None or rules.mask is MaskForm.SUFFIX:
+        raise UsageError(f"{table} is a table, next to whose images no others are looked for; name a folder, or column:NAME")
+    if not cells and not rules.places:
+        return
+    partners = FilePartners(rules, lambda place: list_place(place, options))
+    partners.take([item.id for item in listing.items], lambda _: (), cells)
+    for n, item in enumerate(listing.items):
+        found, error = partners.of(item.id, cells.get(item.id), lambda _: ())
+        listing.items[n] = replace(item, partners=found, partner_error=error)
+    listing.notes += partners.notes()
+
+
+def inside_id(place: str, file_name: str, folders: Sequence[str], is_there: Callable[[str], bool]) -> str:
     r"""Return the path of a row's image relative to the table's folder, `folders`, with `/` in the place of `\`.
 
-    A name with `\` stays as it is if `is_there` says that there is such a file.
+    A name with `\` stays as it is if `is_there` says that there is such a file. `place` is the row's, in errors.
     """
-    name = row.file_name if is_there(row.file_name) else row.file_name.replace("\\", "/")
+    name = file_name if is_there(file_name) else file_name.replace("\\", "/")
     sample_id = os.path.normpath(inside_folder(name, folders) or name)
     if PurePosixPath(sample_id).is_absolute() or sample_id.split("/", 1)[0] in ("..", "."):
-        raise SourceError(f"{row.place}: {row.file_name!r} leads out of the table's folder; expected a path inside it")
+        raise SourceError(f"{place}: {file_name!r} leads out of the table's folder; expected a path inside it")
     return sample_id
 
 
@@ -247,9 +331,11 @@ class _Inside:
         self._real = os.path.realpath(folder)
         self._seen: dict[str, str] = {}  # real path by folder
 
-    def id_of(self, row: TableRow) -> str:
+    def id_of(self, place: str, file_name: str) -> str:
         """Return the path relative to the table's folder."""
-        sample_id = inside_id(row, self._folders, lambda name: "\\" in name and os.path.lexists(self._folder / name))
+        sample_id = inside_id(
+            place, file_name, self._folders, lambda name: "\\" in name and os.path.lexists(self._folder / name)
+        )
         if self._follows:
             return sample_id
         path = self._folder / sample_id
@@ -259,7 +345,7 @@ class _Inside:
         real = os.path.realpath(path) if path.is_symlink() else f"{self._seen[parent]}/{path.name}"
         if not real.startswith(self._real.rstrip("/") + "/"):
             raise SourceError(
-                f"{row.place}: {row.file_name!r} leads out of the table's folder, by a link to {real}; "
+                f"{place}: {file_name!r} leads out of the table's folder, by a link to {real}; "
                 "expected a file inside it, or --follow-links"
             )
         return sample_id

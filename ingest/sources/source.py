@@ -8,12 +8,14 @@ import os
 import stat
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path  # noqa: TC003 - decoded by its annotation
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.rules import held_out
+from bucketline.ingest.sources.partner_names import REFERENCE, PartnerRules
+from bucketline.options import Hidden  # noqa: TC001 - read from its annotations
 from bucketline.store.format.schema import storable_mtime_ns
 from bucketline.store.remote.urls import ObjectArguments
 
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.rules import HeldOut
+    from bucketline.ingest.sources.partner_names import Partner
 
 
 MAX_FILE_BYTES = 1 << 30  # of one image
+MIN_AREA_PX, MAX_AREA_PX = 32, 4096  # of `references_area`
 
 CaptionPer = Literal["line", "file"]
 """What a text file, or a cell of a CSV, has several of: a caption per line, or one caption, its lines joined by spaces."""
@@ -40,6 +44,8 @@ class SourceItem:
     held_out: bool = False  # in a validation split of the source itself
     at: tuple[int, ...] = ()  # position, as numbers that only its source interprets
     held: bytes | None = field(default=None, repr=False)  # its bytes, if they were read with others
+    partners: tuple[Partner, ...] = ()  # its references in order, then its mask
+    partner_error: str | None = None  # why its partners cannot be used
 
 
 @dataclass(slots=True)
@@ -55,6 +61,7 @@ class Listing:
     empty_folders: list[str] = field(default_factory=list)  # paths of empty folders in the source
     captions_from: Counter[str] = field(default_factory=Counter)  # number of images per origin of their captions
     notes: list[str] = field(default_factory=list)  # messages about what was left out, or may be a misunderstanding
+    num_references: int = 0  # the most of one image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +111,12 @@ def caption_rest(listing: Listing, caption: str | None) -> None:
             listing.captions_from["the default caption"] += 1
 
 
+def note_references(listing: Listing) -> None:
+    """Count the references of a listing's samples: the most of one."""
+    counts = (sum(one.kind == REFERENCE for one in item.partners) for item in listing.items if item.partners)
+    listing.num_references = max(counts, default=0)
+
+
 def split_of(item: SourceItem, rule: HeldOut) -> str:
     """Return `val` for an image that its source or the hash holds out, else `train`."""
     return "val" if item.held_out or held_out(item.id, rule.fraction, rule.by) else "train"
@@ -131,9 +144,18 @@ class SourceOptions(ObjectArguments):
     caption: str | None = None  # of images without one; None: they get the empty caption
     dataset_splits: tuple[str, ...] = ()  # NAME, NAME=train or NAME=val; empty: all but test
     follow_links: bool = False  # follow file symlinks that lead out of the source
+    references: Hidden[tuple[str, ...]] = ()  # this and the following: see `PartnerRules`
+    references_optional: Hidden[bool] = False  # a sample may have fewer references than others, or none
+    references_area: Hidden[int | None] = None  # side in px of a square with as many pixels as a reference gets
+    mask: Hidden[str | None] = None
 
     def __post_init__(self) -> None:
         ObjectArguments.__post_init__(self)
+        _ = self.partner_rules
+        if self.references_area is not None and not MIN_AREA_PX <= self.references_area <= MAX_AREA_PX:
+            raise UsageError(
+                f"references_area is {self.references_area}, expected a square's side of {MIN_AREA_PX} to {MAX_AREA_PX} px"
+            )
         for one, kind in ((self._columns, "column"), (self._extensions, "extension")):
             if len(one) > 1:
                 raise UsageError(f"--captions-from {one[0]} and {one[1]}: expected at most one {kind}")
@@ -166,6 +188,10 @@ class SourceOptions(ObjectArguments):
         """Extension of the caption files, with its dot; None: the usual ones."""
         return next(iter(self._extensions), None)
 
+    @property
+    def partner_rules(self) -> PartnerRules:
+        return PartnerRules.of(self.references, self.mask, optional=self.references_optional)
+
     def alone(self) -> SourceOptions:
         """Return only these options, without the other fields of a subclass."""
         return SourceOptions(**{field.name: getattr(self, field.name) for field in fields(SourceOptions)})
@@ -187,7 +213,7 @@ class LocalFileSource(Source):
 
     @property
     def local_paths(self) -> tuple[Path, ...]:
-        return (self.folder,)
+        return (self.folder, *(Path(place) for place in self.options.partner_rules.places if "://" not in place))
 
     @property
     def _within(self) -> Path | None:

@@ -6,6 +6,7 @@ The webdataset package expands patterns.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import tarfile
@@ -31,18 +32,9 @@ from bucketline.ingest.sources.captions.files import (
     too_long,
 )
 from bucketline.ingest.sources.hf_dataset import VAL, Splits, side_files, side_notes, split_of_image
-from bucketline.ingest.sources.objects import (
-    STREAM_PART_BYTES,
-    STREAM_PARTS_AHEAD,
-    FileWindow,
-    ObjectFile,
-    folder_at,
-    is_object_url,
-    of_one_image,
-    of_source,
-    split_url,
-    stamp_of,
-)
+from bucketline.ingest.sources.object_place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
+from bucketline.ingest.sources.objects import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, FileWindow, ObjectFile
+from bucketline.ingest.sources.partner_names import MASK, NO_PARTNERS, REFERENCE, MaskForm, Partner, PartnerRules, member_role
 from bucketline.ingest.sources.source import (
     MAX_FILE_BYTES,
     Listing,
@@ -56,7 +48,9 @@ from bucketline.ingest.sources.source import (
 from bucketline.store.format.schema import storable_mtime_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from bucketline.ingest.sources.partner_names import Found
 
 
 # ------------------------------------------------------------------------------------------------------------------ tar reader
@@ -234,6 +228,7 @@ class ShardSamples:
     path: str  # in the source
     splits: Splits
     names: CaptionNames = field(default_factory=CaptionNames)
+    rules: PartnerRules = NO_PARTNERS
     _samples: dict[str, _Sample] = field(default_factory=dict)
     _passed_over: list[str] = field(default_factory=list)
 
@@ -264,10 +259,14 @@ class ShardSamples:
         items: list[tuple[int, SourceItem]] = []
         self._join_normal_forms()
         sides = side_files([member.name for sample in self._samples.values() for member, _ in sample.images.values()])
+        kinds = (member_role(extension, self.rules) for sample in self._samples.values() for extension in sample.images)
+        has_references = any(kind is not None and kind[0] == REFERENCE for kind in kinds)
         for sample in self._samples.values():
+            roles = {extension: member_role(extension, self.rules) for extension in sample.images}
             plain = [extension for extension in sample.images if "." not in extension]
+            partners, partner_error = self._partners(sample, roles, has_references=has_references)
             for extension, (member, at) in sample.images.items():
-                if member.name in sides:
+                if member.name in sides or roles[extension] is not None:
                     continue
                 if plain and extension not in plain and not _has_own_captions(extension, sample):
                     self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
@@ -279,13 +278,37 @@ class ShardSamples:
                 if captions:
                     listing.captions_from[f"KEY{kind}"] += 1
                 item = SourceItem(
-                    id=f"{self.shard}/{member.name}", captions=captions, caption_error=error, held_out=target == VAL, at=at
+                    id=f"{self.shard}/{member.name}",
+                    captions=captions,
+                    caption_error=error,
+                    held_out=target == VAL,
+                    at=at,
+                    partners=partners,
+                    partner_error=partner_error,
                 )
                 items.append((member.number, item))
             listing.orphans += [f"{self.shard}/{name}" for name in _stray(sample)]
         listing.items += [item for _, item in sorted(items, key=lambda pair: pair[0])]
         listing.passed_over += self._passed_over
         return list(sides.values())
+
+    def _partners(self, sample: _Sample, roles: Mapping[str, tuple[str, int] | None], *, has_references: bool) -> Found:
+        """Return the references and the mask among the images of a key."""
+        own = sorted((role, extension) for extension, role in roles.items() if role is not None)
+        twice = next(((a[1], b[1]) for a, b in itertools.pairwise(own) if a[0] == b[0]), None)
+        if twice is not None:
+            return (), f"its key has a .{twice[0]} and a .{twice[1]}; keep one"
+        found = [
+            Partner(kind=kind, name=f"{self.shard}/{sample.images[extension][0].name}", at=sample.images[extension][1])
+            for (kind, _), extension in own
+        ]
+        references = [one for one in found if one.kind == REFERENCE]
+        masks = [one for one in found if one.kind == MASK]
+        is_needed = bool(self.rules.columns) or has_references
+        error = self.rules.missing(len(references), "next to it, such as NAME.ref0.png") if is_needed else None
+        if self.rules.mask is MaskForm.COLUMN and not masks:
+            error = error or f"its key has no .{self.rules.mask_at}.png, its mask"
+        return (*references, *masks), error
 
     def _join_normal_forms(self) -> None:
         """Move captions without an image to the image whose key differs only in Unicode normal form."""
@@ -393,9 +416,11 @@ class TarSource(Source):
         """Read the headers and captions of every tar."""
         listing, seen, splits = Listing(), dict[str, str](), Splits(self.options.dataset_splits)
         names, sides = CaptionNames.of(self.options), list[str]()
+        rules = self.options.partner_rules
+        rules.refuse_other_than_columns("a tar")
         for number, shard in enumerate(self.shards):
             first, path = len(listing.items), shard.place.removeprefix(self.root).lstrip("/")
-            samples = ShardSamples(shard=shard.name, place=shard.shown, path=path, splits=splits, names=names)
+            samples = ShardSamples(shard=shard.name, place=shard.shown, path=path, splits=splits, names=names, rules=rules)
             _read_shard(number, shard, samples, self.options)
             sides += samples.finish(listing)
             for item in listing.items[first:]:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_unread
 from bucketline.ingest.sources.captions.files import CAPTION_COLUMNS, CaptionNames, as_texts, name_key, stripped
+from bucketline.ingest.sources.partner_names import NO_PARTNERS, Cells, PartnerRules
 from bucketline.ingest.sources.source import note_place
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ def column_chunks(file: Any, source: Any, columns: Collection[str]) -> Iterator[
 # -------------------------------------------------------------------------------------------------------------- metadata table
 
 FILE_NAME = "file_name"
+FILE_NAMES = (FILE_NAME, "image_path", "image")  # that is musubi's, and that DiffSynth's
 SPLIT = "split"
 _BATCH = 1024  # rows of a Parquet file together; values that it holds once become as many copies
 
@@ -101,22 +104,27 @@ class TableRow:
     captions: tuple[str, ...] | None  # None if the table has no caption column
     column: str | None  # the column of the captions
     split: str  # as the column `split` has it; empty if it names none
+    cells: Cells | None = None  # as written in the table
 
 
-def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> Iterator[TableRow]:
+def read_rows(
+    path: Path, name: str, names: CaptionNames, notes: list[str], partners: PartnerRules = NO_PARTNERS
+) -> Iterator[TableRow]:
     """Yield a table's rows. `name` is used in error messages; a note about a table without captions is added to `notes`."""
     if not path.is_file():  # a pipe would block, and a device never ends
         raise SourceError(f"{name} does not exist, or is not a file; expected a table")
     columns: dict[str, None] = {}  # of all rows, in order
     row = None
-    for row in _READERS[path.suffix.lower()](path, name, names, columns):
+    for row in _READERS[path.suffix.lower()](path, name, names, partners, columns):
         yield row
     if row is not None:
         names.column_in([column for column in columns if column != FILE_NAME], name, notes)
+        partners.reference_columns(columns, name)
+        partners.mask_column(columns, name)
     names.note_lines(notes)
 
 
-def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
+def _jsonl(path: Path, name: str, names: CaptionNames, partners: PartnerRules, columns: dict[str, None]) -> Iterator[TableRow]:
     # not `splitlines`, which also splits where JSON does not: at U+2028, form feeds and others
     for number, line in enumerate(_text(path, name).split("\n"), 1):
         if not line.strip():
@@ -125,7 +133,7 @@ def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None])
         try:
             row = json.loads(line)
             column = names.column_of([key for key, value in row.items() if value is not None]) or names.column_of(row)
-            found = _row(path, place, row[FILE_NAME], row.get(column), column, row.get(SPLIT))
+            found = _row(path, place, row[_file_column(row) or FILE_NAME], row.get(column), column, row, partners)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(
                 f'{place}: expected an object like {{"file_name": "a.png", "text": "…"}}, got {line[:80]!r}'
@@ -134,11 +142,11 @@ def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None])
         yield found
 
 
-def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
+def _csv(path: Path, name: str, names: CaptionNames, partners: PartnerRules, columns: dict[str, None]) -> Iterator[TableRow]:
     rows = csv.reader(io.StringIO(_text(path, name), newline=""), strict=True)
     try:
         header = next(rows, [])
-        _refuse_without_file_name(name, header)
+        file_column = _file_column_of(name, header)
         columns |= dict.fromkeys(header)
         column = names.column_of(header)
         for cells in rows:
@@ -151,39 +159,80 @@ def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -
                 )
             row = dict(zip(header, cells, strict=True))
             text = None if column is None else list(names.split(place, row[column]))
-            yield _row(path, place, row[FILE_NAME], text, column, row.get(SPLIT))
+            yield _row(path, place, row[file_column], text, column, row, partners)
     except csv.Error as error:
         raise SourceError(f"{name}, line {rows.line_num}: {error}; expected comma-separated values") from error
 
 
-def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
+def _parquet(
+    path: Path, name: str, names: CaptionNames, partners: PartnerRules, columns: dict[str, None]
+) -> Iterator[TableRow]:
     with opened_parquet(path, name) as file:
         there = list(file.schema_arrow.names)
-        _refuse_without_file_name(name, there)
+        file_column = _file_column_of(name, there)
         columns |= dict.fromkeys(there)
         column = names.column_of(there)
-        read, number = [one for one in there if one in (FILE_NAME, column, SPLIT)], 0
+        wanted = (file_column, column, SPLIT, *partners.reference_columns(there, name), partners.mask_column(there, name))
+        read, number = [one for one in there if one in wanted], 0
         if why := why_too_large(file, path, read):
             raise SourceError(f"{name}: {why}")
         for batch in file.iter_batches(columns=read, batch_size=_BATCH):
             for row in batch.to_pylist():
-                yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column, row.get(SPLIT))
+                yield _row(path, f"{name}, row {number}", row[file_column], row.get(column), column, row, partners)
                 number += 1
 
 
-def _row(path: Path, place: str, file_name: object, text: object, column: str | None, split: object) -> TableRow:
+def _row(
+    path: Path,
+    place: str,
+    file_name: object,
+    text: object,
+    column: str | None,
+    row: Mapping[str, object],
+    partners: PartnerRules,
+) -> TableRow:
     texts = as_texts(text)
     if not isinstance(file_name, str) or not file_name or texts is None:
         raise SourceError(f"{place}: file_name must be a string, and {column} a string or a list of strings")
     if "\0" in file_name:
         raise SourceError(f"{place}: file_name {file_name!r} has a NUL character, which no file name may have")
     captions = None if column is None else stripped(texts)
-    return TableRow(table=path.name, place=place, file_name=file_name, captions=captions, column=column, split=as_split(split))
+    return TableRow(
+        table=path.name,
+        place=place,
+        file_name=file_name,
+        captions=captions,
+        column=column,
+        split=as_split(row.get(SPLIT)),
+        cells=_cells(place, row, partners),
+    )
+
+
+def _cells(place: str, row: Mapping[str, object], partners: PartnerRules) -> Cells | None:
+    """Return the partners that a row names; None if its table has no columns of them."""
+    columns, mask = _partner_columns(partners, tuple(row))
+    if not columns and mask is None:
+        return None
+    names = list[str]()
+    for column in columns:
+        own = as_texts(row[column])
+        if own is None:
+            raise SourceError(f"{place}: {column} is a {type(row[column]).__name__}, expected a path or a list of paths")
+        names += stripped(own)
+    own = as_texts(row[mask]) if mask else []
+    if own is None or len(own) > 1:
+        raise SourceError(f"{place}: {mask} is {row[mask or '']!r:.80}, expected a path")
+    return Cells(tuple(names) if columns else None, next(iter(stripped(own)), None))
 
 
 def as_split(value: object) -> str:
     """Return the split that a cell of the column `split` names, a number as well; empty if it is empty."""
     return "" if value is None else str(value).strip()
+
+
+@lru_cache(maxsize=64)
+def _partner_columns(partners: PartnerRules, there: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    return partners.reference_columns(there), partners.mask_column(there)
 
 
 def _text(path: Path, name: str) -> str:
@@ -193,15 +242,20 @@ def _text(path: Path, name: str) -> str:
         raise SourceError(f"{name} {why_unread(error)}") from error
 
 
-def _refuse_without_file_name(name: str, columns: list[str]) -> None:
-    if FILE_NAME not in columns:
+def _file_column(there: Collection[str]) -> str | None:
+    return next((name for name in FILE_NAMES if name in there), None)
+
+
+def _file_column_of(name: str, columns: list[str]) -> str:
+    if (found := _file_column(columns)) is None:
         raise SourceError(
             f"{name} has the columns {', '.join(columns) or 'none'}; expected {FILE_NAME}, "
             f"and {CAPTION_COLUMNS[0]} for captions"
         )
+    return found
 
 
-_Reader = Callable[[Path, str, CaptionNames, dict[str, None]], Iterator[TableRow]]
+_Reader = Callable[[Path, str, CaptionNames, PartnerRules, dict[str, None]], Iterator[TableRow]]
 _READERS: Mapping[str, _Reader] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 TABLE_SUFFIXES = frozenset(_READERS)
 
@@ -217,15 +271,26 @@ class TableRows:
     _used: set[str] = field(default_factory=set)
     _places: dict[str, str] = field(default_factory=dict)
     _tables: dict[str, list[str]] = field(default_factory=dict)  # names in the rows of each table
+    _cells: dict[str, Cells] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> Mapping[str, Cells]:
+        """The partners that rows name by the path of their image, as paths in the source."""
+        return self._cells
 
     def add(self, table: str, rows: Iterable[TableRow]) -> None:
         """Add a table's rows; file names are relative to the table's own folder, or absolute."""
         parent = PurePosixPath(table).parent
         for row in rows:
-            image = os.path.normpath(inside_folder(row.file_name, self.folders) or parent / row.file_name)
+            image = os.path.normpath(self._inside(parent, row.file_name))
             note_place(self._places, image, row.place)
             self._rows[image] = row
+            if row.cells is not None:
+                self._cells[image] = row.cells.at(partial(self._inside, parent))
             self._tables.setdefault(table, []).append(image)
+
+    def _inside(self, parent: PurePosixPath, name: str) -> str:
+        return inside_folder(name, self.folders) or str(parent / name)
 
     def match(self, images: list[str]) -> None:
         """Set the images of the folder: a row with the exact path of an image matches only that image."""

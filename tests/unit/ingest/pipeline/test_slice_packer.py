@@ -259,7 +259,7 @@ def rows_of(store: Path) -> dict[str, tuple[tuple[object, ...], dict[str, bytes]
 
 
 def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(image_reader, "decode_placed", lambda *_: pytest.fail("an image was decoded"))
     monkeypatch.setattr(LatentColumns, "encode", lambda *_: pytest.fail("an image was encoded"))
 
 

@@ -14,7 +14,8 @@ import pytest
 from bucketline.errors import SourceError, StoreError, UsageError
 from bucketline.ingest.sources import objects as object_file
 from bucketline.ingest.sources.dataset_file import open_source, source_as_json, source_from_json
-from bucketline.ingest.sources.objects import FileWindow, ObjectFolderSource, refuse_overlapping_urls, stamp_of
+from bucketline.ingest.sources.object_place import stamp_of
+from bucketline.ingest.sources.objects import FileWindow, ObjectFolderSource, refuse_overlapping_urls
 from bucketline.ingest.sources.source import SourceOptions
 from bucketline.store import Store
 from bucketline.store.folder import ListedFile

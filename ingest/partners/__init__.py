@@ -1,0 +1,1 @@
+"""Partners of images: references and masks, found by name, opened and transformed with them."""
