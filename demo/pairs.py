@@ -153,10 +153,11 @@ def write_images(out: Path, side_px: int, cache: Path) -> None:
 
 
 def patch_vae(images: list[Path]) -> Any:  # noqa: ANN401 - diffusers has no types
-    """Return an AutoencoderDC that needs no training: a latent pixel has the principal components of 4 by 4 px, whitened.
+    """Return an AutoencoderDC that needs no training: a latent pixel has the principal components of 4 by 4 px.
 
-    Its halvings and doublings only move pixels into channels and back. The decoder's last norm divides by the root mean square of
-    a pixel's channels: beside the three colours there is a constant one, large enough to make that constant.
+    Each is divided by the root of its standard deviation, so that fine detail is louder than in the pixels. Halvings and doublings
+    only move pixels into channels and back. The decoder's last norm divides by the root mean square of a pixel's channels:
+    beside the three colours there is a constant one, large enough to make that constant.
     """
     import torch
     from diffusers import AutoencoderDC
@@ -165,7 +166,6 @@ def patch_vae(images: list[Path]) -> Any:  # noqa: ANN401 - diffusers has no typ
     widths, each, none = (4, 16, 64), (1, 1, 1), ((), (), ())
     vae = kind(
         latent_channels=CHANNELS,
-        scaling_factor=1.0,
         encoder_out_shortcut=False,
         decoder_in_shortcut=False,
         **{
@@ -192,15 +192,17 @@ def patch_vae(images: list[Path]) -> Any:  # noqa: ANN401 - diffusers has no typ
         mean = patches.mean(dim=0)
         values, vectors = torch.linalg.eigh((patches - mean).T.cov())
         std, axes = values.flip(0)[:CHANNELS].sqrt(), vectors.flip(1)[:, :CHANNELS]
-        vae.encoder.conv_out.weight[:, :, 1, 1] = (axes / std).T
-        vae.encoder.conv_out.bias[:] = -(mean @ axes) / std
-        vae.decoder.conv_in.weight[:, :, 1, 1] = axes * std
+        scales = std.sqrt()
+        vae.encoder.conv_out.weight[:, :, 1, 1] = (axes / scales).T
+        vae.encoder.conv_out.bias[:] = -(mean @ axes) / scales
+        vae.decoder.conv_in.weight[:, :, 1, 1] = axes * scales
         vae.decoder.conv_in.bias[:] = mean
         vae.decoder.conv_in.bias[48:] = large
         vae.decoder.norm_out.weight[:] = large / 2  # the root mean square of a pixel's four channels
         vae.decoder.norm_out.bias[:] = 2  # what follows takes what is above 0
         vae.decoder.conv_out.weight[:, :, 1, 1] = colours.T
         vae.decoder.conv_out.bias[:] = -2
+        vae.register_to_config(scaling_factor=float(std.mean().rsqrt()))
     return vae
 
 
