@@ -19,11 +19,14 @@ PIPELINES = {
     "sd3": "StableDiffusion3Pipeline",
     "sd3 without T5": "StableDiffusion3Pipeline",
     "flux": "FluxPipeline",
+    "flux_kontext": "FluxKontextPipeline",
     "pixart_alpha": "PixArtAlphaPipeline",
     "pixart_sigma": "PixArtSigmaPipeline",
 }
 RECENT_PIPELINES = {
     "qwenimage": "QwenImagePipeline",
+    "qwenimage_edit": "QwenImageEditPipeline",
+    "qwenimage_edit_plus": "QwenImageEditPlusPipeline",
     "qwenimage21": "QwenImage21Pipeline",
     "flux2": "Flux2Pipeline",
     "flux2 klein": "Flux2KleinPipeline",
@@ -57,7 +60,7 @@ class Form:
 
 
 FORMS: dict[str, Form] = {
-    **{name: Form(pipeline=pipeline) for name, pipeline in PIPELINES.items()},
+    **{name: Form(pipeline=pipeline) for name, pipeline in PIPELINES.items() if name != "flux_kontext"},
     "flux": Form(pipeline="FluxPipeline", call={"guidance_scale": 3.5}),
     **{
         name: Form(pipeline=PIPELINES[name], call={**_UNGUIDED, "clean_caption": False, "use_resolution_binning": False})
@@ -81,6 +84,12 @@ FORMS: dict[str, Form] = {
     "ideogram4": Form(pipeline="Ideogram4Pipeline", call={**_UNGUIDED, "guidance_schedule": None}, num_tokens=2048),
 }
 """The pipelines of the families that have a file, by a name of `write_pipeline`."""
+PAIR_FORMS: dict[str, Form] = {
+    "flux_kontext": Form(pipeline="FluxKontextPipeline", call={"guidance_scale": 3.5}),
+    "qwenimage_edit": Form(pipeline="QwenImageEditPipeline", call=FORMS["qwenimage"].call, size=(32, 64)),
+    "qwenimage_edit_plus": Form(pipeline="QwenImageEditPlusPipeline", call=FORMS["qwenimage"].call, size=(32, 64)),
+}
+"""The same of the families whose pipeline is for references."""
 
 
 def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
@@ -121,7 +130,7 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
         parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
     if family == "sd3":
         parts |= {"text_encoder_3": _tiny_t5(), "tokenizer_3": t5}
-    if family == "flux":
+    if family.startswith("flux"):
         parts |= {"text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
         parts |= {"text_encoder_2": _tiny_t5(), "tokenizer_2": t5}
         parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)}
@@ -135,11 +144,13 @@ def open_pipeline(folder: Path, family: str) -> Any:
     """Open a pipeline that `write_pipeline` wrote; a processor of images needs torchvision, and is made again instead."""
     import diffusers
 
-    if "Modular" in FORMS[family].pipeline:
-        modular = getattr(diffusers, FORMS[family].pipeline).from_pretrained(str(folder), local_files_only=True)
+    if "Modular" in (name := (FORMS | PAIR_FORMS)[family].pipeline):
+        modular = getattr(diffusers, name).from_pretrained(str(folder), local_files_only=True)
         modular.load_components()
         return ModularAsPipeline(modular)
     made: dict[str, Any] = {"processor": language_models.qwen3_vl_processor()} if family == "qwenimage21" else {}
+    if family.startswith("qwenimage_edit"):
+        made = {"processor": language_models.qwen_edit_processor()}
     if family == "sd3 without T5":
         made = {"text_encoder_3": None, "tokenizer_3": None}
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **made)
@@ -414,7 +425,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pixart_sigma": ("PixArtTransformer2DModel", {**_PIXART, "sample_size": 8}),
     "sd3": ("SD3Transformer2DModel", _SD3),
     "flux": ("FluxTransformer2DModel", _FLUX),
-    "qwenimage": ("QwenImageTransformer2DModel", _QWEN),
+    "flux_kontext": ("FluxTransformer2DModel", _FLUX),
+    **dict.fromkeys(("qwenimage", "qwenimage_edit", "qwenimage_edit_plus"), ("QwenImageTransformer2DModel", _QWEN)),
     "qwenimage21": ("QwenImage21Transformer2DModel", _QWEN21),
     "flux2": ("Flux2Transformer2DModel", _FLUX2),
     "flux2 klein": ("Flux2Transformer2DModel", {**_FLUX2, "guidance_embeds": False}),
@@ -441,6 +453,11 @@ def _qwenimage() -> dict[str, Any]:
     text = {"text_encoder": language_models.qwen25_vl(), "tokenizer": language_models.qwen_tokenizer()}
     flow = _flow(use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
     return {**text, "vae": tiny_qwen_vae(), "scheduler": flow}
+
+
+def _qwenimage_edit() -> dict[str, Any]:
+    text = {"text_encoder": language_models.qwen25_vl(edits=True), "tokenizer": language_models.qwen_tokenizer(edits=True)}
+    return {**_qwenimage(), **text, "processor": language_models.qwen_edit_processor()}
 
 
 def _qwenimage21() -> dict[str, Any]:
@@ -546,6 +563,8 @@ def _anima() -> dict[str, Any]:
 
 _RECENT_PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "qwenimage": _qwenimage,
+    "qwenimage_edit": _qwenimage_edit,
+    "qwenimage_edit_plus": _qwenimage_edit,
     "qwenimage21": _qwenimage21,
     "flux2": _flux2,
     "flux2 klein": _flux2_klein,

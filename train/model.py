@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import logging
 import warnings
@@ -43,7 +44,7 @@ from bucketline.model_file import (
     variant_of,
     weights_hash,
 )
-from bucketline.store.format.block import LATENT
+from bucketline.store.format.block import LATENT, reference_role
 from bucketline.train.checkpoint import average_folder, layout_of, load_optimizer, load_weights
 from bucketline.train.config import Base, Compile, EmaPlace, Precision, TrainConfig, WeightDtype
 from bucketline.train.lora import add_adapters
@@ -121,9 +122,18 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
         shows_padding=text.get("padding") != "valid",
         px_per_latent=(buckets[0].height_px // sizes[0][1][1] if buckets else 0) or 8,
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
+        reference_sizes=tuple((bucket.name, _reference_sizes(bucket)) for bucket in buckets),
+        sees_images=manifest.sees_images,
         has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
         family=str(text.get("family") or ""),
     )
+
+
+def _reference_sizes(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """Return height and width of the latents of the references that a bucket's rows have, in order."""
+    shapes = {column.name: column.shape for column in bucket.spec.columns}
+    roles = itertools.takewhile(shapes.__contains__, map(reference_role, itertools.count()))
+    return tuple((height, width) for _, height, width in map(shapes.__getitem__, roles) if height)
 
 
 def open_model_config(model: Path, config: str | None = None) -> ModelConfig:
@@ -211,7 +221,10 @@ def checked(model: ModelConfig, store: StoreFacts) -> Family:
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
     parameters = inspect.signature(getattr(diffusers, model.family.model_class).__init__).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
-    family = model.family({**defaults, **model.config}, store)
+    config, kind, packed = {**defaults, **model.config}, model.family, family_named(store.family)
+    if "_class_name" not in model.index and packed is not None and packed.takes(kind.model_class, config):
+        kind = packed  # such as a model of references, which has the transformer of one without
+    family = kind(config, store)
     path, text = model.part / "config.json", store.text
     for column in family.columns:
         if column not in text:

@@ -12,14 +12,16 @@ from bucketline.families.family import Padding, Part
 from bucketline.families.packing import NUM_TRAIN_TIMESTEPS, PATCH, place_behind_captions
 from bucketline.families.qwenimage import QwenImage
 from bucketline.families.references import References
-from bucketline.families.seen import SeenText
+from bucketline.families.seen import SeenText, num_patches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from bucketline.loader import Batch
+
+SEEN_PX = 32  # of a reference's side, in a token of the text encoder: 2 by 2 of the latents
 
 
 class QwenImage21(SeenText):
@@ -59,6 +61,22 @@ class QwenImage21(SeenText):
         """Return the number of the chat's tokens before the caption's turn."""
         return int(pipeline._drop_idx)
 
+    @classmethod
+    def refused_image(cls, pixels: Mapping[str, Any], height_px: int, width_px: int) -> str | None:
+        """Return why an image cannot be encoded: also if the model has not as many places for it as the text encoder."""
+        seen, places = num_patches(pixels, height_px, width_px), height_px * width_px // SEEN_PX**2
+        if seen == places and not (height_px % SEEN_PX or width_px % SEEN_PX):
+            return super().refused_image(pixels, height_px, width_px)
+        return (
+            f"an image of {height_px} by {width_px} px, height first, is {seen} tokens to the text encoder and {places} to the "
+            f"model; give sides of a multiple of {SEEN_PX} px, and as many pixels as the text encoder takes unchanged"
+        )
+
+    @classmethod
+    def num_places(cls, sizes: Sequence[tuple[int, int]]) -> int:
+        """Return how many positions images take from a caption: each its longer side's latents, and what is beside it."""
+        return sum(2 * max(size) // SEEN_PX + cls.tokens_beside for size in sizes)
+
     def prepare(self, model: Any) -> None:  # noqa: ANN401 - likewise
         """Place each image after its own caption."""
         place_behind_captions(model.transformer_blocks, self.config["axes_dims_rope"][0] // 2)
@@ -76,18 +94,18 @@ class QwenImage21(SeenText):
             "img_shapes": [[(1, height, width)]] * count,
             "img_mask": is_image,
         }
-        return self.with_references(given, batch) if getattr(batch, "references", ()) else given
+        return self.with_references(given, batch)
 
     def with_references(self, given: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
         """Put the references before the target, each at the text's places of its own image."""
         import torch
 
-        if not getattr(batch, "references", ()):
+        if not (scaled := batch.scaled_references()):
             return dict(given)
-        scaled, is_image = batch.scaled_references(), given["img_mask"].clone()  # type: ignore[attr-defined]
-        seen: Tensor = batch.image_tokens  # type: ignore[attr-defined]
-        num_tokens = min(given["encoder_hidden_states"].shape[1], seen.shape[1])  # a negative prompt has another number
-        is_image[:, :num_tokens] = seen[:, :num_tokens]
+        assert batch.image_tokens is not None  # or `expects` has refused the store
+        is_image = given["img_mask"].clone()
+        num_tokens = min(given["encoder_hidden_states"].shape[1], batch.image_tokens.shape[1])  # negative prompts have others
+        is_image[:, :num_tokens] = batch.image_tokens[:, :num_tokens]
         shapes = [(1, *one.shape[2:]) for one in scaled]
         return {
             **given,

@@ -98,7 +98,9 @@ class KontextReferences(References):
         >>> KontextReferences(most=1).size(1080, 1920), KontextReferences(most=1).size(1080, 1920, 512**2)
         ((752, 1392), (368, 688))
         """
-        _, width, height = min((abs(width_px / height_px - width / height), width, height) for width, height in KONTEXT_SIZES)
+        own = self._checked(height_px, width_px, (height_px // 16 * 16, width_px // 16 * 16))
+        aspect = own[1] / own[0]  # the pipeline's, of sides floored so
+        _, width, height = min((abs(aspect - width / height), width, height) for width, height in KONTEXT_SIZES)
         scale = math.sqrt((area_px or AREA_PX) / AREA_PX)
         return self._checked(height_px, width_px, (int(height * scale) // 16 * 16, int(width * scale) // 16 * 16))
 

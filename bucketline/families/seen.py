@@ -25,6 +25,8 @@ PIXEL_FIELDS = (
     *("image_mean", "image_std", "do_convert_rgb", "patch_size", "temporal_patch_size", "merge_size"),
 )
 
+MOST_ASPECT = 200  # of an image. Source: `smart_resize` of transformers' Qwen2-VL
+
 
 class SeenText(Family):
     """The text half of a family whose text encoder sees the images, encoded by the pipeline's own `encode_prompt`."""
@@ -47,6 +49,18 @@ class SeenText(Family):
         `pixels`: the configuration of the model's processor of images. What is written before an image may be a token more.
         """
         return sum(num_patches(pixels, *size) + cls.tokens_beside for size in sizes)
+
+    @classmethod
+    def refused_image(cls, _pixels: Mapping[str, Any], height_px: int, width_px: int) -> str | None:
+        """Return why an image of the size in which the text encoder sees it cannot be encoded; None if it can."""
+        if max(height_px, width_px) > MOST_ASPECT * min(height_px, width_px):
+            return f"an image of {height_px} by {width_px} px, height first: a side is more than {MOST_ASPECT} times the other"
+        return None
+
+    @classmethod
+    def num_places(cls, _sizes: Sequence[tuple[int, int]]) -> int:
+        """Return how many of the most tokens of a caption images of these sizes take, in px and height first."""
+        return 0
 
     @classmethod
     def states(

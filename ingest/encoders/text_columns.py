@@ -55,7 +55,7 @@ class Seen:
 
     images: torch.Tensor  # [T, D]: states of the images and of what is written between them; 0 tokens if there are none
     is_image: torch.Tensor  # [T] bool: those of a patch of an image
-    empty: Embedding  # of the empty caption behind the images; not finite if they are not
+    empty: Embedding  # of the empty caption behind the images; not finite if they are not, and refused if they cannot be seen
     captions: tuple[Embedding, ...]  # of each caption behind the images
 
 

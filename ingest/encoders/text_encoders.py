@@ -153,7 +153,7 @@ class PromptEncoder:
         given |= {tokenizer: self._parts[name].tokenizer for name, tokenizer in names.items()}
         self._seeing = family if issubclass(family, SeenText) else None
         if self._seeing is not None:
-            given["pixels"] = model.pixels("processor")
+            given["pixels"] = self._pixels = model.pixels("processor")
         self._pipeline = make_pipeline(family, model, given)
         tokenizers = {name: part.tokenizer for name, part in self._parts.items()}
         self._lengths = PromptLengths(family, self._pipeline, tokenizers, settings.max_tokens)
@@ -265,7 +265,14 @@ class PromptEncoder:
         """
         assert self._seeing is not None
         self._refuse_number(len(images))
-        refusals = [self._lengths.refusal(caption) for caption in captions]
+        refused = (self._seeing.refused_image(self._pixels, one.height, one.width) for one in images)
+        if (reason := next(filter(None, refused), None)) is not None:
+            nothing = Embedding(tokens=torch.zeros(0, 0), refusal=reason)
+            return Seen(
+                images=nothing.tokens, is_image=torch.zeros(0).bool(), empty=nothing, captions=(nothing,) * len(captions)
+            )
+        taken = self._seeing.num_places([(one.height, one.width) for one in images])
+        refusals = [self._lengths.refusal(caption, taken) for caption in captions]
         given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
         with self._seeing.seeing_once(self._pipeline):
             texts = dict.fromkeys((*given, ""))

@@ -244,8 +244,8 @@ class PromptLengths:
                     kept = [min(length - dropped + part.num_padding, limit) for length, dropped in pairs]
         return [(own, tuple(found)) for own, found in zip(kept, cuts, strict=True)]
 
-    def refusal(self, caption: str) -> str | None:
-        """Return why the pipeline, or its model, does not take a caption; None if they do."""
+    def refusal(self, caption: str, taken: int = 0) -> str | None:
+        """Return why the pipeline, or its model, takes no such caption; None if they do. Images have `taken` of its tokens."""
         shown = f"the caption {caption[:80]!r}"
         for token in self._family.refused_tokens:
             if token in caption:
@@ -254,7 +254,7 @@ class PromptLengths:
             if not part.is_cut:
                 (cleaned,) = self._family.cleaned(self._pipeline, [caption])
                 (length,) = token_counts(self._tokenizers[part.encoder], [cleaned])
-                found, limit = length - self._family.num_dropped(self._pipeline, cleaned), self.limit(part)
+                found, limit = length - self._family.num_dropped(self._pipeline, cleaned), self.limit(part) - taken
                 if found > limit:
                     return f"{shown} has {found} tokens, and {self._kind} takes up to {limit}, uncut; shorten it"
         return None

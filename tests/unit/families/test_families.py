@@ -33,7 +33,7 @@ from bucketline.train.optim import Average
 from bucketline.train.step import Training
 from tests import families_page
 from tests.commands import ROOT
-from tests.family_models import FORMS, open_pipeline, tiny_model
+from tests.family_models import FORMS, PAIR_FORMS, open_pipeline, tiny_model
 from tests.unit.families.forms import EVERY_FORM, TEXTS, batch_of_lengths, facts_for, predicted, write_form
 from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
 from tests.unit.train.tiny_run import config, load
@@ -289,12 +289,14 @@ def training_of(made: Made) -> Training:
 
 
 def test_every_family_is_tried() -> None:
-    tried: set[Any] = {family_of_pipeline(form.pipeline) for form in FORMS.values()}
+    tried: set[Any] = {family_of_pipeline(form.pipeline) for form in (FORMS | PAIR_FORMS).values()}
     assert {family for family in FAMILIES if family.parts} <= tried
 
 
-def test_the_page_has_the_table_of_all_families() -> None:
-    assert "\n".join(families_page.table()) in families_page.PAGE.read_text(encoding="utf-8")
+def test_the_page_has_the_tables_of_all_families() -> None:
+    page = families_page.PAGE.read_text(encoding="utf-8")
+    assert "\n".join(families_page.table()) in page
+    assert "\n".join(families_page.table_of_references()) in page
 
 
 NAMES_OF_FILES = ("ingest/importers/", "store/", "bench/", "train/presets/")

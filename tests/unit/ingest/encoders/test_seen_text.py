@@ -68,7 +68,7 @@ def load(folder: Path, **settings: Any) -> SeeingEncoder:
 
 def images(count: int) -> list[Image.Image]:
     rng = np.random.default_rng(count)
-    sizes = ((96, 160), (128, 64), (100, 100))
+    sizes = ((96, 160), (128, 64), (96, 96))
     return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes[:count]]
 
 
@@ -170,7 +170,7 @@ def test_a_caption_that_stands_for_an_image_or_is_too_long_is_refused_and_the_ot
     family: str, folders: dict[str, Path]
 ) -> None:
     encoder, given = load(folders[family]), images(1)
-    most = encoder.max_tokens
+    most = encoder.max_tokens - (17 if family == "qwenimage21" else 0)  # which images take of its model's positions
     bad = ("a <|image_pad|>", "<|video_pad|>", "a " * (most + 1))
     seen = encoder.encode_seen((*bad, TEXTS[0]), given)
     assert "stands for an image" in str(seen.captions[0].refusal)
@@ -194,6 +194,17 @@ def test_the_wrong_number_of_images_is_refused(folders: dict[str, Path]) -> None
         edit.encode_seen(TEXTS, images(2))
     with pytest.raises(UsageError, match="takes 0 to 3 references of a sample, found 4"):
         plus.encode_seen(TEXTS, images(2) * 2)
+
+
+def test_an_image_that_cannot_be_seen_is_refused_and_nothing_encoded(folders: dict[str, Path]) -> None:
+    """Qwen-Image 2.1's model has a place for 32 by 32 px; its text encoder makes small images larger."""
+    encoder = load(folders["qwenimage21"])
+    for height, width in ((16, 16), (48, 64)):
+        seen = encoder.encode_seen(TEXTS, [Image.new("RGB", (width, height)), *images(1)])
+        assert f"an image of {height} by {width} px" in str(seen.empty.refusal)
+        assert [one.refusal for one in seen.captions] == [seen.empty.refusal] * len(TEXTS)
+    long = load(folders["qwenimage_edit"]).encode_seen(TEXTS, [Image.new("RGB", (6432, 32))])
+    assert "a side is more than 200 times the other" in str(long.empty.refusal)
 
 
 @pytest.mark.parametrize("family", ["qwenimage_edit_plus", "qwenimage21"])
