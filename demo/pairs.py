@@ -1,8 +1,8 @@
 """Edit pairs: emoji as flat drawings and in 3D, from two npm packages, and a tiny Kontext model to learn them with.
 
-    python demo/pairs.py images OUT [--side-px 64]   OUT/flat and OUT/3d, captions beside the latter, and OUT/pairs.toml
-    python demo/pairs.py model OUT                   OUT/model: a VAE of these images, and everything else at random
-    python demo/pairs.py judge OUT RUN               a sheet of before, drawn and true in RUN/pairs.png
+    python demo/pairs.py images OUT        OUT/flat and OUT/3d, captions beside the latter, and OUT/pairs.toml
+    python demo/pairs.py model OUT         OUT/model: a VAE of these images, and everything else at random
+    python demo/pairs.py judge OUT RUN     a sheet of before, drawn and true in RUN/pairs.png
 
 `examples/runs/edit-pairs` calls them, and trains between the last two. The packages are @lobehub/fluent-emoji-flat, SVGs of
 nothing but filled paths, and @lobehub/fluent-emoji-3d, WebPs; both name a file by its code points.
@@ -155,7 +155,7 @@ def write_images(out: Path, side_px: int, cache: Path) -> None:
 def patch_vae(images: list[Path]) -> Any:  # noqa: ANN401 - diffusers has no types
     """Return an AutoencoderDC that needs no training: a latent pixel has the principal components of 4 by 4 px.
 
-    Each is divided by the root of its standard deviation, so that fine detail is louder than in the pixels. Halvings and doublings
+    Each is divided by the root of its standard deviation, which makes fine detail louder. Halvings and doublings
     only move pixels into channels and back. The decoder's last norm divides by the root mean square of a pixel's channels:
     beside the three colours there is a constant one, large enough to make that constant.
     """
@@ -249,11 +249,11 @@ def write_model(out: Path) -> None:
         in_channels=4 * CHANNELS,
         num_layers=2,
         num_single_layers=4,
-        num_attention_heads=4,
-        attention_head_dim=32,
+        num_attention_heads=2,
+        attention_head_dim=64,
         joint_attention_dim=TEXT_WIDTH,
         pooled_projection_dim=32,
-        axes_dims_rope=(8, 12, 12),
+        axes_dims_rope=(8, 28, 28),
     )
     transformer.save_config(model / "transformer")
     scheduler: Any = FlowMatchEulerDiscreteScheduler
@@ -269,9 +269,8 @@ def write_model(out: Path) -> None:
     }
     index = {"_class_name": "FluxKontextPipeline", **parts}
     (model / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    print(
-        f"{model}: a transformer (Flux.1 Kontext) of {sum(one.numel() for one in transformer.parameters()):,} parameters to train"
-    )
+    num_parameters = sum(one.numel() for one in transformer.parameters())
+    print(f"{model}: a transformer (Flux.1 Kontext) of {num_parameters:,} parameters to train")
 
 
 def judge(out: Path, run: Path) -> float:
