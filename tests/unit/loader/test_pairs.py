@@ -17,10 +17,12 @@ from bucketline.errors import FingerprintError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.collate.buffers import captions_of
 from bucketline.loader.plan.order import Purpose, uniform_on_host
-from bucketline.store import LatentColumn, RowColumn, Store, quantised_spec
+from bucketline.loader.prefetch.ahead import ColdDetector
+from bucketline.store import LatentColumn, MaskColumn, RowColumn, Store, quantised_spec
 from bucketline.store.change.repair import repair
 from bucketline.store.format.block import sample_digest
 from bucketline.store.format.text import dequantise, quantise
+from bucketline.store.read.samples import write_sample
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import pull, push
 from tests.kit import (
@@ -32,11 +34,13 @@ from tests.kit import (
     WIDTH,
     Form,
     Sample,
+    embedding,
     expect_independently,
     faults,
     flip_row,
     loud_tokens,
     make_store,
+    read_with_safetensors,
     samples_of,
 )
 from tests.loading import conditioning, expect_loaded
@@ -91,8 +95,12 @@ def expect_rows(
     return num_rows
 
 
+@pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("more", [{}, {"pad_multiple": 4}, {"plain_reads": True, "verify": True}, {"pad_to": 30}])
-def test_every_row_has_its_own_references_mask_and_conditioning_in_every_epoch(seeing: Store, more: dict[str, Any]) -> None:
+def test_every_row_has_its_own_references_mask_and_conditioning_in_every_epoch(
+    seeing: Store, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, cold: bool
+) -> None:
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
     config = LoaderConfig(batch_size=2, epochs=3, caption_dropout=0.4, **more)
     with Loader(seeing, config) as loader:
         assert expect_rows(loader.forever(), SEEING, samples(), [seeing], config) == 48  # 15 rows, 3 times, and padding
@@ -150,6 +158,16 @@ def test_pairs_are_read_beside_images_and_never_in_one_batch(tmp_path: Path) -> 
             batches = [*loader.forever()]
         assert expect_rows(batches, PAIRS, [*items, *plain], own, config) >= 44
         assert {bucket: bucket == "train/64x64" for bucket in SIZES} == {batch.bucket: batch.mask is None for batch in batches}
+
+
+def test_rows_without_an_optional_mask_count_in_full(tmp_path: Path) -> None:
+    form = Form(columns=[LatentColumn(channels=2), replace(MaskColumn(), optional=True)])
+    items = [form.sample(f"{n}", "train/64x64", without=["mask"] if n % 2 else []) for n in range(4)]
+    with Loader(form.make_store(tmp_path / "s", items), LoaderConfig(batch_size=4, window=0)) as loader:
+        batch = next(loader.forever())
+    assert batch.mask is not None
+    for n, item in enumerate(items):
+        assert batch.mask[n].tolist() == (item.columns["mask"] / np.float32(255) if n % 2 == 0 else np.ones((8, 8))).tolist()
 
 
 def test_a_bucket_with_masks_and_without_is_refused_with_its_remedy(tmp_path: Path) -> None:
@@ -237,6 +255,39 @@ def test_the_empty_caption_of_text_that_sees_images_has_no_tokens(tmp_path: Path
     groups = {**SEEING.groups, "seen_empty": replace(SEEING.groups["seen_empty"], optional=True)}
     with pytest.raises(UsageError, match=r"'seen_empty' is of a store whose text sees the images; expected an entry of"):
         replace(SEEING, groups=groups).writer(tmp_path / "s")
+
+
+@pytest.mark.parametrize("pad_multiple", [None, 4])
+def test_a_store_that_sees_images_may_have_none(tmp_path: Path, pad_multiple: int | None) -> None:
+    items = [SEEING.sample(f"{n}", "train/64x64x0x0x0x0x0x0", captions=("a",) if n else ()) for n in range(4)]
+    with SEEING.writer(tmp_path / "s") as writer:
+        for item in items:
+            none = {name: own[:0] for name, own in SEEING.entries(item)["seen_images"].items()}  # type: ignore[union-attr]
+            entries = {"seen_images": none, "seen_empty": embedding(item.id)}
+            writer.add(item.id, "train", item.columns, {text: SEEING.caption(text) for text in item.captions}, entries)
+    config = LoaderConfig(batch_size=4, caption_dropout=0.5, pad_multiple=pad_multiple, epochs=3, verify=True)
+    store = Store.open(tmp_path / "s")
+    with Loader(store, config) as loader:
+        for batch in loader.forever():
+            assert batch.image_tokens is not None
+            assert not batch.image_tokens.any()
+            for n, chosen in enumerate(captions_of([store], batch, config.caption_dropout)):
+                own = embedding(chosen.text or chosen.id)
+                assert batch.tokens[n, : len(own)].numpy().tobytes() == own.tobytes()
+                assert int(batch.token_mask[n].sum()) == len(own)
+            assert batch.tokens.shape[1] == (pad_multiple or 2)
+
+
+def test_a_pair_leaves_the_store_as_a_file_of_its_arrays(seeing: Store, tmp_path: Path) -> None:
+    item = samples()[-1]
+    write_sample(seeing, item.id, tmp_path / "a.safetensors")
+    found = read_with_safetensors((tmp_path / "a.safetensors").read_bytes())
+    found = {name: {**own, "data": bytes(own["data"])} for name, own in found.items()}
+    for role in ("reference/0", "reference/2", "reference/2/flipped", "mask"):
+        assert found[role]["data"] == item.columns[role].tobytes()
+    none = samples()[0]
+    write_sample(seeing, none.id, tmp_path / "b.safetensors")
+    assert read_with_safetensors((tmp_path / "b.safetensors").read_bytes())["reference/0"]["shape"] == [2, 0, 0]
 
 
 def test_moments_are_drawn_and_references_are_not(tmp_path: Path) -> None:
