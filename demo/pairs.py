@@ -34,13 +34,13 @@ TONES = {0x1F3FB: "light skin", 0x1F3FC: "medium-light skin", 0x1F3FD: "medium s
 TONES[0x1F3FF] = "dark skin"
 
 DATA_SET = """\
-[[source]]
+[source]
 path = "3d"
 references = ["flat"]
 """
 PX_PER_LATENT, CHANNELS = 4, 12
 TEXT_WIDTH = 64
-NEAREST = 0.9  # of the drawn images are to be nearest to their own true one
+NEAREST = 0.75  # of the drawn images are to be nearest to their own true one; others of its kind differ by the skin only
 GAP_PX, HEAD_PX = 4, 76  # of the sheet: between images, and at the left for the names of the rows
 
 
@@ -142,10 +142,10 @@ def write_images(out: Path, side_px: int, cache: Path) -> None:
         before = drawing(flat[name].decode(), side_px)
         if before is None:
             continue
-        for kind, image in (("flat", before), ("3d", on_white(real[name], side_px))):
-            path = out / kind / name.partition("-")[0] / f"{name}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.save(path)
+        before_path, path = (out / kind / name.partition("-")[0] / f"{name}.png" for kind in PACKAGES)
+        for to, image in ((before_path, before), (path, on_white(real[name], side_px))):
+            to.parent.mkdir(parents=True, exist_ok=True)
+            image.save(to)
         path.with_suffix(".txt").write_text(instruction(name) + "\n", encoding="utf-8")
         num_pairs += 1
     (out / "pairs.toml").write_text(DATA_SET, encoding="utf-8")

@@ -56,7 +56,7 @@ def test_edit_pairs_are_packed_trained_on_and_drawn_beside_what_they_are_made_fr
     script = ROOT / "examples" / "runs" / "edit-pairs"
     ran = subprocess.run([script, out], env=os.environ | given, capture_output=True, text=True, check=False)
     assert f"of {len(HELD_OUT)} drawn images are nearest to their own true one" in ran.stdout, ran.stderr
-    store = Store.open(out / "pairs.store" / "3d.store")
+    store = Store.open(out / "pairs.store")
     rows = {bucket.name: bucket.num_rows for bucket in store.buckets()}
     assert rows == {"train/64x64x64x64": len(EMOJI) - len(HELD_OUT), "val/64x64x64x64": len(HELD_OUT)}
     assert store.sample("1f400/1f400.png")[1].captions == ("Make it 3D: rat",)

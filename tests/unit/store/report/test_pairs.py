@@ -60,7 +60,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def images_of(page: Path, anchor: str, sample: str) -> list[Image.Image]:
     """Return the images of a sample's first card in a section."""
     section = page.read_text(encoding="utf-8").split(f'id="{anchor}"', 1)[1].split("</section>")[0]
-    (card,) = [one for one in section.split("<figure>") if f"<b>{sample}</b>" in one]
+    card, *_ = [one for one in section.split("<figure>") if f"<b>{sample}</b>" in one]
     return [Image.open(io.BytesIO(base64.b64decode(found))) for found in re.findall(r"base64,([^\"]+)", card)]
 
 
@@ -89,6 +89,22 @@ def test_a_report_shows_references_beside_their_target_and_names_masks_that_are_
     (shown, _) = images_of(page, "pairs", f"{EMPTY.bucket}/{EMPTY.row}")
     red, green, _ = np.asarray(shown.convert("RGB")).reshape(-1, 3).mean(axis=0)
     assert red > green + 100
+
+
+def test_a_peek_at_a_step_shows_references_and_masks(store: Store, tmp_path: Path) -> None:
+    seen = dict[str, int]()
+    for step in range(4):
+        page = tmp_path / f"{step}.html"
+        told = call("loader", "peek", store.path, "--step", step, "--batch-size", 3, "-o", page, "--json").done().json
+        for row in told["batches"][0]["rows"]:
+            number = int(row["id"].rpartition("/")[2])
+            target, *references = images_of(page, "batch", row["id"])
+            assert (target.size, len(references)) == ((12, 8), int(told["bucket"] == EMPTY.bucket))
+            is_red = np.asarray(target.convert("RGB"))[:, :6, 0].min() > 0.5 * 230
+            assert bool(is_red) is (number % 2 == 1 or row["id"] == f"{EMPTY.bucket}/{EMPTY.row}")
+            seen[told["bucket"]] = seen.get(told["bucket"], 0) + 1
+        assert "Red is what a mask leaves out." in parsed(page).text
+    assert len(seen) == 2
 
 
 def test_what_a_mask_leaves_out_is_red_and_the_rest_as_it_was() -> None:
