@@ -276,6 +276,8 @@ class ImageReader:
         with self._source.opened(item) if data is None else io.BytesIO(data) as file:
             _refuse_bad_item(item)
             placement = placed_by_header(file, self._framing, item.id)
+        if self._partners.is_empty:
+            return {"placement": placement}
         references, masks = self._split_partners(item)
         sizes, mask = [], None
         for partner in references:

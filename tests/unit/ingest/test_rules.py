@@ -346,7 +346,7 @@ def test_an_image_for_which_there_is_no_memory_at_the_moment_keeps_its_sample(
 ) -> None:
     (packed / "a" / "000.png").write_bytes((packed / "a" / "002.png").read_bytes())
 
-    def short(*_: object) -> None:
+    def short(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(decode_module, "_decode", short)

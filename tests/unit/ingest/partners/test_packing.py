@@ -22,10 +22,10 @@ from bucketline.ingest.sources.dataset_file import open_source
 from bucketline.ingest.sources.source import SourceOptions
 from bucketline.store import Store
 from bucketline.store.remote.objects import ObjectFolder
-from tests.commands import call
+from tests.commands import ROOT, call
 from tests.kit import by_id
 from tests.models import colour_image, encoded, write_files
-from tests.unit.ingest.partners.kit import OWN_SIZE, SIZE, Expected, check, data_file, mask, packed, picture
+from tests.unit.ingest.partners.kit import GRID, OWN_SIZE, SIZE, Expected, check, data_file, mask, packed, picture
 
 NAMES = ("a", "b", "c", "d")
 
@@ -223,6 +223,14 @@ def test_pairs_in_object_storage_are_those_on_a_disk(tmp_path: Path, edit_model:
     assert packed(file, tmp_path / "s", edit_model).done().json["unchanged"] == 4
     places["masks"].write("a.png", mask(99))
     assert packed(file, tmp_path / "s", edit_model).done().json["packed"] == 1
+
+
+def test_the_data_set_file_of_the_page_packs(tmp_path: Path, edit_model: Path) -> None:
+    samples = write_pairs(tmp_path / "data")
+    page = (ROOT / "docs" / "edit-pairs-and-masks.md").read_text(encoding="utf-8")
+    write_files(tmp_path / "data", {"data.toml": page.partition("```toml")[2].partition("```")[0]})
+    packed(tmp_path / "data" / "data.toml", tmp_path / "s", edit_model, "--grid", GRID, "--min-size-px", 8).done()
+    check(tmp_path / "s", edit_model, samples)
 
 
 def test_other_ranks_are_sent_the_partners_of_their_items(tmp_path: Path) -> None:
