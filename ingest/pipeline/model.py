@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.command_line import human_bytes
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Padding
+from bucketline.families.registry import family_of_model, family_of_pipeline
 from bucketline.ingest.config import refuse_other_options
 from bucketline.ingest.encoders.model_folder import WEIGHT_BYTES, open_model, part_weights
 from bucketline.ingest.encoders.text_columns import TextSettings
@@ -183,17 +184,30 @@ def weight_bytes(config: PackConfig, model: ModelFolder) -> tuple[int, int] | No
 
 
 def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
-    """Return whether a run may have two phases: the option says so, or its encoders are not small. Imports no torch."""
+    """Return whether a run may have two phases: the option says so, or its encoders are not small. Imports no torch.
+
+    It may not if captions are encoded with their sample's images, which are not kept between phases.
+    """
+    if config.text is None and _text_sees_images(model):
+        return False
     if config.phases is not Phases.AUTO:
         return config.phases is Phases.TWO and any(model.has(name) for name in TEXT_ENCODERS)
     sizes = weight_bytes(config, model)
     return sizes is not None and sum(sizes) > SMALL_BYTES
 
 
+def _text_sees_images(model: ModelFolder) -> bool:
+    pipeline = model.index().get("_class_name")
+    family = family_of_model(model.config("transformer") or {}) if pipeline is None else family_of_pipeline(str(pipeline))
+    return family is not None and family.references is not None and family.references.text_sees
+
+
 def plan_phases(config: PackConfig, model: ModelFolder, device: torch.device, processes: int) -> PhasePlan:
     """Return the order that `phases` names; for `auto`, by the weights' sizes and the free memory, shared by `processes`."""
     if not may_be_two(config, model):
-        return PhasePlan(are_two=False, reason="phases is one, or the encoders are small")
+        sees = config.text is None and _text_sees_images(model)
+        reason = "the text encoder sees the images" if sees else "phases is one, or the encoders are small"
+        return PhasePlan(are_two=False, reason=reason)
     sizes = weight_bytes(config, model) if config.phases is Phases.AUTO else None
     if sizes is None:
         return PhasePlan(are_two=True, reason="phases is two")

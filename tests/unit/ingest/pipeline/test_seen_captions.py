@@ -63,6 +63,7 @@ def pack(root: Path, store: Path, model: Path, num_folders: int, area: int) -> A
     folders = [f"references{k}" for k in range(num_folders)]
     lines = ["[source]", 'path = "images"', f"references = {json.dumps(folders)}", f"references_area = {area}"]
     lines += ["references_optional = true", "[rules]", 'grid = "64x96"', "min_size_px = 8", "val_fraction = 0"]
+    lines += ["[encoding]", 'phases = "two"']  # it is one: captions are encoded with the images
     (root / "data.toml").write_text("\n".join(lines), encoding="utf-8")
     return call("ingest", "pack", root / "data.toml", store, "--model", model, "--text-dtype", "fp32", "--json")
 
