@@ -28,7 +28,7 @@ from bucketline.ingest.partners.partner import PartnerForm, planned_form
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.progress import counting_progress, look_limits
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
-from bucketline.ingest.summary import Reject, RunSummary, by_reason, partner_notes
+from bucketline.ingest.summary import Reject, RunSummary, by_number, by_reason, partner_notes
 from bucketline.store.format.block import DTYPES, LatentKind
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ScanReport:
     largest: tuple[int, int] | None
     grid: str
     buckets: dict[str, int]  # number of images
-    references: dict[int, int]  # number of images by their references, if any has some
+    references: dict[str, int]  # number of images by their references, if any has some
     masks_of_zeros: list[str]  # ids of images whose mask is zero everywhere
     bytes_per_sample: dict[str, int]  # estimated, of what is stored, if there are references or masks
     enlarged: int  # images that would be enlarged to fill their bucket
@@ -91,7 +91,7 @@ def counted_images(
         for image in reader.walk(items, look_limits(source, config.decode_threads), account, on_image):
             if image.change is not Change.TEXT:
                 account.count_packed(image.item.id, image.item.captions, image.placement, image.bucket, config.max_captions)
-                account.count_partners(image.item.id, image.num_references, is_masked_out=image.is_masked_out)
+                account.count_partners(image.item.id, image.num_references, image.num_pairs, is_masked_out=image.is_masked_out)
             yield image
             on_image()
 
@@ -244,7 +244,7 @@ def _report(
         largest=sizes[-1] if sizes else None,
         grid=grid.name,
         buckets=dict(sorted(account.buckets.items())),
-        references=dict(sorted(account.references.items())),
+        references=by_number(account.references),
         masks_of_zeros=account.zero_masks,
         bytes_per_sample=bytes_per_sample,
         enlarged=account.enlarged,

@@ -274,9 +274,16 @@ class Batch:
 
     @property
     def mask(self) -> Tensor | None:
-        """How much each position of the latent counts in the loss, `[B, h, w]` float32, 0 to 1; None if there is no mask."""
-        mask = self.columns.get(MASK)
-        return mask if mask is None else mask.float() / 255 if mask.dtype is torch.uint8 else mask.float()
+        """How much each position of the latent counts in the loss, `[B, h, w]` float32, 0 to 1; None if there is no mask.
+
+        It is 1 in rows that lack an optional one.
+        """
+        if (mask := self.columns.get(MASK)) is None:
+            return None
+        shares = mask.float() / 255 if mask.dtype is torch.uint8 else mask.float()
+        if (has := self.present.get(MASK)) is None:
+            return shares
+        return shares.where(has.reshape(-1, *(1 for _ in mask.shape[1:])), 1.0)
 
     def scaled_references(self, scale: LatentScale | None = None) -> tuple[Tensor, ...]:
         """Return the references as a model is given them, `[B, C, h_i, w_i]` float32: shifted and scaled, never drawn.

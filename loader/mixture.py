@@ -21,6 +21,7 @@ import numpy as np
 from bucketline.errors import BucketlineError, FingerprintError, UsageError
 from bucketline.files.paths import redacted
 from bucketline.option_value import FieldForm, OptionValue, expect
+from bucketline.store.format.block import FLIPPED, IMAGE_AXES, LATENT, MASK, REFERENCE_AXIS, REFERENCE_PREFIX
 from bucketline.store.format.manifest import generations, read_mixture
 from bucketline.store.read.files import refuse_lost_shards
 from bucketline.store.read.store import Bucket, OpenShards, Store, StoreRows
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _FREE_RULES = (
     *("caption_template", "shuffle_tags", "caption_per", "grid", "max_crop", "max_upscale", "min_size_px", "val_fraction"),
     *("dtype", "text_dtype", "latents", "text", "encode_dtype", "max_tokens"),  # which `encoders` has as they came out
+    *("references", "references_optional", "references_area", "mask"),  # which buckets' names and columns have
 )
 _REPEATS = "a number above 0: 3 to read its rows three times per pass, 0.5 to read half of them"
 _MOST = 1 << 31
@@ -357,9 +359,11 @@ def rows_per_pass(num_rows: int, repeats: float) -> int:
 
 def _expect_alike(first: Store, second: Store) -> None:
     """Raise an error if two stores cannot be mixed: different encoders, text columns or image processing."""
+    are_alike = _kept_columns(first) == _kept_columns(second)
     settings, others = (
         {
             **store.manifest.settings(),
+            **({"columns": None} if are_alike else {}),
             "rules": {name: rule for name, rule in store.manifest.rules.items() if name not in _FREE_RULES},
             "max_captions": None,  # which the columns of each bucket have
         }
@@ -369,6 +373,18 @@ def _expect_alike(first: Store, second: Store) -> None:
         _refuse(first, second, *difference)
 
 
+def _kept_columns(store: Store) -> Json:
+    """Return the columns that stores must have alike: each bucket has references and a mask, or none, by itself."""
+    found = {
+        name: column
+        for name, column in store.manifest.columns.items()
+        if column.optional or not column.role.startswith((MASK, REFERENCE_PREFIX))
+    }
+    axes = {axis.name for bucket in store.manifest.buckets for axis in bucket.axes if not REFERENCE_AXIS.fullmatch(axis.name)}
+    is_latent = all(column.encoder in (None, "vae") and not column.optional for column in found.values())
+    return {} if is_latent and found.keys() <= {LATENT, FLIPPED} and axes <= {*IMAGE_AXES} else encode(found)
+
+
 def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
     """Return each bucket once, sorted by name, after comparing its columns in all stores that have it."""
     holders: dict[str, tuple[Store, BucketEntry]] = {}
@@ -376,6 +392,8 @@ def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
         for entry in store.manifest.buckets:
             holder, first_entry = holders.setdefault(entry.name, (store, entry))
             first_form, form = (_form_of(bucket) for bucket in (first_entry, entry))
+            if (MASK in first_entry.columns) != (MASK in entry.columns):
+                _refuse_mask(*((holder, store) if MASK in entry.columns else (store, holder)), entry.name)
             if difference := first_difference(first_form, form, f"buckets.{entry.name}"):
                 _refuse(holder, store, *difference)
     return [entry for _, (_, entry) in sorted(holders.items())]
@@ -398,6 +416,13 @@ def _joined_added(stores: Sequence[Store]) -> dict[str, dict[str, BlockSpec]]:
 
 def _form_of(bucket: BucketEntry) -> Json:
     return {"axes": encode(bucket.axes), "columns": encode(bucket.columns)}
+
+
+def _refuse_mask(without: Store, having: Store, bucket: str) -> None:
+    raise FingerprintError(
+        f"{without.place} and {having.place} cannot be read together: rows of {bucket} have a mask only in the second; give "
+        f'the first one\'s source `mask = "whole"`, so that all of each image counts, and pack it again, or train on one'
+    )
 
 
 def _refuse(first: Store, second: Store, field: str, first_value: object, second_value: object) -> None:

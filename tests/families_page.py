@@ -1,4 +1,4 @@
-"""The table of docs/families.md: each family's pipelines, and what a sample takes.
+"""The tables of docs/families.md: each family's pipelines, and what a sample takes; and the references of those with some.
 
 python -m tests.families_page            print it
 python -m tests.families_page --write    put it into the page
@@ -7,6 +7,7 @@ python -m tests.families_page --write    put it into the page
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.commands import ROOT
 
 PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- python -m tests.families_page --write -->", "<!-- end -->"
+BEGIN_REFERENCES = "<!-- references -->"
 SIDE_PX = 1024
 NUM_TOKENS = 100
 ITEM_BYTES = 2  # F16
@@ -90,6 +92,23 @@ def table() -> list[str]:
     return lines
 
 
+def table_of_references() -> list[str]:
+    columns = ("family", "pipeline", "references", "one of 1080x1920 px", "latent, KiB", "the text encoder sees")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for family in sorted(FAMILIES, key=lambda one: one.name):
+        if (own := family.references) is None:
+            continue
+        height, width = own.size(1080, 1920)
+        latent = sizes_of(family)[0] * height * width / SIDE_PX**2
+        area = own.text_area_px
+        seen = "captions" if not own.text_sees else "both" if area is None else f"both, images of about {math.isqrt(area)}² px"
+        allowed = str(own.most) if own.least == own.most else f"{own.least} to {own.most}"
+        lines.append(
+            f"| {family.name} | {family.pipelines[0]} | {allowed} | {height}x{width} | {latent / 1024:,.0f} | {seen} |"
+        )
+    return lines
+
+
 def written(text: str, begin: str, lines: list[str]) -> str:
     before, _, rest = text.partition(begin)
     return "\n".join([before + begin, *lines, END]) + rest.partition(END)[2]
@@ -98,4 +117,5 @@ def written(text: str, begin: str, lines: list[str]) -> str:
 if __name__ == "__main__":
     print("\n".join(table()))
     if "--write" in sys.argv:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), BEGIN, table()), encoding="utf-8")
+        page = written(PAGE.read_text(encoding="utf-8"), BEGIN, table())
+        PAGE.write_text(written(page, BEGIN_REFERENCES, table_of_references()), encoding="utf-8")

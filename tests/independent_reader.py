@@ -188,5 +188,9 @@ def read_store(store: Path) -> dict[str, Sample]:
                     assert min(numbers) >= (-1 if group["optional"] else 0)
                     entries[name] = [groups[f"ragged/{name}"][number] for number in numbers if number >= 0]
                 own = [captions[number] for number in record["caption_rows"]]
+                salt = b"\0" + columns["id"].tobytes() if {"seen_images", "seen_empty"} <= manifest["ragged"].keys() else b""
+                for text, caption in zip(record["captions"] or [""], own, strict=True):
+                    key = text.encode("utf-8", "surrogateescape") + (salt if text else b"")
+                    assert caption["digest"].tobytes() == hashlib.blake2b(key, digest_size=16).digest()
                 samples[record["id"]] = Sample(bucket, columns, record, own, entries)
     return samples

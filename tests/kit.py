@@ -20,14 +20,17 @@ from bucketline.store import (
     BlockSpec,
     Column,
     LatentColumn,
+    MaskColumn,
     PartWriter,
     RaggedGroup,
+    ReferenceColumn,
     RowColumn,
     SampleRecord,
     Store,
     StoreWriter,
     TextSpec,
     new_record,
+    with_flipped,
 )
 from bucketline.store.format.block import CAPTIONS as CAPTION_ROWS
 from bucketline.store.format.block import (
@@ -89,6 +92,13 @@ AUDIO = RaggedGroup(
 POINTS = RaggedGroup(columns=[Column(name="xyz", dtype="F32", shape=(3,))], stored_once=False, mirrored="same")
 LLAMA = RaggedGroup(columns=[Column(name="hidden", dtype="F16", shape=(7,))], of="captions")
 GROUPS = {"audio": AUDIO, "points": POINTS, "llama": LLAMA}
+PAIR_COLUMNS = with_flipped(
+    [LatentColumn(channels=2), *(ReferenceColumn(n, channels=2) for n in range(3)), MaskColumn()]  # 0 to 3 references
+)
+SEEN = {
+    "seen_images": RaggedGroup(columns=[Column(name="is_image", dtype="U8", shape=()), *TEXT.tokens]),
+    "seen_empty": RaggedGroup(columns=TEXT.tokens),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +159,11 @@ def loud_tokens(text: str, width: int) -> NDArray[np.float32]:
     tokens = np.random.default_rng(seed_of(text)).normal(size=(len(text.split()) + 1, width)).astype("<f4")
     tokens[:, 3] *= 50
     return tokens
+
+
+def after_images(caption: str) -> Arrays:
+    """Return a caption's tokens in a store that sees images: those after the images; the empty caption has none."""
+    return {"tokens": embedding(caption) if caption else np.zeros((0, TOKEN_WIDTH), "<f2")}
 
 
 def spec_of(bucket: str, dtype: str = "F16") -> BlockSpec:
@@ -454,6 +469,9 @@ IMAGES = images()
 COLUMNS = Form(text=quantised_spec("I8", 40), embed=_loud, given=_columns_of_images)
 FORMS = {"images": IMAGES, "columns": COLUMNS}  # that hold the same samples
 ANY = Form()
+PAIRS = Form(columns=PAIR_COLUMNS, encoders=ENCODERS)
+SEEING = replace(PAIRS, groups=SEEN, embed=after_images)  # the same, whose text sees the images
+PAIR_ROWS = {f"train/{size}": 5 for size in ("64x64x0x0x0x0x0x0", "64x96x64x64x0x0x0x0", "64x96x64x64x72x32x8x8")}
 RAGGED = Form(columns=LENGTH, groups=GROUPS)
 add_samples = IMAGES.add
 

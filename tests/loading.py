@@ -14,7 +14,7 @@ from bucketline.loader.collate.buffers import choose_captions
 from bucketline.store import RaggedGroup, Store
 from bucketline.store.format.block import CAPTIONS, stored_name
 from bucketline.torch_dtypes import as_stored
-from tests.kit import Form, Sample, entry_of, row_entry
+from tests.kit import SEEN, Form, Sample, entry_of, row_entry
 
 Rows = dict[str, "NDArray[Any]"]  # a batch's tensors, by field name, `[rows, …]` each
 
@@ -54,34 +54,59 @@ def expect_loaded(stores: Any, form: Form, samples: Iterable[Sample], **options:
     expected, num_rows = {sample.id: sample for sample in samples if sample.bucket.startswith("train/")}, 0
     if not expected:
         return 0
-    settings: dict[str, Any] = {"batch_size": 2, "epochs": 1, "remainder": Remainder.PARTIAL, "ragged": tuple(form.groups)}
+    settings: dict[str, Any] = {
+        "batch_size": 2,
+        "epochs": 1,
+        "remainder": Remainder.PARTIAL,
+        "ragged": tuple(form.groups.keys() - SEEN.keys()),
+    }
     config = LoaderConfig(**{**settings, "columns": form.roles, **options})
     with Loader(stores, config) as loader:
         for batch in loader:
             arrays = batch.numpy()
             for n, name in enumerate(loader.names(batch)):
                 num_rows += int(batch.weight[n])
-                _expect_row(arrays, n, form, expected[name])
+                texts = ("",) if config.caption_dropout == 1.0 or not expected[name].captions else expected[name].captions
+                _expect_row(arrays, n, form, expected[name], texts)
     return num_rows
 
 
-def _expect_row(arrays: Mapping[str, NDArray[Any]], n: int, form: Form, sample: Sample) -> None:
+def _expect_row(arrays: Mapping[str, NDArray[Any]], n: int, form: Form, sample: Sample, texts: Sequence[str]) -> None:
     stored = form.stored(sample)
     for role in form.roles:
+        if role.startswith("reference/") and not stored[role]:
+            assert f"columns.{role}" not in arrays
+            continue
         found = arrays["latents" if role == "target" else f"columns.{role}"][n]
         assert found.tobytes() == stored[stored_name(role)]
         assert bool(arrays.get(f"present.{role}", [True] * (n + 1))[n]) == (role in sample.columns)
-    assert any(_has_caption(arrays, n, form, text) for text in sample.captions[:3] or ("",)), sample
-    for name in form.groups_of("rows"):
+    assert any(_has_caption(arrays, n, form, sample, text) for text in texts[:3]), sample
+    for name in set(form.groups_of("rows")) - SEEN.keys():
         entry = row_entry(name, form.groups[name], sample.id)
         assert not form.groups[name].optional or arrays[f"ragged.{name}.present"][n] == (entry is not None)
         assert _is_entry(arrays, n, name, form.groups[name], entry)
 
 
-def _has_caption(arrays: Mapping[str, NDArray[Any]], n: int, form: Form, text: str) -> bool:
+def conditioning(form: Form, sample: Sample, text: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return the tokens that a sample has with a caption, `[T, D]`, and which of them are of its images, `[T]`."""
+    own = form.embed(text)["tokens"]
+    if not form.groups.keys() >= SEEN.keys():
+        return own, np.zeros(len(own), dtype=bool)
+    images, empty = (row_entry(name, form.groups[name], sample.id) for name in SEEN)
+    assert images is not None
+    assert empty is not None
+    own = own if text else empty["tokens"]
+    return np.concatenate([images["tokens"], own]), np.concatenate([images["is_image"] != 0, np.zeros(len(own), dtype=bool)])
+
+
+def _has_caption(arrays: Mapping[str, NDArray[Any]], n: int, form: Form, sample: Sample, text: str) -> bool:
     """Return whether a row has a caption's tokens, and its entry of each group: all of the same caption."""
     if form.text:
-        own, tokens = form.embed(text)["tokens"], arrays["tokens"][n]
+        (own, is_image), tokens = conditioning(form, sample, text), arrays["tokens"][n]
+        if arrays["token_mask"][n].tolist() != [k < len(own) for k in range(len(tokens))]:
+            return False
+        if "image_tokens" in arrays and np.flatnonzero(arrays["image_tokens"][n]).tolist() != np.flatnonzero(is_image).tolist():
+            return False
         if tokens[: len(own)].tobytes() != own.tobytes() or tokens[len(own) :].any():
             return False
     groups = {name: form.groups[name] for name in form.groups_of("captions")}

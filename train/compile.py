@@ -21,9 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
+from bucketline.families.packing import PATCH
 from bucketline.loader import Loader
-from bucketline.loader.batch import as_fields
-from bucketline.store.format.block import LATENT
+from bucketline.loader.batch import COLUMN_PREFIX, as_fields
+from bucketline.store.format.block import LATENT, MASK, TARGET, references_of
 from bucketline.train.config import Precision
 from bucketline.train.log import StepWork, graphs_compiled
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
@@ -166,16 +167,32 @@ def example_batches(ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]
         first = next(one.forever())
     examples = {}
     for bucket in buckets:
-        shape = bucket.spec.column(LATENT).shape
-        num_rows = loader.config.rows_of(bucket)
-        values = torch.arange(num_rows * math.prod(shape), device=first.device) % first.latents.numel()
-        latents = first.latents.flatten()[values].view(num_rows, *shape)
+        num_rows, read = loader.config.rows_of(bucket), {TARGET: bucket.spec.column(LATENT).shape, **references_in(bucket)}
         size = first.target_size.new_tensor([bucket.height_px, bucket.width_px])
         rows = torch.arange(num_rows, device=first.device) % len(first.latents)
-        fitted = {name: tensor[rows] for name, tensor in first.by_name().items()}
-        fitted |= {"latents": latents, "target_size": size.repeat(num_rows, 1)}
-        examples[bucket.name] = replace(first, bucket=bucket.name, **as_fields(fitted))
+        fitted = {name: tensor[rows] for name, tensor in first.by_name().items() if not name.startswith(COLUMN_PREFIX)}
+        made = as_fields(fitted | {"target_size": size.repeat(num_rows, 1)})
+        made["columns"] = {role: _filled(first.latents, (num_rows, *shape)) for role, shape in read.items()}
+        if first.mask is not None:
+            made["columns"][MASK] = torch.ones_like(made["columns"][TARGET][:, 0], dtype=torch.float32)
+        if first.image_tokens is not None:  # as many as the bucket's references have, which some models expect
+            num_seen = sum(height * width for _, height, width in references_in(bucket).values()) // PATCH**2
+            made["image_tokens"] = torch.zeros_like(made["token_mask"])
+            made["image_tokens"][:, :num_seen] = made["token_mask"][:, :num_seen] = True
+        examples[bucket.name] = replace(first, bucket=bucket.name, **made)
     return examples
+
+
+def references_in(bucket: Bucket) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the references that a bucket's rows have, by role and in order."""
+    shapes = {column.name: column.shape for column in bucket.spec.columns}
+    return {role: shapes[role] for role in references_of(shapes) if math.prod(shapes[role])}
+
+
+def _filled(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a shape whose values are repeated."""
+    places = torch.arange(math.prod(shape), device=values.device) % values.numel()
+    return values.flatten()[places].view(shape)
 
 
 def warm_up(

@@ -21,8 +21,9 @@ from bucketline.loader.mixture import open_weighted, parse_stores
 from bucketline.loader.ranks import fail_together
 from bucketline.option_value import OnResume, as_option, options_on_resume
 from bucketline.store import Store
+from bucketline.store.format.block import MASK, is_reference
 from bucketline.train.checkpoint import checkpoint_folders
-from bucketline.train.config import Objective
+from bucketline.train.config import PLAIN_MASKS, Objective
 from bucketline.train.log import has_steps
 from bucketline.train.model import checked, facts_of, open_model_config, refuse_other_encoders, schedule_of, store_channels
 from bucketline.train.run_file import config_as_json
@@ -126,7 +127,13 @@ def refuse_run(config: TrainConfig, start: Start, stores: Sequence[Store]) -> No
             raise ModelError(
                 f"--lora-from {config.lora_from} cannot be read as a .safetensors file of adapters: {error}"
             ) from error
-    _refuse_model(config, stores[0])
+    has_masks = any(MASK in {*store.manifest.columns, *store.manifest.added} for store in stores)
+    if config.mask_loss != PLAIN_MASKS and not has_masks:
+        named = ", ".join(str(store.place) for store in stores)
+        raise UsageError(
+            f"--mask-loss is {config.mask_loss}, and {named} has no masks: leave it out, or pack the source with mask = …"
+        )
+    _refuse_model(config, stores)
 
 
 def _refuse_changes(config: TrainConfig, start: Start) -> None:
@@ -156,16 +163,23 @@ def refuse_ignored(stores: Sequence[Store]) -> None:
         found = ""
         if len(store.text.delivered.tokens) != 1:
             found = f"text.tokens {', '.join(store.manifest.text.tokens)}, expected one column"
+        elif optional := [name for name, column in store.manifest.columns.items() if column.optional and _is_read(name)]:
+            found = f"columns.{optional[0]}.optional true, expected false: of a row without it, zeros would be trained on"
         elif (shift := vae.get("shift_factor")) and vae.get("latents_mean"):
             found = f"encoders.vae.shift_factor {shift}, expected none in addition to latents_mean"
         if found:
             raise ModelError(f"{store.place}: its manifest has {found}; pack the source again without it")
 
 
-def _refuse_model(config: TrainConfig, store: Store) -> None:
-    """Refuse a model of another kind than the store's, and options that are not for it; its buckets are checked later."""
+def _is_read(role: str) -> bool:
+    """Return whether training reads a column of a role."""
+    return role == MASK or is_reference(role)
+
+
+def _refuse_model(config: TrainConfig, stores: Sequence[Store]) -> None:
+    """Refuse a model of another kind than the stores', and options that are not for it."""
     model = open_model_config(config.model, config.model_config)
-    family = checked(model, facts_of(store, ()))
+    family, *_ = [checked(model, facts_of(store, store.buckets())) for store in stores]
     guidance = config.image_guidance
     if guidance is not None and guidance > family.no_guidance and not family.is_guidable:
         raise UsageError(
@@ -181,4 +195,4 @@ def _refuse_model(config: TrainConfig, store: Store) -> None:
         raise UsageError(
             f"--noise-offset is {config.noise_offset}, and the objective is a flow, which ends in plain noise: leave it out"
         )
-    refuse_other_encoders(model, store.manifest.encoders)  # last, since it reads the VAE
+    refuse_other_encoders(model, stores[0].manifest.encoders)  # last, since it reads the VAE

@@ -90,8 +90,8 @@ class DrawingBatch:
 
 
 DrawnSample = tuple["Mapping[str, Json]", "list[NDArray[np.uint8]]"]
-"""An entry of images.json, and its images, [H, W, 3] each: of a caption the real one, decoded from the stored latents, then
-the generated one.
+"""An entry of images.json, and its images, [H, W, 3] each: of a caption the references in order and the real one, decoded from
+the stored latents, then the generated one.
 """
 
 
@@ -161,7 +161,8 @@ def _drawn(training: Training, vae: nn.Module, batches: Iterable[DrawingBatch], 
 
 
 def _decode_batch(vae: nn.Module, one: DrawingBatch, latents: Tensor) -> Iterator[DrawnSample]:
-    decoded = zip(*(_decode(vae, given) for given in (one.real, latents) if given is not None), strict=True)
+    stored = [each.float() for each in one.batch.references]
+    decoded = zip(*(_decode(vae, given) for given in (*stored, one.real, latents) if given is not None), strict=True)
     for entry, weight, images in zip(one.entries, one.batch.weight.tolist(), decoded, strict=False):
         if weight > 0:
             yield entry, list(images)
@@ -489,29 +490,40 @@ def write_images(drawn: Sequence[DrawnSample], sheet: Path, folder: Path) -> Non
 def contact_sheet(drawn: Sequence[DrawnSample]) -> Image.Image:
     """Return the images in rows from left to right, their captions below; large ones are made smaller.
 
-    Each generated one is below its real one, which is marked as real. Chinese, Japanese and Korean letters are boxes.
+    Each generated one is below its real one, which is marked as real; with references, it is below these and above the real
+    one. Chinese, Japanese and Korean letters are boxes.
     """
     from matplotlib import get_data_path  # whose font has Latin, Greek, Cyrillic and Arabic letters
 
-    cells = [[Image.fromarray(image) for image in images] for _, images in drawn]
+    labelled = [_in_order(str(entry.get("caption", "")), images) for entry, images in drawn]
+    cells = [[Image.fromarray(image) for _, image in own] for own in labelled]
     for image in (every := [image for cell in cells for image in cell]):
         image.thumbnail((CELL_PX, CELL_PX))
     columns = min(len(cells), max(PER_ROW, math.isqrt(len(cells))))
     width, height = (GAP_PX + max(sides) for sides in zip(*(image.size for image in every), strict=True))
     font = ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), FONT_PX)
-    below = [["real", str(entry.get("caption", ""))][-len(images) :] for entry, images in drawn]
-    texts = [[_lines(text, width - GAP_PX, font) for text in own] for own in below]
+    texts = [[_lines(text, width - GAP_PX, font) for text, _ in own] for own in labelled]
     height += LINE_PX * max(len(lines) for own in texts for lines in own)
-    num_rows = -(-len(cells) // columns) * len(cells[0])
+    most = max(map(len, cells))
+    num_rows = -(-len(cells) // columns) * most
     sheet = Image.new("RGB", (columns * width + GAP_PX, num_rows * height + GAP_PX), "white")
     pen = ImageDraw.Draw(sheet)
     for number, cell in enumerate(cells):
         row, column = divmod(number, columns)
-        for at, (image, lines) in enumerate(zip(cell, texts[number], strict=True)):
-            left, top = column * width + GAP_PX, (row * len(cell) + at) * height + GAP_PX
+        for at, (image, lines) in enumerate(zip(cell, texts[number], strict=True), most - len(cell)):
+            left, top = column * width + GAP_PX, (row * most + at) * height + GAP_PX
             sheet.paste(image, (left, top))
             pen.text((left, top + image.height), "\n".join(lines), "black", font, spacing=LINE_PX - FONT_PX)
     return sheet
+
+
+def _in_order(caption: str, images: Sequence[NDArray[np.uint8]]) -> list[tuple[str, NDArray[np.uint8]]]:
+    """Return a sample's images from top to bottom, each with what is written below it."""
+    *stored, generated = images
+    if len(stored) < 2:
+        return [*(("real", image) for image in stored), (caption, generated)]
+    *references, real = stored
+    return [*(("before", image) for image in references), (caption, generated), ("real", real)]
 
 
 def _lines(text: str, width_px: int, font: ImageFont.FreeTypeFont) -> list[str]:

@@ -17,10 +17,10 @@ from bucketline.errors import UsageError
 from bucketline.files.atomic_write import refuse_too_little_disk
 from bucketline.loader.ranks import gathered
 from bucketline.option_value import as_option
-from bucketline.store.format.block import LATENT
+from bucketline.store.format.block import LATENT, SEEN_IMAGES
 from bucketline.torch_setup import NoRoom, attempt, free_memory
 from bucketline.train.checkpoint import Adapters, checkpoint_folders
-from bucketline.train.compile import example_batches, forward_backward
+from bucketline.train.compile import example_batches, forward_backward, references_in
 from bucketline.train.config import BASE_OFF, Base, Ema, EmaPlace, Sharding, TrainConfig
 from bucketline.train.model import build_training
 from bucketline.train.optim import make_optimizer, traits_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.loader import Batch, Loader
+    from bucketline.store import Bucket
     from bucketline.train.checkpoint import Start, WeightLayout
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
@@ -113,15 +114,22 @@ def savings_of(config: TrainConfig, world_size: int) -> Iterator[tuple[dict[str,
 
 def largest_batch(ranks: TrainRanks, loader: Loader) -> Batch:
     """Return a micro-batch of the bucket that needs most, with captions as long as the text encoder makes them."""
-    largest = max(
-        loader.rows.buckets("train"), key=lambda one: loader.config.rows_of(one) * math.prod(one.spec.column(LATENT).shape)
-    )
+
+    def size_of(one: Bucket) -> int:
+        shapes = one.spec.column(LATENT).shape, *references_in(one).values()
+        return loader.config.rows_of(one) * sum(map(math.prod, shapes))
+
+    largest = max(loader.rows.buckets("train"), key=size_of)
     batch = example_batches(ranks, loader, [largest])[largest.name]
     encoder = loader.stores[0].store.manifest.encoders.get("text_encoder")
     tokens = encoder.get("max_tokens") if isinstance(encoder, dict) else None
+    if isinstance(tokens, int) and batch.image_tokens is not None:  # the caption's own; those of images come before
+        tokens += loader.rows.max_entry_tokens[SEEN_IMAGES]
     if isinstance(tokens, int) and (more := tokens - batch.tokens.shape[1]) > 0:
         mask = functional.pad(batch.token_mask, (0, more), value=True)
-        batch = replace(batch, tokens=functional.pad(batch.tokens, (0, 0, 0, more)), token_mask=mask)
+        seen = None if batch.image_tokens is None else functional.pad(batch.image_tokens, (0, more))
+        padded = functional.pad(batch.tokens, (0, 0, 0, more))
+        batch = replace(batch, tokens=padded, token_mask=mask, image_tokens=seen)
     return batch
 
 

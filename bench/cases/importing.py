@@ -115,7 +115,7 @@ class Import(Case):
         clock = Clock()
         result = import_cache(ImportConfig(kind="kohya", source=cache, place=store, vae="sdxl"))
         spent = clock.spent()
-        assert (result.imported, result.rejected) == (self.samples, 0)
+        assert (result["imported"], result["rejected"]) == (self.samples, 0)
         shutil.rmtree(store)
         return spent
 

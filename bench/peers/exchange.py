@@ -1,4 +1,4 @@
-"""Exchange caches with peers' own packages: what they write is imported, what is exported they read, equal to the bit.
+"""Import caches that peers' own packages write; every value is equal to the bit.
 
 `python -m bucketline.bench.peers.exchange`
 """
@@ -15,13 +15,7 @@ import numpy as np
 
 from bucketline.bench.apart import apart
 from bucketline.bench.peers.environments import Failure, environment
-from bucketline.bench.peers.formats.cache_files import (
-    read_mds,
-    read_samples,
-    save_samples,
-    write_mds,
-    write_simpletuner,
-)
+from bucketline.bench.peers.formats.cache_files import save_samples, write_mds, write_simpletuner
 from bucketline.command_line import counted, guarded, parse_command
 from bucketline.errors import BucketlineError
 
@@ -31,11 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.bench.peers.environments import Environment
-    from bucketline.ingest.importers.cache import Cached, CacheEntry
 
 SIZES = (((48, 72), (32, 48)), ((90, 60), (48, 32)))  # height and width of originals and buckets; the crop is the whole
 SCALE, TOKENS = 0.18215, (77, 32)  # of Stable Diffusion's VAE, and of made-up text encoders
-EXPORTED = "mds, exported"
 FOLLOWED = {  # formats whose writers are in no package that can be installed: what the tests' writers follow
     "kohya": "sd-scripts 0.10.1",
     "musubi": "musubi-tuner 0.3.4",
@@ -84,7 +76,7 @@ WRITERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Write caches with each peer that is a package, import them, and compare; let one read an export.
+    """Write caches with each peer that is a package, import them, and compare.
 
     It exits with 1 if a value differs.
     The packages run in virtual environments of their own with pinned versions, made on the first run. The other formats have
@@ -100,14 +92,13 @@ class Exchange:
 
     def run(self) -> int:
         rows: list[tuple[str, str, str]] = []
-        for kind in (*WRITERS, EXPORTED):
-            package = WRITERS[kind.partition(",")[0]]
+        for kind, package in WRITERS.items():
             try:
                 made = environment(package.environment, self.environments.absolute())
                 if isinstance(made, Failure):
                     raise BucketlineError(f"the environment {made.name} cannot be made: {made.reason}")
                 with tempfile.TemporaryDirectory(prefix="exchange-") as folder:
-                    number = (_exported if kind == EXPORTED else _imported)(kind, Path(folder), made, self.samples)
+                    number = _imported(kind, Path(folder), made, self.samples)
                 version = f"package {package.package} {made.versions[package.package]}"
                 rows.append((kind, version, f"{counted(number, 'value')} equal to the bit"))
             except BucketlineError as error:
@@ -147,89 +138,23 @@ def _imported(kind: str, folder: Path, made: Environment, count: int) -> int:
 
 
 def compare(kind: str, cache: Path, samples: Sequence[dict[str, Any]]) -> int:
-    """Import a cache, and compare what is read and what is stored with the samples; return the number of values."""
+    """Import a cache, and compare what is stored with the samples; return the number of values."""
     from bucketline.ingest.cli import main as ingest_main
-    from bucketline.ingest.importers.cache import IMPORTERS, ListRequest
-    from bucketline.ingest.importers.reading import listed
-    from bucketline.ingest.importers.rows import read_entry
     from bucketline.store import Store
 
-    store, writer = cache.parent / "i.store", WRITERS[kind]
+    store, writer, number = cache.parent / "i.store", WRITERS[kind], 0
     if code := ingest_main(["import", kind, str(cache), str(store), "--dtype", "F32", *writer.options]):
         raise BucketlineError(f"ingest import ended with {code}")
-    opened, importer, number = Store.open(store), IMPORTERS[kind], 0
-    listing = listed(importer, ListRequest(source=cache))
-    entries = {entry.id: entry for entry in listing.entries}
+    opened = Store.open(store)
     if opened.manifest.samples != len(samples):
         raise BucketlineError(f"{opened.manifest.samples} of {len(samples)} samples were imported")
     for wanted in samples:
-        entry = entries[str(wanted["id"])]
-        cached = read_entry(importer, cache, entry, listing.variant)
-        found = _values(entry, cached)
-        _, record = opened.sample(entry.id)
-        found["caption"] = record.captions[0]
-        found["stored"] = opened.bucket(record.bucket).read(np.array([record.row]), "latent")[0].reshape(cached.latent.shape)
-        if cached.geometry.original is not None:
-            found["original"] = np.array(record.original_size)
-        if cached.geometry.resized is not None:
-            found["bucket"] = np.array(cached.geometry.resized)
-        stored = writer.unscaled(wanted["latent"]).astype("<f4").reshape(found["stored"].shape)
-        number += _compare({**wanted, "stored": stored}, found, f"{kind}, sample {entry.id}")
+        _, record = opened.sample(str(wanted["id"]))
+        latent = writer.unscaled(wanted["latent"]).astype("<f4")
+        stored = opened.bucket(record.bucket).read(np.array([record.row]), "latent")[0].reshape(latent.shape)
+        found = {"latent": stored, "caption": record.captions[0], "original": np.array(record.original_size)}
+        number += _compare({**wanted, "latent": latent}, found, f"{kind}, sample {record.id}")
     return number
-
-
-def _values(entry: CacheEntry, cached: Cached) -> dict[str, Any]:
-    if not cached.texts:
-        raise BucketlineError(f"sample {entry.id}: its embedding was not found")
-    latent = cached.latent if cached.latent.ndim == 3 else cached.latent[:, 0]
-    fixed = {name: value.numpy() for name, value in cached.texts[0].fixed.items()}
-    return {"latent": latent.numpy(), "tokens": cached.texts[0].tokens.numpy(), **fixed}
-
-
-def _exported(_: str, folder: Path, made: Environment, count: int) -> int:
-    """Export a store as MDS, let the package read it, and compare; return the number of values."""
-    from bucketline.store.cli import main as store_main
-
-    expected = _write_store(folder / "s.store", count)
-    output, arrays = folder / "exported", folder / "read.npz"
-    if code := store_main(["export", str(folder / "s.store"), str(output), "--format", "mds", "--shard-size", "200KiB"]):
-        raise BucketlineError(f"store export ended with {code}")
-    apart(read_mds, output, arrays, **made.options())
-    found = read_samples(arrays)
-    if len(found) != count:
-        raise BucketlineError(f"the package found {len(found)} samples in an export of {count}")
-    number = 0
-    for values in found:
-        wanted = expected[values["key"]]
-        number += _compare(values, wanted, f"sample {values['key']} of an export")
-    return number
-
-
-def _write_store(path: Path, count: int) -> dict[str, dict[str, Any]]:
-    """Write a store of two buckets; return what its export should have, by key."""
-    from bucketline.store import Column, LatentColumn, StoreWriter
-
-    vae = {"class": "AutoencoderKL", "latents": "mode", "scaling_factor": SCALE, "shift_factor": 0.0, "latent_channels": 4}
-    text = {"family": "sd", "width": TOKENS[1], "max_tokens": TOKENS[0], "padding": "max_length"}
-    expected: dict[str, dict[str, Any]] = {}
-    with StoreWriter(
-        path,
-        columns=[LatentColumn(channels=4, dtype="F32")],
-        encoders={"vae": vae, "text_encoder": text},
-        text=[Column(name="tokens", dtype="F16", shape=TOKENS[1:])],
-        empty_caption={"tokens": np.zeros(TOKENS, dtype="<f2")},
-    ) as writer:
-        for number in range(count):
-            height, width = ((512, 512), (384, 640))[number % 2]
-            own = sample(number, WRITERS["mds"])
-            fed = np.resize(own["latent"], (4, height // 8, width // 8))
-            key, caption = str(own["id"]), str(own["caption"])
-            latent = (fed.astype("f8") / SCALE).astype("<f4")
-            writer.add(key, f"train/{height}x{width}", {"target": latent}, {caption: {"tokens": own["tokens"]}})
-            name = f"latents_{height}" if height == width else f"latents_{height}x{width}"
-            expected[key] = {name: fed.tobytes(), "caption_latents": own["tokens"].tobytes()}
-            expected[key] |= {"caption": caption, "key": key, "original_height": height, "original_width": width}
-    return expected
 
 
 def _compare(all_values: dict[str, Any], some: dict[str, Any], item: str) -> int:
@@ -241,7 +166,7 @@ def _compare(all_values: dict[str, Any], some: dict[str, Any], item: str) -> int
 
 
 def main() -> int:
-    """Write, import, export and compare."""
+    """Write, import and compare."""
     return guarded(lambda: parse_command(Exchange, sys.argv[1:], "python -m bucketline.bench.peers.exchange").run())
 
 

@@ -63,4 +63,4 @@ class Flux(Family):
             "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
             "img_ids": image_ids(noisy),
         }
-        return self.with_references(given, batch) if getattr(batch, "references", ()) else given
+        return self.with_references(given, batch)

@@ -72,14 +72,14 @@ class Flux2(Family):
             "txt_ids": grid_ids(noisy, (1, 1, 1, batch.tokens.shape[1])),
             "img_ids": grid_ids(noisy, (1, height, width, 1)),
         }
-        return self.with_references(given, batch) if getattr(batch, "references", ()) else given
+        return self.with_references(given, batch)
 
     def with_references(self, given: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
         """Put the references behind the target, the first at the image index 10, the next at 20."""
         import torch
 
         tokens, ids = [given["hidden_states"]], [given["img_ids"]]
-        for number, one in enumerate(batch.scaled_references(), 1):  # type: ignore[attr-defined]
+        for number, one in enumerate(batch.scaled_references(), 1):
             tokens.append(self.as_tokens(one))
             own = grid_ids(one, (1, one.shape[2] // PATCH, one.shape[3] // PATCH, 1))
             ids.append(own + own.new_tensor([REFERENCE_SPACING * number, 0, 0, 0]))

@@ -25,7 +25,7 @@ class FluxKontext(Flux):
         """Put the reference behind the target."""
         import torch
 
-        scaled = batch.scaled_references()  # type: ignore[attr-defined]
+        scaled = batch.scaled_references()
         ids = [image_ids(one) for one in scaled]
         for one in ids:
             one[:, 0] = 1

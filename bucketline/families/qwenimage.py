@@ -59,4 +59,4 @@ class QwenImage(Family):
             "encoder_hidden_states_mask": batch.token_mask.long(),
             "img_shapes": [[shape]] * len(noisy),
         }
-        return self.with_references(given, batch) if getattr(batch, "references", ()) else given
+        return self.with_references(given, batch)

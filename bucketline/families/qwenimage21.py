@@ -94,18 +94,18 @@ class QwenImage21(SeenText):
             "img_shapes": [[(1, height, width)]] * count,
             "img_mask": is_image,
         }
-        return self.with_references(given, batch) if getattr(batch, "references", ()) else given
+        return self.with_references(given, batch)
 
     def with_references(self, given: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
         """Put the references before the target, each at the text's places of its own image."""
         import torch
 
-        if not getattr(batch, "references", ()):
+        if not (scaled := batch.scaled_references()):
             return dict(given)
-        scaled, is_image = batch.scaled_references(), given["img_mask"].clone()  # type: ignore[attr-defined]
-        seen: Tensor = batch.image_tokens  # type: ignore[attr-defined]
-        num_tokens = min(given["encoder_hidden_states"].shape[1], seen.shape[1])  # a negative prompt has another number
-        is_image[:, :num_tokens] = seen[:, :num_tokens]
+        assert batch.image_tokens is not None  # or `expects` has refused the store
+        is_image = given["img_mask"].clone()
+        num_tokens = min(given["encoder_hidden_states"].shape[1], batch.image_tokens.shape[1])  # negative prompts have others
+        is_image[:, :num_tokens] = batch.image_tokens[:, :num_tokens]
         shapes = [(1, *one.shape[2:]) for one in scaled]
         return {
             **given,

@@ -35,7 +35,7 @@ class QwenImageEdit(SeenText, QwenImage):
         """Put the references behind the target; of a pipeline's call, only the target's shape is kept."""
         import torch
 
-        scaled = batch.scaled_references()  # type: ignore[attr-defined]
+        scaled = batch.scaled_references()
         shapes = [(1, one.shape[2] // PATCH, one.shape[3] // PATCH) for one in scaled]
         return {
             **given,

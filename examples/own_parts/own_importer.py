@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from bucketline.ingest.importers.cache import (
-    Cached,
-    CacheEntry,
-    FoundEntries,
-    Geometry,
-    Importer,
-    ListRequest,
-    Scaling,
-    Variant,
-    damaged,
-)
+from bucketline.ingest.importers.cache import CacheEntry, Importer, Scaling, Variant
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
-def found(request: ListRequest) -> FoundEntries:
-    """Return the cache's samples, without reading their values. Captions are looked for next to them, as NAME.txt."""
-    paths = sorted(request.source.glob("*.npy"))
-    return FoundEntries(entries=[CacheEntry(id=path.stem, path=path.name, variant="sdxl") for path in paths])
+def found(source: Path) -> Iterator[CacheEntry]:
+    """Yield the cache's samples, without reading their values. Captions are looked for next to them, as NAME.txt."""
+    for path in sorted(source.glob("*.npy")):
+        yield CacheEntry(id=path.stem, path=path.name, captioned=path.stem, variant="sdxl")
 
 
-def read(source: Path, entry: CacheEntry, variant: str) -> Cached:  # noqa: ARG001 - of formats with several architectures
-    """Return a sample's values. Called from several threads."""
-    latent = np.load(source / entry.path, allow_pickle=False)
-    if latent.ndim != 3:
-        raise damaged(f"its shape is {list(latent.shape)}, expected [4, h, w]")
-    return Cached(latent=torch.from_numpy(latent), geometry=Geometry())
+def read(source: Path, entry: CacheEntry) -> dict[str, Any]:
+    """Return a sample's values by name. Called from several threads."""
+    return {"latent": np.load(source / entry.path, allow_pickle=False)}
 
 
 IMPORTER = Importer(

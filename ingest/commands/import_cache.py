@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from bucketline.command_line import print_json, torchrun_ranks
-from bucketline.errors import SourceError, UsageError
+from bucketline.errors import UsageError
 from bucketline.ingest.importers.config import ImportConfig, expect_inputs
 
 
@@ -18,21 +18,16 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         expect_inputs(self)
         if (ranks := torchrun_ranks()["world_size"]) > 1:
             raise UsageError(f"ingest import is one process, and torchrun has started {ranks}; run it without torchrun")
-        from bucketline.ingest.importers.run import import_cache, print_failures, print_import
+        from bucketline.ingest.importers.run import exit_code, import_cache, print_import
         from bucketline.ingest.parallel.signals import exit_code_of
 
         try:
             result = import_cache(self)
-        except SourceError as error:
-            if self.json:
-                print_json({"error": error.args[0], "notes": [line.removeprefix("note: ") for line in error.args[1:]]})
-            raise
         except KeyboardInterrupt as stop:
             print("interrupted: what was imported is committed; rerun the command to continue", file=sys.stderr)
             return exit_code_of(stop)
         if self.json:
-            print_json(asdict(result))
+            print_json(result)
         else:
             print_import(result, self)
-        print_failures(result, self)
-        return 0 if result.imported + result.unchanged + result.withdrawn and not result.too_many_rejects else 1
+        return exit_code(result, self)

@@ -151,9 +151,12 @@ class PromptEncoder:
         names = {part.encoder: part.tokenizer for part in family.parts if part.encoder in self._parts}
         given = {name: self._parts[name].encoder for name in names}
         given |= {tokenizer: self._parts[name].tokenizer for name, tokenizer in names.items()}
-        self._seeing = family if issubclass(family, SeenText) else None
+        self._seeing = family if settings.sees_images and issubclass(family, SeenText) else None
+        if self._seeing is None:
+            self._refuse_number(0)
         if self._seeing is not None:
             given["pixels"] = self._pixels = model.pixels("processor")
+        self._alone: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}  # states of the empty caption without images
         self._pipeline = make_pipeline(family, model, given)
         tokenizers = {name: part.tokenizer for name, part in self._parts.items()}
         self._lengths = PromptLengths(family, self._pipeline, tokenizers, settings.max_tokens)
@@ -161,7 +164,8 @@ class PromptEncoder:
         if self._lengths.open_length is not None:
             self._more["max_sequence_length"] = self._lengths.open_length
         if self.sees_images:
-            empty, self._pads_to_longest = Encoded(tokens=self.encode_seen((), [_black()]).empty.tokens[None]), True
+            self.empty = self._with_black()
+            empty, self._pads_to_longest = Encoded(tokens=self.empty.tokens[None]), True
         else:
             empty = self._encoded([""])
             longer = empty if family.padding is Padding.MAX_LENGTH else self._encoded([LONGER])
@@ -271,12 +275,19 @@ class PromptEncoder:
             return Seen(
                 images=nothing.tokens, is_image=torch.zeros(0).bool(), empty=nothing, captions=(nothing,) * len(captions)
             )
+        return self._seen(captions, images)
+
+    def _seen(self, captions: Sequence[str], images: Sequence[Image]) -> Seen:
+        """Encode captions with images of any size and number."""
+        assert self._seeing is not None
         taken = self._seeing.num_places([(one.height, one.width) for one in images])
         refusals = [self._lengths.refusal(caption, taken) for caption in captions]
         given = [caption if refusal is None else "" for caption, refusal in zip(captions, refusals, strict=True)]
         with self._seeing.seeing_once(self._pipeline):
-            texts = dict.fromkeys((*given, ""))
-            states = {text: self._seeing.states(self._pipeline, text, images, self._more) for text in texts}
+            texts, known = dict.fromkeys((*given, "")), {} if images else self._alone
+            states = {text: known.get(text) or self._seeing.states(self._pipeline, text, images, self._more) for text in texts}
+        if not images:
+            self._alone = {"": states[""]}
         (seen, is_image), *others = ((tokens[:start], patches[:start]) for tokens, patches, start in states.values())
         if any((other - seen).float().norm() > _MOST_DIFFERENCE * seen.float().norm() for other, _ in others):
             raise ModelError(f"{self._kind}: the states of the images depend on the caption; its encoder is not causal")
@@ -292,10 +303,16 @@ class PromptEncoder:
             images=seen, is_image=is_image, empty=Embedding(tokens=empty, is_finite=is_finite), captions=tuple(embeddings)
         )
 
+    @torch.inference_mode()
+    def _with_black(self) -> Embedding:
+        """Return the empty caption behind a black image, which every such text encoder takes, whatever its model does."""
+        from PIL import Image
+
+        return self._seen((), [Image.new("RGB", (64, 64))]).empty
+
     def _refuse_number(self, found: int) -> None:
         rule = self._family.references
-        assert rule is not None
-        if not rule.least <= found <= rule.most:
+        if rule is not None and not rule.least <= found <= rule.most:
             wanted = f"{rule.least}" if rule.least == rule.most else f"{rule.least} to {rule.most}"
             raise UsageError(
                 f"{self._kind} takes {wanted} reference{'s' * (rule.most > 1)} of a sample, found {found}; name as many "
@@ -407,17 +424,10 @@ _ENCODERS = ["text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4
 _MAX_NAME = 80
 
 
-def _black() -> Image:
-    """Return an image to see how a text encoder sees any."""
-    from PIL import Image
-
-    return Image.new("RGB", (64, 64))
-
-
 def load_caption_encoder(model: ModelFolder, device: torch.device, settings: TextSettings) -> CaptionEncoder:
     encoder = _load(model, device, settings)
     if isinstance(encoder, PromptEncoder) and encoder.sees_images:
-        empty = encoder.encode_seen((), [_black()]).empty
+        empty = encoder.empty
     else:
         (empty,) = encoder.encode([""])
     _refuse_bad_empty_caption(model, empty, settings.stored_dtype)

@@ -9,12 +9,7 @@ from typing import Annotated, Literal
 from bucketline.command_line import refuse_below
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import refuse_overlap
-from bucketline.ingest.config import (
-    Dtype,
-    EncodeDtype,
-    TextDtype,
-    WithdrawnOptions,
-)
+from bucketline.ingest.config import Dtype, EncodeDtype, TextDtype, WithdrawnOptions
 from bucketline.ingest.encoders.model_folder import local_model
 from bucketline.ingest.importers.cache import IMPORTERS, OUR_KINDS
 from bucketline.ingest.rules import HeldOut, reject_limit
@@ -24,7 +19,7 @@ from bucketline.store.commands.look import USUAL_SHARD, ChangingArguments, Store
 from bucketline.store.remote.urls import working_folder
 
 VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
-TextOption = Literal["source", "encode", "plain", "none"]
+TextOption = Literal["encode", "plain", "none"]
 CropOption = Literal["source", "center", "unknown"]
 
 
@@ -34,10 +29,9 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
     ai-toolkit, diffusion-pipe, or mds (mosaicml/diffusion, micro_diffusion). Latents are stored as the VAE made them:
-    what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's. Files are never
-    unpickled. Running the same command again imports only what is new or changed.
-
-    A cache does not say which VAE made it: --model or --vae names it, and the manifest says so.
+    what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's. Captions are encoded by
+    --model. Files are never unpickled. Running the same command again imports only what is new or changed. A cache does not say
+    which VAE made it: --model or --vae names it, and the manifest says so.
 
     Example: ingest import kohya photos imported.store --model stable-diffusion-v1-5
     """
@@ -65,9 +59,8 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
     """Word or prompt that the trainer put into the captions of files: ai-toolkit's trigger_word, SimpleTuner's instance_prompt,
     sd-scripts' caption_prefix or class_tokens. It replaces [trigger] in ai-toolkit's, and else goes before the caption."""
     text: TextOption | None = None
-    """Text embeddings of the cache (source), or of the captions by --model's encoders (encode), or none. plain: encode as for
-    `ingest pack --text plain`, if the pipeline is not known. Default: source if the cache has those of --model's family, else
-    encode if there are captions and --model has text encoders, else none."""
+    """encode the captions by --model's encoders, or none. plain: encode as `ingest pack --text plain`, if the pipeline is not
+    known. Default: encode if there are captions and --model has text encoders, else none."""
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
@@ -109,15 +102,9 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
         if self.trigger is not None and not self.trigger.strip():
             raise UsageError("--trigger is empty; name the word that the trainer put into captions, or leave it out")
         _ = self.held_out
-        refuse_below(
-            1,
-            max_captions=self.max_captions,
-            max_tokens=self.max_tokens,
-            batch_size=self.batch_size,
-            threads=self.threads,
-        )
+        refuse_below(1, **{name: getattr(self, name) for name in ("max_captions", "max_tokens", "batch_size", "threads")})
         reject_limit(self.max_rejects)
-        if self.text in ("source", "encode", "plain") and self.model is None:
+        if self.text in ("encode", "plain") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
 
     @property
@@ -133,8 +120,7 @@ class ImportConfig(WithdrawnOptions, ChangingArguments):
 def expect_inputs(config: ImportConfig) -> None:
     """Refuse inputs that are not there or overlap, before anything heavy is imported."""
     if config.kind not in tuple(IMPORTERS):
-        known = f"{', '.join(IMPORTERS)}; another package's is known once it is installed"
-        raise UsageError(f"KIND is {config.kind!r:.80}, expected {known}")
+        raise UsageError(f"KIND is {config.kind!r:.80}, expected {', '.join(IMPORTERS)}, or one of a package that you install")
     if not config.source.is_dir():
         raise SourceError(f"{config.source} is not a folder; expected the folder of a cache")
     for path in (config.source, config.captions):

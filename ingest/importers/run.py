@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import counted, human_bytes, one_line, printable
 from bucketline.errors import StoreError
@@ -15,7 +17,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.importers.planning import not_stored, plan_import
-from bucketline.ingest.importers.rows import CaptionSource, read_entry, rejects_named, row_of
+from bucketline.ingest.importers.rows import ImportedCaptions, row_of
 from bucketline.ingest.packed_index import PackedIndex, withdrawn_ids
 from bucketline.ingest.packing.run import target_of
 from bucketline.ingest.parallel.signals import Interrupts
@@ -39,14 +41,12 @@ from bucketline.store.sync.working import sender_to
 from bucketline.torch_setup import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.importers.cache import CacheEntry
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.planning import ImportPlan
-    from bucketline.ingest.importers.rows import ImportedRow
-    from bucketline.ingest.summary import Reject
+    from bucketline.ingest.importers.rows import ImportedRow, ImportPlan
     from bucketline.store import Manifest
     from bucketline.store.write.publish import StoreTarget
     from bucketline.typed_json import Json
@@ -56,7 +56,8 @@ TOGETHER = 8  # entries that a thread reads at a time; handing over each takes a
 _AHEAD_BYTES = 256 << 20
 
 
-def import_cache(config: ImportConfig) -> ImportResult:
+def import_cache(config: ImportConfig) -> dict[str, Any]:
+    """Import a cache; return the summary, as `--json` prints it."""
     keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     started, target = time.monotonic(), target_of(config)
     model = None if config.model is None else open_model(config.model, config.model_config)
@@ -65,33 +66,28 @@ def import_cache(config: ImportConfig) -> ImportResult:
         plan = plan_import(config, model)
         with interrupts.between_images() as check:
             if not config.dry_run and (plan.store is None or plan.changed):
-                published = _write(config, plan, model, target, summary, check)
+                published = _write(plan, model, target, summary, check)
             else:
-                with closing(_rows(config, plan, summary, check)) as rows:
+                with closing(_rows(plan, summary, check)) as rows:
                     for row in rows:
                         _count(row, summary)
                 check_identity(len(plan.changed), summary)
-    return _result(config, plan, target, joined_summaries([summary]), published, time.monotonic() - started)
+    return _result(plan, target, joined_summaries([summary]), published, time.monotonic() - started)
 
 
 def _write(
-    config: ImportConfig,
-    plan: ImportPlan,
-    model: ModelFolder | None,
-    target: StoreTarget,
-    summary: RunSummary,
-    check: Callable[[], None],
+    plan: ImportPlan, model: ModelFolder | None, target: StoreTarget, summary: RunSummary, check: Callable[[], None]
 ) -> Manifest:
     """Write the rows of what is new, and publish them. After an error, what was read is committed for the next run."""
-    captions = plan.captions or CaptionSource(config, model, plan.text)
-    encoders: dict[str, Json] = {"vae": dict(plan.rows.vae.provenance)}
+    config, captions = plan.config, ImportedCaptions(plan.config, model, plan.text)
+    encoders: dict[str, Json] = {"vae": dict(plan.vae.provenance)}
     if captions.provenance is not None:
         encoders["text_encoder"] = dict(captions.provenance)
     writer = StoreWriter.to(
         target,
-        columns=plan.rows.columns(),
+        columns=plan.columns(),
         encoders=encoders,
-        rules=plan.rules,
+        rules={"import": plan.rules},
         text=captions.columns,
         empty_caption=captions.empty,
         max_captions=config.max_captions,
@@ -100,7 +96,7 @@ def _write(
     with writer, ExitStack() as held:
         writer.take_back(config.taken_back)
         plan.store = target.open(writer.manifest)  # with what a killed run had committed
-        plan.changed = not_stored(plan.changed, plan.store, config.source, plan.rows.max_captions)
+        plan.changed = not_stored(plan.changed, plan.store, config)
         sender = sender_to(target, writer.manifest, f"import-{secrets.token_hex(4)}", is_first=True)
         held.enter_context(sender or nullcontext())
         num_sent = 0
@@ -113,20 +109,16 @@ def _write(
                     sender.wait_for_room(check)
                 num_sent = len(writer.sealed)
 
-        def add(row: ImportedRow | None) -> None:
-            for done, embeddings in captions.flush() if row is None else captions.add(row):
-                if isinstance(embeddings, RejectedError):
-                    summary.reject(done.record.id, embeddings)
-                    continue
-                writer.add_record(done.record, done.columns, embeddings)
-                _count(done, summary)
-                send_sealed()
-
         try:
-            with closing(_rows(config, plan, summary, check)) as rows:
-                for row in rows:
-                    add(row)
-            add(None)
+            with closing(_rows(plan, summary, check)) as rows:
+                while part := [*islice(rows, config.batch_size)]:
+                    for row, embeddings in zip(part, captions.of(part), strict=True):
+                        if isinstance(embeddings, RejectedError):
+                            summary.reject(row.record.id, embeddings)
+                            continue
+                        writer.add_record(row.record, row.columns, embeddings)
+                        _count(row, summary)
+                        send_sealed()
             writer.seal()
             send_sealed()
             if sender is not None:
@@ -143,25 +135,20 @@ def _write(
         return manifest
 
 
-def _rows(config: ImportConfig, plan: ImportPlan, summary: RunSummary, check: Callable[[], None]) -> Generator[ImportedRow]:
+def _rows(plan: ImportPlan, summary: RunSummary, check: Callable[[], None]) -> Generator[ImportedRow]:
     """Yield the rows of what is new in order, read ahead by threads; count the others. `check` may raise between them."""
 
     def row(entry: CacheEntry) -> ImportedRow | RejectedError:
         try:
-            cached = read_entry(plan.importer, config.source, entry, plan.listing.variant)
-            with rejects_named(entry):
-                return row_of(config.source, entry, cached, plan.rows)
+            return row_of(entry, plan)
         except RejectedError as error:
             return error
 
-    def rows(part: Sequence[CacheEntry]) -> list[ImportedRow | RejectedError]:
-        return [row(entry) for entry in part]
-
-    num_threads = config.threads or min(4, share_of_cores(1))
+    num_threads = plan.config.threads or min(4, share_of_cores(1))
     limits = WorkLimits(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
     parts = [plan.changed[at : at + TOGETHER] for at in range(0, len(plan.changed), TOGETHER)]
     shown = counting_progress("import", len(plan.changed)) if parts else nullcontext(lambda: None)
-    with shown as on_entry, OrderedPool(parts, rows, lambda part: len(part) << 20, limits) as ahead:
+    with shown as on_entry, OrderedPool(parts, lambda part: [*map(row, part)], lambda part: len(part) << 20, limits) as ahead:
         for part, future in ahead.results(check):
             for entry, found in zip(part, future.result(), strict=True):
                 if isinstance(found, RejectedError):
@@ -175,145 +162,92 @@ def _count(row: ImportedRow, summary: RunSummary) -> None:
     summary.packed += 1
     summary.without_caption += not row.record.captions
     summary.buckets[row.record.bucket] = summary.buckets.get(row.record.bucket, 0) + 1
-    for what in row.left_out:
-        summary.left_out[what] = summary.left_out.get(what, 0) + 1
+    summary.left_out = dict(Counter(summary.left_out) + Counter(row.left_out))
 
 
 def _result(
-    config: ImportConfig,
-    plan: ImportPlan,
-    target: StoreTarget,
-    summary: RunSummary,
-    published: Manifest | None,
-    seconds: float,
-) -> ImportResult:
+    plan: ImportPlan, target: StoreTarget, summary: RunSummary, published: Manifest | None, seconds: float
+) -> dict[str, Any]:
     """Sum up; `published` is None if nothing was."""
-    listing, before, rejected = plan.listing, plan.store, len(summary.rejects)
-    now = published or (None if before is None else before.manifest)
+    config, listing, before = plan.config, plan.listing, plan.store
+    now, num_rejected = published or (None if before is None else before.manifest), len(summary.rejects)
     kept = gone = replaced = withdrawn = 0
     if before is not None:
-        index = PackedIndex(before)
+        index, ids = PackedIndex(before), [entry.id for entry in listing.entries]
+        left_out = withdrawn_ids(before.manifest, config.taken_back, ids)
+        withdrawn = sum(one in left_out for one in ids)
+        kept, changed, listed = (
+            sum(one is not None for one in index.find_all(own))
+            for own in ([reject.id for reject in summary.rejects], [entry.id for entry in plan.changed], ids)
+        )
+        replaced, gone = changed - kept, before.manifest.samples - listed
+    return {
+        **plan.rules,
+        "found": len(listing.entries),
+        "imported": summary.packed,
+        "replaced": replaced,  # of those, samples that the store had, with other values or captions
+        "unchanged": len(listing.entries) - summary.packed - num_rejected - withdrawn,
+        "rejected": num_rejected,
+        "withdrawn": withdrawn,  # left out, since `store drop` withdrew their ids
+        "rejected_by_reason": by_reason(summary),
+        "rejects": [asdict(reject) for reject in summary.rejects[:20]],
+        "buckets": dict(sorted(summary.buckets.items())),  # of what is imported
+        "without_caption": summary.without_caption,
+        "vae": plan.vae.name,
+        "spread": plan.spread,
+        "left_out": summary.left_out,  # what samples have that a store does not take
+        "kept": kept,  # samples of the store whose cache is rejected now; their rows stay
+        "not_in_source": gone,  # samples of the store that the cache no longer has; their rows stay
+        "notes": listing.notes,
+        "too_many_rejects": not reject_limit(config.max_rejects).allows(num_rejected, of=len(listing.entries)),
+        "dry_run": config.dry_run,
+        "generation": 0 if now is None else now.generation,
+        "disk_bytes": 0 if now is None else target.disk_bytes(now),
+        "seconds": round(seconds, 3),
+    }
 
-        def num_stored(ids: Sequence[str]) -> int:
-            return sum(one is not None for one in index.find_all(ids))
 
-        kept = num_stored([reject.id for reject in summary.rejects])
-        left_out = withdrawn_ids(before.manifest, config.taken_back, (entry.id for entry in listing.entries))
-        withdrawn = sum(entry.id in left_out for entry in listing.entries)
-        replaced = num_stored([entry.id for entry in plan.changed]) - kept
-        gone = before.manifest.samples - num_stored([entry.id for entry in listing.entries])
-    return ImportResult(
-        kind=plan.importer.kind,
-        variant=listing.variant,
-        found=len(listing.entries),
-        imported=summary.packed,
-        replaced=replaced,
-        unchanged=len(listing.entries) - summary.packed - rejected - withdrawn,
-        rejected=rejected,
-        withdrawn=withdrawn,
-        rejected_by_reason=by_reason(summary),
-        rejects=summary.rejects[:20],
-        buckets=dict(sorted(summary.buckets.items())),
-        without_caption=summary.without_caption,
-        text=plan.text,
-        crop=plan.rows.crops.value,
-        scaling_undone=plan.rows.scaling.value,
-        vae=plan.rows.vae.name,
-        captions_from=listing.captions_from,
-        spread=plan.spread,
-        left_out=summary.left_out,
-        kept=kept,
-        not_in_source=gone,
-        notes=listing.notes,
-        too_many_rejects=not reject_limit(config.max_rejects).allows(rejected, of=len(listing.entries)),
-        dry_run=config.dry_run,
-        generation=0 if now is None else now.generation,
-        disk_bytes=0 if now is None else target.disk_bytes(now),
-        seconds=round(seconds, 3),
+def print_import(result: dict[str, Any], config: ImportConfig) -> None:
+    is_dry = config.dry_run
+    print(
+        f"{'dry run, nothing is written: ' if is_dry else ''}{counted(result['found'], 'sample')} found = {result['imported']} "
+        f"{'to import' if is_dry else 'imported'} + {result['unchanged']} unchanged + {result['rejected']} rejected"
+        f"{plus_withdrawn(result['withdrawn'])}, {took(result['imported'], result['seconds'], 'sample')}"
     )
-
-
-_TEXT = {
-    "source": "text embeddings are those of the cache",
-    "encode": "captions are encoded by the text encoders of --model",
-    "plain": "captions are stored as the last hidden state of --model's text encoder",
-    "none": "no text embeddings are stored, only the captions",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportResult:
-    """Summary of an import, or of what it would be."""
-
-    kind: str
-    variant: str
-    found: int
-    imported: int
-    replaced: int  # of those, samples that the store had, with other values or captions
-    unchanged: int
-    rejected: int
-    withdrawn: int  # left out, since `store drop` withdrew their ids
-    rejected_by_reason: dict[str, int]
-    rejects: list[Reject]  # the first 20
-    buckets: dict[str, int]  # of what is imported
-    without_caption: int  # imported samples
-    text: str  # source, encode or none
-    crop: str
-    scaling_undone: str
-    vae: str
-    captions_from: str
-    spread: float | None  # of the latents that were checked, over the VAE's; None: nothing new, or the check was declined
-    left_out: dict[str, int]  # what samples have that a store does not take
-    kept: int  # samples of the store whose cache is rejected now; their rows stay
-    not_in_source: int  # samples of the store that the cache no longer has; their rows stay
-    notes: list[str]
-    too_many_rejects: bool
-    dry_run: bool
-    generation: int
-    disk_bytes: int
-    seconds: float
-
-
-def print_import(result: ImportResult, config: ImportConfig) -> None:
-    is_dry = result.dry_run
-    sums = (
-        f"{result.imported} {'to import' if is_dry else 'imported'} + {result.unchanged} unchanged + {result.rejected} rejected"
-        f"{plus_withdrawn(result.withdrawn)}"
-    )
-    before = "dry run, nothing is written: " if is_dry else ""
-    print(f"{before}{counted(result.found, 'sample')} found = {sums}, {took(result.imported, result.seconds, 'sample')}")
-    variant = f" of {one_line(result.variant)}" if result.variant else ""
-    print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}; scaling undone: {result.scaling_undone}")
-    if result.spread is not None:
-        print(f"  the latents' spread is {result.spread:.3g} times the VAE's")
-    print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
-    for bucket, count in result.buckets.items():
+    variant = f" of {one_line(result['variant'])}" if result["variant"] else ""
+    print(f"  format {result['kind']}{variant}; VAE: {one_line(result['vae'])}; scaling undone: {result['scaling_undone']}")
+    if result["spread"] is not None:
+        print(f"  the latents' spread is {result['spread']:.3g} times the VAE's")
+    print(f"  crops: {result['crop']}; captions from {one_line(result['captions'])}; text: {result['text']}")
+    for bucket, count in result["buckets"].items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (
-        ("with new values or captions, replaced in the store", result.replaced),
-        ("without a caption", result.without_caption),
-        ("rejected now, but kept in the store", result.kept),
-        ("no longer in the cache, but kept in the store", result.not_in_source),
-        *((f"with {one_line(what)}, which is not imported", count) for what, count in result.left_out.items()),
+        ("with new values or captions, replaced in the store", result["replaced"]),
+        ("without a caption", result["without_caption"]),
+        ("rejected now, but kept in the store", result["kept"]),
+        ("no longer in the cache, but kept in the store", result["not_in_source"]),
+        *((f"with {one_line(what)}, which is not imported", count) for what, count in result["left_out"].items()),
     ):
         if count:
             print(f"  {counted(count, 'sample')} {what}")
-    for reason, count in result.rejected_by_reason.items():
+    for reason, count in result["rejected_by_reason"].items():
         print(f"  rejected: {count} {reason}")
-    for reject in result.rejects[:10]:
-        print(f"    {one_line(reject.id)}: {printable(reject.detail)}")
-    if result.rejected and not is_dry:
+    for reject in result["rejects"][:10]:
+        print(f"    {one_line(reject['id'])}: {printable(reject['detail'])}")
+    if result["rejected"] and not is_dry:
         print(f"  each with its reason in {shown(config.place)}/rejects.jsonl")
-    print_withdrawn(result.withdrawn)
-    for note in result.notes:
+    print_withdrawn(result["withdrawn"])
+    for note in result["notes"]:
         print(f"  note: {one_line(note)}")
     if not is_dry:
-        print(f"{shown(config.place)}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
+        print(f"{shown(config.place)}: generation {result['generation']}, {human_bytes(result['disk_bytes'])} on disk")
 
 
-def print_failures(result: ImportResult, config: ImportConfig) -> None:
-    """Print on stderr why an import is not a success, whatever is printed on stdout."""
-    if result.too_many_rejects:
-        print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
-    if not result.imported + result.unchanged + result.withdrawn:
-        print(f"error: not one of {counted(result.found, 'sample')} could be imported", file=sys.stderr)
+def exit_code(result: dict[str, Any], config: ImportConfig) -> int:
+    """Return the exit code of an import; print on stderr why it is not a success."""
+    is_nothing = not result["imported"] + result["unchanged"] + result["withdrawn"]
+    if is_nothing:
+        print(f"error: not one of {counted(result['found'], 'sample')} could be imported", file=sys.stderr)
+    elif result["too_many_rejects"]:
+        print(f"error: {result['rejected']} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
+    return int(is_nothing or result["too_many_rejects"])

@@ -137,7 +137,9 @@ class SeenCaptions:
         """Encode the captions of one sample with its images; return why it cannot be stored if it cannot."""
         from bucketline.torch_dtypes import as_stored  # imports torch
 
-        ((seen),) = self._encode([(texts, images)])
+        (seen,) = self._encode([(texts, images)])
+        if seen.empty.refusal is not None:
+            return RejectedError(Reason.PARTNER, f"of its references, {seen.empty.refusal}")
         if not seen.empty.is_finite:
             return RejectedError(Reason.TOKENS, f"of its images, as {self._spec.delivered.tokens[0].dtype}")
         groups = self._schema.groups

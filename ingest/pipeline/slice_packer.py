@@ -384,7 +384,8 @@ class SlicePacker:
                 self._reader.reject(self.account, item, RejectedError(Reason.LATENT, found))
                 continue
             digests = self._digests(item)
-            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
+            whole = (*digests, sample_digest(item.id))
+            if error := next((bad_captions[digest] for digest in whole if digest in bad_captions), None):
                 self._reader.reject(self.account, item, error)
                 continue
             cuts = tuple(cut for digest in digests for cut in self._shard.cuts.get(digest, ()))
@@ -392,7 +393,7 @@ class SlicePacker:
             rows.append((record, {**latents, **own}, digests, entries.get(item.id, {})))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
-            self.account.count_partners(item.id, image.num_references, is_masked_out=image.is_masked_out)
+            self.account.count_partners(item.id, image.num_references, image.num_pairs, is_masked_out=image.is_masked_out)
             self.account.moved += image.change is Change.SPLIT
             self.account.latents_kept += image.pixels is None
         return rows
@@ -423,7 +424,10 @@ class SlicePacker:
     def _seen_captions(
         self, captions: SeenCaptions, images: list[ReadImage], entries: dict[str, Mapping[str, Entry]]
     ) -> tuple[list[Caption], dict[bytes, RejectedError]]:
-        """Encode the captions of each image with its references; as `_new_captions`. Adds the entries of rows by id."""
+        """Encode the captions of each image with its references; as `_new_captions`. Adds the entries of rows by id.
+
+        What is wrong with a sample's images is returned by the digest of its id: the empty caption's is that of all samples.
+        """
         good: list[Caption] = []
         bad: dict[bytes, RejectedError] = {}
         for image in images:
@@ -431,7 +435,7 @@ class SlicePacker:
             digests = self._digests(item)
             found = captions.of(texts, [one.seen for one in image.references if one.seen is not None])
             if isinstance(found, RejectedError):
-                bad.update(dict.fromkeys(digests, found))
+                bad[sample_digest(item.id)] = found
                 continue
             entries[item.id] = found.entries
             self._shard.num_bytes += sum(entry.num_bytes for entry in found.entries.values())

@@ -164,6 +164,12 @@ _INSTEAD = {
     "is_reg": "pack regularization images into a store of their own, and train with a weight (--store NAME@0.5)",
     "caption_column": "it is `captions_from`",
     "caption_extension": "it is `captions_from`, with a dot",
+    **dict.fromkeys(
+        ("control_directory", "control_path", "control_path_1", "control_data_dirs"),
+        "it is `references` here, a folder or several",
+    ),
+    **dict.fromkeys(("mask_path", "conditioning_data_dir"), "it is `mask` here, a folder"),
+    "alpha_mask": 'it is `mask = "alpha"` here',
 }
 _EXPECTED = "expected tables that begin with [[source]], or one [source], and have a path"
 _SOURCE = "source"

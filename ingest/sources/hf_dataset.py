@@ -446,10 +446,15 @@ def _has_images(feature: Any) -> bool:  # noqa: ANN401 - of `datasets`
 
 def _lengths(rows: Any, column: str) -> Iterator[object]:  # noqa: ANN401
     """Yield for each row of a column of images None, a value, or of lists a list of as many."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     for part in rows.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
-        for cell in part[column]:
-            is_list = hasattr(cell, "values")
-            yield None if not cell.is_valid else [0] * len(cell.values or ()) if is_list else 0
+        kind = part.schema.field(column).type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            yield from (None if length is None else [0] * length for length in pc.list_value_length(part[column]).to_pylist())
+        else:
+            yield from (0 if is_there else None for is_there in pc.is_valid(part[column]).to_pylist())
 
 
 def _values(rows: Any, column: str | None) -> Iterator[object]:  # noqa: ANN401

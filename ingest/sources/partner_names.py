@@ -293,6 +293,7 @@ class FilePartners:
         self._suffixed = _Folder("", 0, {})
         self._rows: set[str] = set()
         self._is_in_columns = bool(rules.columns)
+        self._is_idle = not (rules.has_references or rules.mask)  # until a table has columns of references
 
     def take(self, images: Sequence[str], at: Callable[[str], tuple[int, ...]], cells: Mapping[str, Cells]) -> dict[str, str]:
         """Set the images of the source, and the partners that rows of tables name by the image's path.
@@ -300,6 +301,9 @@ class FilePartners:
         Return the images that belong to others, which are no samples, each with what tells it.
         """
         rules, found = self.rules, dict[str, str]()
+        self._is_idle = self._is_idle and not cells
+        if self._is_idle:
+            return found
         stems = {stem_of(image) for image in images}
         if rules.pattern is not None:
             self._own.listed = {image: at(image) for image in images}
@@ -320,6 +324,8 @@ class FilePartners:
 
     def of(self, image: str, cells: Cells | None, at: Callable[[str], tuple[int, ...]]) -> Found:
         """Return an image's partners; `cells`: those of its row in a table."""
+        if self._is_idle:
+            return (), None
         references, error = self._references(image, cells, at)
         masks: tuple[Partner, ...] = ()
         if self.rules.mask in (MaskForm.FOLDER, MaskForm.SUFFIX, MaskForm.COLUMN):

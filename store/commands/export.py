@@ -30,18 +30,16 @@ class Export(ReadingArguments):
     """Path or URL of the store."""
     output: Annotated[Positional[Path], Arg(metavar="OUT")]
     """Output folder; must not exist yet."""
-    format: Annotated[
-        str, Arg(metavar="{webdataset,safetensors,kohya,mds}", words=("webdataset", "safetensors", "kohya", "mds"))
-    ]
+    format: Annotated[str, Arg(metavar="{webdataset,safetensors,kohya}", words=("webdataset", "safetensors", "kohya"))]
     """Format of the output. webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per
-    sample, samples.jsonl; kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder
-    for each bucket. Also a format of a package that you installed."""
+    sample, samples.jsonl; kohya: npz files of sd-scripts, to be copied next to the images. Also a format of a package that you
+    installed."""
     split: Literal["train", "val"] | None = None
     """Export only this split. Default: both."""
     bucket: Annotated[str | None, Arg(metavar="NAME")] = None
     """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: ByteSize | None = None
-    """Maximum size of a tar, such as 512MiB, or of a shard of MDS, unless one sample has more. Default: 1GiB, of MDS 64MiB."""
+    """Maximum size of a tar, such as 512MiB, unless one sample has more. Default: 1GiB."""
     dry_run: bool = False
     """Check the samples, and print their number, without writing them."""
     json: bool = False

@@ -85,7 +85,6 @@ EXPORTERS: Extensions[type[Exporter]] = Extensions(
         "webdataset": "bucketline.store.export.exporter:TarExporter",
         "safetensors": "bucketline.store.export.exporter:FolderExporter",
         "kohya": "bucketline.store.export.kohya:KohyaExporter",
-        "mds": "bucketline.store.export.mds:MdsExporter",
     },
     lambda found: isinstance(found, type) and issubclass(found, Exporter),
 )

@@ -23,7 +23,7 @@ from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push_pull import push
 from tests.commands import kept_port
 from tests.conditioned import Form, conditioned_store
-from tests.kit import add_samples, flip_bit, make_store, samples_of, store_writer
+from tests.kit import PAIR_ROWS, PAIRS, SEEING, add_samples, flip_bit, make_store, samples_of, store_writer
 from tests.leftovers import children, held, in_child, left_since, wait_until
 from tests.serving import serving, serving_here
 
@@ -150,6 +150,22 @@ def test_flips_pooled_embeddings_and_lengths_that_differ_are_delivered(tmp_path:
     config = LoaderConfig(batch_size=3, epochs=2, flip=0.5, caption_dropout=0.5, pad_multiple=2, remainder="partial")
     with backend.reads(store) as loader:
         assert [values(batch) for batch in loader(config).forever()] == expected_of(store, config)
+
+
+def test_pairs_masks_and_text_that_sees_images_are_delivered(tmp_path: Path, backend: Backend) -> None:
+    pairs = PAIRS.make_store(tmp_path / "p", PAIRS.samples(PAIR_ROWS, "p"))
+    plain = make_store(tmp_path / "i", samples_of({"train/64x64": 7}, "i"))
+    seeing = SEEING.make_store(tmp_path / "s", SEEING.samples(PAIR_ROWS))
+    config = LoaderConfig(batch_size=2, epochs=2, caption_dropout=0.5, verify=True, remainder="partial")
+    for stores, own in (
+        ([pairs, plain], config),
+        ([pairs], replace(config, flip=0.5)),
+        ([seeing], replace(config, pad_multiple=4)),
+        ([seeing], replace(config, verify=False)),
+    ):
+        with backend.reads(*stores) as loader:
+            found = [values(batch) for batch in loader(own).forever()]
+        assert found == expected_of(stores, own)
 
 
 def test_several_stores_are_one_each_as_often_as_asked_for(tmp_path: Path, backend: Backend) -> None:

@@ -83,6 +83,16 @@ def test_a_store_written_from_arrays_is_continued_and_read(tmp_path: Path) -> No
     assert len(run("numpy_loop.py", path).out.splitlines()) == -(-22 // 4) - (-42 // 4)
 
 
+def test_pairs_with_masks_are_written_from_arrays_and_read(tmp_path: Path) -> None:
+    said = sorted(run("write_pairs.py", tmp_path / "s").out.splitlines())
+    target, one, mask = "target [4, 4, 8, 12]", "[4, 4, 8, 12]", "mask 0.67"
+    assert said == [
+        f"train/64x96x64x96x0x0: {target}, references [{one}], {mask}",
+        f"train/64x96x64x96x128x64: {target}, references [{one}, [4, 4, 16, 8]], {mask}",
+    ]
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1).corrupt
+
+
 def test_an_own_encoders_columns_are_packed_and_read(tmp_path: Path) -> None:
     packed, found = run("own_encoder.py", tmp_path / "s").out.splitlines()
     assert packed == "48 recordings packed"

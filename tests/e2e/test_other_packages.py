@@ -71,7 +71,7 @@ def test_an_installed_packages_exporter_writes_what_its_importer_reads(
     assert own == written
     assert {path.read_text(encoding="utf-8") for path in (tmp_path / "out").glob("*.txt")} == {f"photo {n}" for n in range(3)}
     ran = spawn([BIN / "store", "export", imported, tmp_path / "other", "--format", "npy"])
-    assert (ran.code, ran.err) == (2, "error: --format is 'npy', expected webdataset, safetensors, kohya, mds\n")
+    assert (ran.code, ran.err) == (2, "error: --format is 'npy', expected webdataset, safetensors, kohya\n")
 
 
 def test_an_installed_packages_report_is_a_command_of_its_own(environment: dict[str, str], imported: Path) -> None:

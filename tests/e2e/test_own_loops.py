@@ -9,14 +9,17 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.batch import noise_like
+from bucketline.store import LatentColumn, MaskColumn, ReferenceColumn, Store, StoreWriter
 from bucketline.train.noise import draw_timesteps
 from tests.commands import BIN, ROOT, spawn
 from tests.photographs import crop_of
@@ -70,6 +73,41 @@ def test_a_loop_of_the_page_has_the_trainers_loss(
     with torch.no_grad():
         expected = training.errors(training.model, prep.for_training(batch), batch).mean()
         assert float(names["loss_of"](batch)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_loop_of_pairs_sees_references_and_leaves_out_what_a_mask_does(
+    packed: Callable[[str], Packed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = packed("flux")
+    in_a_folder(own, tmp_path, monkeypatch)
+    store = Store.open(own.store)
+    channels = store.buckets()[0].column("latent").shape[0]
+    columns = [LatentColumn(channels=channels), ReferenceColumn(0, channels=channels), MaskColumn()]
+    text, random = store.manifest.text.spec(), np.random.default_rng(0)
+    with StoreWriter(
+        "pairs.store", columns=columns, encoders=store.encoders, text=text, empty_caption=store.read_caption(0, 0)
+    ) as writer:
+        for n in range(4):
+            arrays: dict[str, Any] = {
+                role: random.normal(size=(channels, 8, 8)).astype("<f2") for role in ("target", "reference/0")
+            }
+            mask = np.full((8, 8), 255, dtype="u1")
+            mask[:4] = 0
+            writer.add(f"{n}", "train", {**arrays, "mask": mask}, {"a cat": store.read_caption(0, 1)})
+    names = run("Edit pairs")
+    assert (tmp_path / "trained" / "transformer" / "config.json").is_file()
+    batch = next(Loader("pairs.store", LoaderConfig(batch_size=4)).forever())
+
+    def loss(**changes: torch.Tensor) -> float:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return float(names["loss_of"](replace(batch, columns={**batch.columns, **changes})))
+
+    whole = loss(mask=torch.full_like(batch.columns["mask"], 255))
+    other = loss(mask=255 - batch.columns["mask"])
+    assert loss() + other == pytest.approx(whole, rel=1e-5)
+    assert loss(**{"reference/0": batch.references[0] + 1}) != loss()
 
 
 @pytest.fixture

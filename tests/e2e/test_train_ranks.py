@@ -26,6 +26,7 @@ from tests.forked_ranks import ForkedRanks
 from tests.kit import flip_bit
 from tests.leftovers import wait_until
 from tests.serving import serving
+from tests.unit.train.pair_runs import write_pairs
 from tests.unit.train.tiny_run import (
     ALONE,
     PROMPTS,
@@ -136,6 +137,24 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
     assert run(2, two).count(trained) == 1
     # Of weights in bf16, gradients are added up in another order, and rounded.
     assert_equal_within_floating_point(one.output_dir, two.output_dir, rel=0.01 if case == "bf16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "of_two"),
+    [
+        ({"mask_loss": "batch:0.1"}, {}),
+        ({"mask_loss": "batch"}, {"sharding": FSDP}),
+        ({"mask_loss": "sample", "lora_rank": 2}, {}),
+    ],
+)
+def test_two_ranks_learn_pairs_under_masks_as_one_does(
+    tmp_path: Path, run: Run, more: dict[str, Any], of_two: dict[str, Any]
+) -> None:
+    pairs = write_pairs(tmp_path, "flux2 klein")
+    one = pairs.config(tmp_path / "one", caption_dropout=0.3, validate_every=3, **more)
+    run(1, one)
+    run(2, replace(one, output_dir=tmp_path / "two", accumulation=1, **of_two))
+    assert_equal_within_floating_point(one.output_dir, tmp_path / "two")
 
 
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:

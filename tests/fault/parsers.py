@@ -26,11 +26,10 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.ingest.images.crop import RejectedError
-from bucketline.ingest.importers.cache import IMPORTERS, Crops, ListRequest
-from bucketline.ingest.importers.reading import listed
-from bucketline.ingest.importers.rows import RowRules, read_entry, rejects_named, row_of
-from bucketline.ingest.importers.vae import named_vae
-from bucketline.ingest.rules import HeldOut
+from bucketline.ingest.importers.cache import IMPORTERS
+from bucketline.ingest.importers.config import ImportConfig
+from bucketline.ingest.importers.planning import listed
+from bucketline.ingest.importers.rows import ImportPlan, named_vae, row_of
 from bucketline.ingest.sources.captions.files import CaptionNames, captions_of_json
 from bucketline.ingest.sources.tar import Tar
 from bucketline.store.format.block import LENGTH_BYTES, MAX_HEADER_BYTES, bytes_digest, checksum, read_header
@@ -130,25 +129,24 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
         with suppress(IsADirectoryError, NotADirectoryError, FileExistsError):  # one name is that of another's folder
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+    config = ImportConfig(
+        kind=kind, source=source, place=folder / "s.store", vae="sd", variant=_VARIANTS.get(kind), crop="unknown"
+    )
     try:
-        listing = listed(importer, ListRequest(source=source, variant=_VARIANTS.get(kind)))
-        rules = RowRules(
+        listing = listed(importer, config)
+        plan = ImportPlan(
+            config=config,
+            importer=importer,
+            listing=listing,
             vae=named_vae(None, "sd", "F16", listing.form.latents),
-            scaling=listing.form.scaling,
-            dtype="F16",
-            crops=Crops.UNKNOWN,
-            is_flipped=False,
-            is_text_kept=False,
-            may_be_off=True,
-            max_captions=8,
-            held_out=HeldOut(),
+            crops="unknown",
+            text="none",
+            changed=[],
         )
         for entry in listing.entries:
             with suppress(RejectedError):
-                cached = read_entry(importer, source, entry, listing.variant)
-                with rejects_named(entry):
-                    row_of(source, entry, cached, rules)
-                    number += 1
+                row_of(entry, plan)
+                number += 1
     except BucketlineError:
         return number
     return number

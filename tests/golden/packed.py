@@ -33,10 +33,9 @@ PACKS: dict[str, tuple[str, str, tuple[object, ...]]] = {
 }
 USUAL = {"--grid": GRID, "--min-size-px": 32, "--val-fraction": 0.2, "--text": "plain"}
 FORMATS = {
-    "as it is": ("safetensors", "webdataset", "mds"),
+    "as it is": ("safetensors", "webdataset"),
     "sd": ("kohya",),
     "sdxl": ("kohya", "safetensors"),
-    "int8": ("mds",),
 }
 LOADED: tuple[dict[str, Any], ...] = (
     {"batch_size": 3, "seed": 1, "verify": True},

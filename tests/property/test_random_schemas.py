@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketline.store import Axis, Column, RaggedGroup, RowColumn, Store
+from bucketline.store import Axis, Column, RaggedGroup, ReferenceColumn, RowColumn, Store, with_flipped
 from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
 from bucketline.store.change.merge import merge
-from bucketline.store.format.block import DTYPES
+from bucketline.store.format.block import DTYPES, reference_axes
 from bucketline.store.verify.verify import verify
-from tests.kit import TEXT, Form, Sample, expect_independently
+from tests.kit import SEEN, TEXT, Form, Sample, after_images, expect_independently
 from tests.loading import expect_loaded
 
 dtypes = st.sampled_from(sorted(DTYPES))
@@ -41,7 +41,9 @@ def row_columns(draw: Callable[[Any], Any]) -> list[RowColumn]:
         own = RowColumn(role=role, dtype=draw(dtypes), shape=shape, optional=is_optional, allow_nonfinite=True)
         columns += [own, replace(own, role=f"{role}/flipped")] if draw(st.booleans()) else [own]
     names = dict.fromkeys(axis.name for column in columns for axis in column.axes)
-    return [RowColumn(role="features/first", dtype="U8", shape=tuple(names) or ("length",)), *columns]
+    pairs = [ReferenceColumn(n, channels=2, downscale=3, encoder=None) for n in range(draw(st.integers(0, 2)))]
+    more = with_flipped(pairs) if draw(st.booleans()) else pairs
+    return [RowColumn(role="features/first", dtype="U8", shape=tuple(names) or ("length",)), *columns, *more]
 
 
 @st.composite
@@ -67,13 +69,16 @@ def stores(draw: Callable[[Any], Any]) -> tuple[Form, list[list[Sample]]]:
     """Draw a schema, and the samples of two shards."""
     has_text = draw(st.booleans())
     schema = Form(columns=draw(row_columns()), groups=draw(ragged_groups(has_text)), text=TEXT if has_text else None)
+    if has_text and draw(st.booleans()):
+        schema = replace(schema, groups={**schema.groups, **SEEN}, embed=after_images)
     optional = [column.role for column in schema.columns if column.optional and column.role in schema.roles]
     shards, number = [], 0
     for _ in range(2):
         items = []
         for _ in range(draw(st.integers(1, 5))):
             number += 1
-            sizes = "x".join(str(draw(st.sampled_from([6, 12]))) for _ in schema.axes)
+            lacking = draw(st.sampled_from([(), reference_axes(1), reference_axes(0) + reference_axes(1)]))
+            sizes = "x".join("0" if axis in lacking else str(draw(st.sampled_from([6, 12]))) for axis in schema.axes)
             bucket = f"{draw(st.sampled_from(['train', 'train', 'val']))}/{sizes}"
             without = draw(st.lists(st.sampled_from(optional), unique=True)) if optional else []
             texts = st.lists(st.sampled_from(["a", "a cat", "two cats by night"]), max_size=2, unique=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,28 +128,3 @@ def write_mds(arrays: str, place: str) -> None:
             height, width = own["original"].tolist()
             sizes = {"original_height": height, "original_width": width}
             out.write({**arrays_of, **sizes, "caption": str(own["caption"]), "key": str(own["id"])})
-
-
-def read_mds(place: str, arrays: str) -> None:
-    """Read every sample of the folders with an `index.json`, by random access and in order, one folder after the other."""
-    make_torchvision_importable()
-    from streaming import StreamingDataset
-    from streaming.base.util import clean_stale_shared_memory
-
-    found: list[dict[str, Any]] = []
-    for index in sorted(Path(place).rglob("index.json")):
-        clean_stale_shared_memory()
-        dataset = StreamingDataset(local=str(index.parent), batch_size=1)
-        listed = sum(shard["samples"] for shard in json.loads(index.read_text(encoding="utf-8"))["shards"])
-        assert len(dataset) == listed, f"{index} lists {listed} samples, the package finds {len(dataset)}"
-        found += [dataset[number] for number in range(listed)]
-    as_arrays = [
-        {name: np.frombuffer(one, dtype="u1") if isinstance(one, bytes) else np.array(one) for name, one in own.items()}
-        for own in found
-    ]
-    save_samples(Path(arrays), as_arrays)
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return what a package's process has read: bytes, texts and numbers by column."""
-    return [{name: one.tobytes() if one.ndim else one.item() for name, one in own.items()} for own in _samples(path)]

@@ -9,69 +9,47 @@ neither caption nor path: only counting pairs it with the images, so it is not i
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, loaded_dict, names_in, read_torch, read_whole
+from bucketline.ingest.importers.cache import CacheEntry, Importer, Scaling, Variant
+from bucketline.ingest.importers.reading import files_below, read_torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-_VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
+_VARIATION = re.compile(r"(.*/)?[0-9a-f]{64}/variation-(\d+)/")
 _AGGREGATE = "aggregate.pt"
 
 
-def _found(request: cache.ListRequest) -> cache.FoundEntries:
-    found: list[tuple[str, cache.CacheEntry]] = []  # of a group
-    groups: dict[str, set[str]] = {}  # by image
-    made_ns: dict[str, int] = {}  # by group
-    notes = []
-    for folder, names in cache.files_below(request.source):
+def _found(source: Path) -> Iterator[CacheEntry | str]:
+    newest: dict[tuple[str, str], tuple[int, CacheEntry]] = {}  # and when it was made; by image and suffix
+    several = set[str]()
+    for folder, names in files_below(source):
         match = _VARIATION.fullmatch(folder)
         if match is None or _AGGREGATE not in names:
             continue
-        images = _images(request.source, folder)
-        if images is None:
-            notes.append(f"{folder} has no image paths: a text cache, which cannot be paired with images, is not imported")
-            continue
-        group, variation = match["group"], int(match["number"])
-        made_ns[group] = max(made_ns.get(group, 0), (request.source / folder / _AGGREGATE).stat().st_mtime_ns)
-        for number, image in enumerate(images):
-            groups.setdefault(image, set()).add(group)
-            suffix = f"/variation-{variation}" if variation else ""
-            entry = cache.CacheEntry(image=image, suffix=suffix, path=f"{folder}{number}.pt", captions=())
-            found.append((group, entry))
-    if several := sum(len(own) > 1 for own in groups.values()):
-        are = "is" if several == 1 else "are"
-        notes.append(f"{counted(several, 'image')} {are} in several groups: the newest has its latent")
-    found.sort(key=lambda one: -made_ns[one[0]])  # stable: the first of an id is imported
-    return cache.FoundEntries(entries=[entry for _, entry in found], notes=notes)
+        made_ns, suffix = (source / folder / _AGGREGATE).stat().st_mtime_ns, f"/variation-{match[2]}"
+        for number, described in enumerate(read_torch(source, folder + _AGGREGATE)):
+            if (image := described.get("image_path")) is None:  # of text
+                continue
+            key = str(image), suffix if int(match[2]) else ""
+            entry = CacheEntry(image=key[0], suffix=key[1], path=f"{folder}{number}.pt", captions=())
+            if key in newest:
+                several.add(key[0])
+            newest[key] = max(newest.get(key, (0, entry)), (made_ns, entry), key=lambda one: one[0])
+    if several:
+        yield f"{counted(len(several), 'image')} {'is' if len(several) == 1 else 'are'} in several groups: the newest is taken"
+    yield from (entry for _, entry in newest.values())
 
 
-def _images(source: Path, folder: str) -> list[str] | None:
-    """Return the images of a variation in order; None if it is one of text."""
-    found: Any = read_torch(source, folder + _AGGREGATE)
-    if not any(one.keys() & {"crop_resolution", "image_path"} for one in found):
-        return None
-    return [str(one["image_path"]) for one in found]
-
-
-def _read(source: Path, entry: cache.CacheEntry, _variant: str) -> cache.Cached:
-    found = loaded_dict(read_whole(source, entry.path), entry.path)
-    latent = cache.squeezed(as_tensor(found, "latent_image"))
-    original, crop = (
-        cache.pair(found[name], name) if name in found else None for name in ("original_resolution", "crop_offset")
-    )
-    geometry = cache.Geometry(original=original, crop=crop)
-    return cache.Cached(latent=latent, geometry=geometry, left_out=names_in(found, "latent_mask", "latent_conditioning_image"))
-
-
-IMPORTER = cache.Importer(
+IMPORTER = Importer(
     kind="onetrainer",
     found=_found,
-    read=_read,
-    variants={"": cache.Variant(scaling=cache.Scaling.NONE, latents="mode")},
+    names={"latent": "latent_image", "original": "original_resolution", "crop": "crop_offset"},
+    left_out=("latent_mask", "latent_conditioning_image"),
+    variants={"": Variant(scaling=Scaling.NONE, latents="mode")},
     has_crops=True,
     captions_in="nowhere, since the cache has none (--captions)",
 )

@@ -1,147 +1,85 @@
 """Caches of SimpleTuner: a `.pt` per image, and JSON files with the images' sizes and crops.
 
 `aspect_ratio_bucket_metadata_ID.json` maps image paths to sizes, width first, and the crop's top and left. A latent's file is
-`NAME.pt` or `SHA256(NAME).pt`, below a folder like the image's; it holds a tensor, possibly gzipped. A caption's embedding is
-`MD5(caption)-MODEL.pt`. A caption file has one per line, or is one with `disable_multiline_split`; without such files, an image
-may be captioned by its name. The instance prompt may precede each. Source: `caching/vae.py`, `metadata/backends/`,
-`prompts.py`, `text_embeds.py` of version 4.8.0.
+`NAME.pt` or `SHA256(NAME).pt`, below a folder like the image's; it holds a tensor, possibly gzipped. The model is in the names
+of text embeddings, `MD5(caption)-MODEL.pt`, which are not imported. A caption file has a caption per line, and the instance
+prompt may precede each. Source: `caching/vae.py`, `metadata/backends/`, `prompts.py`, `text_embeds.py` of version 4.8.0.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-from collections import Counter
 from itertools import takewhile
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bucketline.errors import SourceError
-from bucketline.ingest.importers import cache
-from bucketline.ingest.importers.reading import as_tensor, read_torch, text_of
+from bucketline.ingest.importers.cache import CacheEntry, Importer, Variant
+from bucketline.ingest.importers.reading import files_below, read_json, read_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 _METADATA = re.compile(r"aspect_ratio_bucket_metadata_.+\.json")
+_FIRST = ("sd1x", "sd2x", "sdxl", "sd3", "flux", "pixart_sigma", "kolors")
+_LATER = ("auraflow", "chroma", "lumina2", "sana", "qwen_image", "wan")
 _TEXT = re.compile(r"[0-9a-f]{32}-(?P<model>[A-Za-z0-9_.-]+)\.pt")
-_FAMILIES = {"sd1x": "sd", "sd2x": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "pixart_sigma": "pixart_sigma"}
-_OTHERS = ("kolors", "auraflow", "chroma", "lumina2", "sana", "qwen_image", "wan")  # whose latents are as the model is fed
-_FIELDS = ("original_size", "target_size", "intermediary_size", "crop_coordinates")
 
 
-def _found(request: cache.ListRequest) -> cache.FoundEntries:
-    metadata: dict[str, dict[str, Any]] = {}
-    latents: dict[str, list[str]] = {}  # folders by name
-    texts: dict[str, str] = {}  # path by name
-    for folder, names in cache.files_below(request.source):
+def _found(source: Path) -> Iterator[CacheEntry]:
+    images: dict[str, dict[str, Any]] = {}
+    latents: dict[str, list[PurePosixPath]] = {}  # folders by name
+    models = set[str]()
+    for folder, names in files_below(source):
         for name in names:
             if _METADATA.fullmatch(name):
-                metadata |= cache.read_json(request.source / folder / name)
-            elif _TEXT.fullmatch(name):
-                texts[name] = folder + name
+                images |= read_json(source / folder / name)
+            elif match := _TEXT.fullmatch(name):
+                models.add(match["model"])
             elif name.endswith(".pt"):
-                latents.setdefault(name, []).append(folder)
-    if not metadata:
-        raise SourceError(
-            f"{request.source} has no aspect_ratio_bucket_metadata_*.json, which has the images' sizes; name the "
-            "folder that has both these files and the cache"
-        )
-    models = Counter(match["model"] for name in texts if (match := _TEXT.fullmatch(name)))
-    if request.variant is None and len(models) != 1:
-        there = ", ".join(sorted(models)) or "none, since it has no text embeddings"
-        known = ", ".join((*_FAMILIES, *_OTHERS))
-        raise SourceError(f"{request.source} does not say its model ({there}); name it by --variant, one of {known}")
-    model, entries = request.variant or next(iter(models)), []
-    for image, fields in metadata.items():
-        path, problem = _file(image, latents)
-        entries.append(
-            cache.CacheEntry(
-                image=image,
-                path=path,
-                variant=model,
-                facts=fields,
-                uncaptioned=(_stem(image).replace("_", " "),),
-                problem=problem,
+                latents.setdefault(name, []).append(PurePosixPath(folder))
+    if not images:
+        what = f"{source} has no aspect_ratio_bucket_metadata_*.json, which has the images' sizes"
+        raise SourceError(f"{what}; name the folder that has both these files and the cache")
+    files = {image: _files(image, latents) for image in images}
+    sharing: dict[str, list[str]] = {}  # images by file
+    for image, paths in files.items():
+        sharing.setdefault("".join(paths[:1]), []).append(image)
+    for image, paths in files.items():
+        path, problem = "".join(paths[:1]), None
+        if len(paths) != 1:
+            problem = (
+                f"{len(paths)} files may be its latent ({', '.join(paths[:3])}), expected one; name the folder of one cache"
             )
-        )
-    own = {name: path for name, path in texts.items() if name.endswith(f"-{model}.pt")}
-    return cache.FoundEntries(entries=entries, texts=own)
+        elif len(others := sharing[path]) > 1:
+            problem = f"{' and '.join(others[:5])} share it, which is of one of them; rename the others, and cache them again"
+        model = next(iter(models)) if len(models) == 1 else None
+        yield CacheEntry(image=image, path=path, variant=model, facts=images[image], problem=problem)
 
 
-def _stem(image: str) -> str:
-    return os.path.splitext(os.path.basename(image))[0]  # noqa: PTH119, PTH122 - as the trainer cuts it
+def _files(image: str, latents: Mapping[str, list[PurePosixPath]]) -> list[str]:
+    """Return the files that may be an image's latent: of several of one name, those whose folders end most like the image's."""
+    stem, parts = PurePosixPath(image).stem, PurePosixPath(image).parts[-2::-1]
+    names = f"{hashlib.sha256(stem.encode('utf-8', 'surrogatepass')).hexdigest()}.pt", f"{stem}.pt"
+    name = next((name for name in names if name in latents), stem)
+    pairs = {folder: zip(folder.parts[::-1], parts, strict=False) for folder in latents.get(name, ())}
+    shared = {folder: len([*takewhile(lambda pair: pair[0] == pair[1], own)]) for folder, own in pairs.items()}
+    return [str(folder / name) for folder, length in shared.items() if length == max(shared.values())]
 
 
-def _file(image: str, latents: dict[str, list[str]]) -> tuple[str, str | None]:
-    stem = _stem(image)
-    for name in (f"{hashlib.sha256(stem.encode('utf-8', 'surrogatepass')).hexdigest()}.pt", f"{stem}.pt"):
-        folders = latents.get(name, [])
-        if len(folders) > 1:  # of images of one name in several folders: the one whose path ends as the image's
-            parts = os.path.dirname(image).split("/")  # noqa: PTH120 - likewise
-            shared = [_shared_end(folder.rstrip("/").split("/"), parts) for folder in folders]
-            if shared.count(max(shared)) > 1:
-                return "", f"{len(folders)} files are called {name}; name the folder of one cache"
-            folders = [folders[shared.index(max(shared))]]
-        if folders:
-            return folders[0] + name, None
-    return "", "it has no latent in the cache; let the trainer finish caching"
+def _read(source: Path, entry: CacheEntry) -> dict[str, Any]:
+    found, facts = read_values(source, entry.path), entry.facts
+    sizes = {"original": facts["original_size"][::-1], "resized": facts["intermediary_size"][::-1]}
+    return {"latent": found.get("latents"), **found, **sizes}
 
 
-def _shared_end(one: list[str], other: list[str]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))))
-
-
-def _spelled(text: str, trigger: str | None) -> Iterator[cache.Spelled]:
-    """Yield the captions that a text may have become, and their spellings, which tell only the digest."""
-    for start in dict.fromkeys((f"{trigger} " if trigger else "", "")):
-        for own in (text.strip(), text, text.strip().replace("\n", "\r\n")):
-            yield (start + text.strip()).strip(), start + own
-            yield (start + text.strip()).strip(), (start + own).strip()
-
-
-def _embedded(_entry: cache.CacheEntry, model: str, caption: str) -> dict[str, bool]:
-    return {f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-{model}.pt": True}
-
-
-def _read(source: Path, entry: cache.CacheEntry, model: str) -> cache.Cached:
-    (width, height), (target_w, target_h), (scaled_w, scaled_h), crop = (
-        cache.pair(entry.facts[name], name) for name in _FIELDS
-    )
-    found = read_torch(source, entry.path)
-    latent = found.get("latents") if isinstance(found, dict) else found
-    if not isinstance(latent, torch.Tensor):
-        raise cache.damaged(f"it holds a {type(latent).__name__}, expected a tensor")
-    latent = cache.squeezed(latent)
-    high, wide = latent.shape[-2:]
-    if target_w * high != target_h * wide:
-        raise cache.damaged(f"its latent is {high} x {wide}, its metadata has {target_h}x{target_w} px; cache it again")
-    return cache.Cached(
-        latent=latent,
-        geometry=cache.Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=crop),
-        texts=_texts(source, entry, model),
-    )
-
-
-def _texts(source: Path, entry: cache.CacheEntry, model: str) -> tuple[cache.Text, ...]:
-    if entry.text_path is None or not entry.captions:
-        return ()
-    found = read_torch(source, entry.text_path)
-    tokens, has_pooled = as_tensor(found, "prompt_embeds"), _FAMILIES.get(model) in ("sdxl", "sd3", "flux")
-    return (text_of(entry.captions[0], tokens, as_tensor(found, "pooled_prompt_embeds") if has_pooled else None),)
-
-
-IMPORTER = cache.Importer(
+IMPORTER = Importer(
     kind="simpletuner",
     found=_found,
     read=_read,
-    variants={name: cache.Variant(family=_FAMILIES.get(name)) for name in (*_FAMILIES, *_OTHERS)},
+    names={"crop": "crop_coordinates"},
+    variants={model: Variant() for models in (_FIRST, _LATER) for model in models},
     has_crops=True,
-    spelled=_spelled,
-    embedded=_embedded,
-    causes="an instance prompt before each caption (--trigger PROMPT names it), a caption edited since, captions that are "
-    "elsewhere (--captions FOLDER has them as text files), caption_shuffle, a caption filter",
 )

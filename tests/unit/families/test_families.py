@@ -293,8 +293,10 @@ def test_every_family_is_tried() -> None:
     assert {family for family in FAMILIES if family.parts} <= tried
 
 
-def test_the_page_has_the_table_of_all_families() -> None:
-    assert "\n".join(families_page.table()) in families_page.PAGE.read_text(encoding="utf-8")
+def test_the_page_has_the_tables_of_all_families() -> None:
+    page = families_page.PAGE.read_text(encoding="utf-8")
+    assert "\n".join(families_page.table()) in page
+    assert "\n".join(families_page.table_of_references()) in page
 
 
 NAMES_OF_FILES = ("ingest/importers/", "store/", "bench/", "train/presets/")

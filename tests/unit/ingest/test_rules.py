@@ -54,7 +54,7 @@ def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_f
     ran = pack(text, tmp_path / "t", model, "--val-fraction", "0.2")
     assert counts(ran.json) == (14, 0, 0), ran.err
     assert rows_of(tmp_path / "s") == rows_of(tmp_path / "t")  # a.tar holds the folder a/
-    monkeypatch.setattr(image_reader, "decode_image", lambda *_: pytest.fail("an unchanged image was decoded"))
+    monkeypatch.setattr(image_reader, "decode_placed", lambda *_: pytest.fail("an unchanged image was decoded"))
     with untouched(tmp_path / "t"):
         assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
 
@@ -346,7 +346,7 @@ def test_an_image_for_which_there_is_no_memory_at_the_moment_keeps_its_sample(
 ) -> None:
     (packed / "a" / "000.png").write_bytes((packed / "a" / "002.png").read_bytes())
 
-    def short(*_: object) -> None:
+    def short(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(decode_module, "_decode", short)

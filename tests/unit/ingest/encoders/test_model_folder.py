@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.model_folder import open_model, refuse_incomplete
+from bucketline.ingest.encoders.model_folder import ModelFolder, open_model, refuse_incomplete
 from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 from bucketline.model_file import MODULAR_INDEX, config_hash, weights_hash
@@ -334,3 +334,17 @@ def test_a_part_that_lacks_its_configuration_or_vocabulary_says_so(part: str, ke
         if file.name != kept:
             file.unlink()
     assert f"{part}/ has {lacks}; " in refused(own)
+
+
+def test_weights_that_a_hub_has_are_there_before_they_are_downloaded(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}", encoding="ascii")
+    names = ("vae/config.json", "vae/diffusion_pytorch_model.fp16.safetensors")
+    assert ModelFolder(name="owner/model", path=tmp_path, hub_files=names).has_weights("vae")
+    assert not ModelFolder(name="owner/model", path=tmp_path, hub_files=names[:1]).has_weights("vae")
+    assert not ModelFolder(name=str(tmp_path), path=tmp_path).has_weights("vae")
+    unreached = ModelFolder(name="owner/model", path=tmp_path, is_unreached=True)
+    with pytest.raises(ModelError, match=r"owner/model: the weights of vae/ are not in the hub's cache, and the hub could not"):
+        unreached.has_weights("vae")
+    (tmp_path / "vae/diffusion_pytorch_model.fp16.safetensors").touch()
+    assert unreached.has_weights("vae")

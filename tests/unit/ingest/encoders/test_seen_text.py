@@ -17,7 +17,11 @@ from bucketline.families.seen import SeenText
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import Embedding, SeeingEncoder, TextSettings
 from bucketline.ingest.encoders.text_encoders import load_caption_encoder
+from bucketline.store import Column, LatentColumn, RaggedGroup, Store, StoreWriter
+from bucketline.store.format.block import IS_IMAGE, SEEN_EMPTY, SEEN_IMAGES, TOKENS
+from bucketline.store.prompt_file import decode_prompts
 from tests import language_models
+from tests.commands import call
 
 CPU = torch.device("cpu")
 TEXTS = ("a red cat", "The GREEN house of dogs, <|vision_end|> and {braces} ", "a blue dog of the house " * 40)
@@ -61,7 +65,9 @@ def pipeline_of(family: str) -> Any:
 
 
 def load(folder: Path, **settings: Any) -> SeeingEncoder:
-    encoder = load_caption_encoder(open_model(str(folder)), CPU, TextSettings(**{"stored_dtype": "F32", **settings}))
+    encoder = load_caption_encoder(
+        open_model(str(folder)), CPU, TextSettings(**{"stored_dtype": "F32", "sees_images": True, **settings})
+    )
     assert encoder.sees_images
     return cast("SeeingEncoder", encoder)
 
@@ -214,6 +220,31 @@ def test_captions_without_images_are_those_of_a_sample_without_any(family: str, 
     assert seen.images.shape == (0, encoder.columns.tokens[0].shape[0])
     for text, one in zip(("", *TEXTS), (seen.empty, *seen.captions), strict=True):
         same(encoder.encode([text])[0], one)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "I8"])
+def test_prompts_are_encoded_without_images(dtype: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = folders["qwenimage_edit_plus"]
+    encoder = load(folder, stored_dtype=dtype)
+    tokens = encoder.columns.delivered.tokens[0]
+    groups = {SEEN_IMAGES: [Column(name=IS_IMAGE, dtype="U8", shape=()), tokens], SEEN_EMPTY: [tokens]}
+    nothing = {TOKENS: np.zeros((0, *tokens.shape), "f2")}
+    with StoreWriter(
+        tmp_path / "s",
+        columns=[LatentColumn(channels=4)],
+        encoders={"vae": {"downscale": 8}, "text_encoder": encoder.provenance},
+        text=encoder.columns,
+        ragged={name: RaggedGroup(columns=own, encoder="text_encoder") for name, own in groups.items()},
+    ) as writer:
+        entries = {SEEN_IMAGES: {IS_IMAGE: np.zeros(0, "u1"), **nothing}, SEEN_EMPTY: nothing}
+        writer.add("a", "train/64x64", {"latent": np.zeros((4, 8, 8), "f2")}, ragged=entries)
+    (tmp_path / "p.txt").write_text("a red cat\n", encoding="utf-8")
+    call("ingest", "prompts", tmp_path / "p.txt", tmp_path / "s", "--model", folder).done()
+    store = Store.open(tmp_path / "s")
+    found = decode_prompts(store.manifest, (tmp_path / "p.safetensors").read_bytes(), "p")
+    for text, own in zip(("", "a red cat"), encoder.encode(["", "a red cat"]), strict=True):
+        stored = found.embedding(text)[TOKENS]
+        assert np.allclose(stored.astype("f4"), own.tokens.float().numpy(), rtol=0, atol=1e-3 if dtype == "F16" else 0.05)
 
 
 @pytest.mark.parametrize("family", KINDS)

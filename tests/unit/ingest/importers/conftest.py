@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from tests.unit.ingest.importers.known import Known
-
-
-@pytest.fixture
-def sd(known: Callable[[str], Known]) -> Known:
-    return known("sd")
+def of(name: str) -> Any:
+    return pytest.fixture(name=name)(lambda known: known(name))
 
 
-@pytest.fixture
-def sdxl(known: Callable[[str], Known]) -> Known:
-    return known("sdxl")
-
-
-@pytest.fixture
-def flux(known: Callable[[str], Known]) -> Known:
-    return known("flux")
+sd, sdxl, flux = map(of, ("sd", "sdxl", "flux"))

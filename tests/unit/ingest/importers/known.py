@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +97,6 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
     return Known(family=family, images=images, model=model, samples=tuple(read), scale=scale, shift=shift)
 
 
-def captioned(folder: Path, known: Known, captions: Callable[[str], str]) -> Known:
-    """Return the same images with other captions, each one caption however many lines it has; no caption files are left."""
-    images = folder / "captioned"
-    shutil.copytree(known.images, images, ignore=shutil.ignore_patterns("*.txt"))
-    for sample in known.samples:
-        (images / f"{sample.stem}.json").write_text(json.dumps({"text": captions(sample.caption)}), encoding="utf-8")
-    call("ingest", "pack", images, folder / "captioned.store", "--model", known.model, "--grid", GRID, *PACKED).done()
-    for path in images.rglob("*.json"):
-        path.unlink()
-    return replace(known, images=images, samples=tuple(read_store(folder / "captioned.store")))
-
-
 def describe_vae(model: Path, latents: list[NDArray[np.float32]], *, has_shift: bool) -> tuple[float, float]:
     """Write the scale of its latents into the VAE's configuration, as published ones have it; return scale and shift."""
     values = np.concatenate([latent.reshape(-1) for latent in latents])
@@ -163,11 +149,10 @@ class Form:
 
     scaled: bool = True  # latents are as the model is fed
     dtype: torch.dtype | None = None  # of latents, if the format says it, whatever the VAE computes in
-    text_dtype: torch.dtype = torch.float32
     has_size: bool = True  # of the original
     has_resized: bool = True  # of the image that was cropped, if the original's size is unknown
     has_crop: bool = False
-    text: str = "source"  # or `encode`, `none`
+    has_text: bool = True  # captions were encoded
 
 
 def assert_as_packed(
@@ -192,23 +177,18 @@ def assert_as_packed(
             assert own.record.crop == record.crop
             assert not form.has_size or own.record.crop_in_source == record.crop_in_source
         assert own.caption == sample.caption
-        if form.text != "none":
-            assert_same_bits(own.tokens, rounded(sample.tokens, form.text_dtype), dtype)
+        if form.has_text:
+            assert_same_bits(own.tokens, sample.tokens, dtype)
             if sample.pooled is not None:
                 assert own.pooled is not None
-                assert_same_bits(own.pooled, rounded(sample.pooled, form.text_dtype), dtype)
+                assert_same_bits(own.pooled, sample.pooled, dtype)
     assert call("store", "verify", store).code == 0
 
 
 def undone(known: Known, latent: NDArray[np.float32], form: Form) -> NDArray[Any]:
     """Return what the VAE made, computed in 64 bits from the values that the cache stores; not by the importer's code."""
-    stored = rounded(known.cached(latent, scaled=form.scaled).float().numpy(), form.dtype or known.dtype)
+    stored: NDArray[Any] = known.cached(latent, scaled=form.scaled).to(form.dtype or known.dtype).float().numpy()
     return stored.astype("<f8") / known.scale + known.shift if form.scaled else stored
-
-
-def rounded(values: NDArray[np.float32], dtype: torch.dtype) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = torch.from_numpy(values).to(dtype).float().numpy()
-    return found
 
 
 def assert_same_bits(found: NDArray[np.float32], expected: NDArray[Any], dtype: str) -> None:

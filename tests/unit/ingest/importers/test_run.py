@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.model_folder import ModelFolder
-from bucketline.ingest.encoders.text_encoders import load_caption_encoder
-from bucketline.ingest.importers import rows, run
+from bucketline.ingest.importers import run
 from bucketline.ingest.importers.rows import row_of
 from bucketline.loader.commands.batch_options import BatchSize
 from bucketline.store import Store, transfer
@@ -29,18 +27,13 @@ from bucketline.store.verify.verify import verify_folder
 from bucketline.train.config import TrainConfig
 from bucketline.train.run import train
 from tests import object_storage
-from tests.commands import BIN, Ran, call, spawn
+from tests.commands import Ran, call
 from tests.kit import everything, rewrite_manifest
-from tests.models import write_model
-from tests.unit.ingest.encoders.test_model_folder import away, hub_of
 from tests.unit.ingest.importers.known import Known, assert_as_packed, read_store, run_import
 from tests.unit.ingest.importers.writers import FORMS, WRITERS, kohya, kohya_latent, simpletuner
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
     from bucketline.ingest.importers.cache import CacheEntry
 
 RAN = "a pickle was run"
@@ -112,6 +105,24 @@ def test_a_link_that_leads_out_of_the_source_is_not_followed(own: Known, source:
     assert "a link that leads out of the source, which an import never follows; put the file itself there" in reject["detail"]
 
 
+def test_latents_of_the_wrong_scale_are_refused_with_both_numbers_and_nothing_is_written(own: Known, tmp_path: Path) -> None:
+    for factor, spread in ((2.5, "2.49"), (0.4, "0.398")):
+        scaled = replace(own, samples=tuple(replace(one, latent=np.float32(factor) * one.latent) for one in own.samples))
+        source = kohya(tmp_path / f"cache {factor}", scaled)
+        ran = run_import("kohya", source, tmp_path / "s.store", own)
+        ran.fails(f"spread is {spread} times the VAE's, expected 0.5 to 2", "--trust-scale")
+        assert not (tmp_path / "s.store").exists()
+    trusted = run_import("kohya", tmp_path / "cache 0.4", tmp_path / "s.store", own, "--trust-scale").done()
+    assert trusted.json["imported"] == 6
+
+
+def test_the_user_has_to_name_the_vae_that_the_latents_may_be_of(own: Known, source: Path, tmp_path: Path) -> None:
+    store = tmp_path / "s.store"
+    run_import("kohya", source, store, None).fails("name the model that did by --model", code=2)
+    run_import("kohya", source, store, None, "--vae", "flux").fails("it has 4 channels, the VAE of --vae flux has 16")
+    assert not store.exists()
+
+
 def test_a_sample_of_another_model_and_one_that_is_not_finite_are_rejected(own: Known, source: Path, tmp_path: Path) -> None:
     first, second, third, fourth = own.samples[:4]
     kohya_latent(source, first, "sdxl", np.zeros((16, 16, 24), dtype="f4"))
@@ -122,28 +133,6 @@ def test_a_sample_of_another_model_and_one_that_is_not_finite_are_rejected(own: 
     assert (summary["imported"], summary["rejected"]) == (3, 3), summary["rejects"]
     assert summary["rejected_by_reason"] == {"latent not finite in the stored dtype": 2, "latent of another VAE": 1}
     assert [reject["id"] for reject in summary["rejects"]] == sorted([first.id, second.id, third.id])
-
-
-def test_captions_are_encoded_in_full_batches_so_that_they_have_the_bits_of_pack(
-    own: Known, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = list[int]()
-
-    def noted(*given: Any) -> CaptionEncoder:
-        encoder = load_caption_encoder(*given)
-        encode = encoder.encode
-
-        def counted(texts: Sequence[str]) -> list[Embedding]:
-            sizes.append(len(texts))
-            return encode(texts)
-
-        monkeypatch.setattr(encoder, "encode", counted)
-        return encoder
-
-    monkeypatch.setattr(rows, "load_caption_encoder", noted)
-    run_import("kohya", source, tmp_path / "s.store", own, "--text", "encode", "--batch-size", 4).done()
-    assert set(sizes) == {4}
-    assert_as_packed(tmp_path / "s.store", own, FORMS["kohya"])
 
 
 def test_with_a_published_vae_captions_are_stored_without_embeddings(sd: Known, tmp_path: Path) -> None:
@@ -179,10 +168,10 @@ def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
 ) -> None:
     last = max(source.rglob("*_sdxl.npz")).name.partition("_")[0]
 
-    def interrupted(source: Path, entry: CacheEntry, *args: Any) -> Any:
+    def interrupted(entry: CacheEntry, *args: Any) -> Any:
         if last in entry.id:  # whichever thread reads it: the rows before it are added first
             raise KeyboardInterrupt
-        return row_of(source, entry, *args)
+        return row_of(entry, *args)
 
     with monkeypatch.context() as patched:
         patched.setattr(run, "row_of", interrupted)
@@ -237,13 +226,6 @@ def test_a_moved_folder_is_unchanged_and_what_was_cached_again_is_replaced(own: 
     dated(source, 1)
     assert run_import("kohya", source, store, own).json["replaced"] == 0
     assert run_import("kohya", shutil.copytree(source, tmp_path / "moved"), store, own).done().json["unchanged"] == 6
-    brighter = replace(own, samples=tuple(replace(one, latent=one.latent * np.float32(1.25)) for one in own.samples))
-    other = kohya(tmp_path / "other", brighter)
-    run_import("kohya", other, store, own).fails(
-        "6 rows of the store would be replaced by other files of the same names: 'cats/1.png' came from", "a store of its own"
-    )
-    run_import("kohya", other, store, own, "--dry-run").fails()
-    assert_as_packed(store, own, FORMS["kohya"])
     dated(source, 2)
     again = run_import("kohya", source, store, own).done()
     assert (again.json["imported"], again.json["replaced"]) == (6, 6)
@@ -272,48 +254,6 @@ def test_a_folder_added_to_a_data_set_changes_no_ids(kind: str, known: Callable[
     assert all(name.partition("dogs/")[1] for name in dogs)
     again = run_import(kind, source, store, own, *options)
     assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
-
-
-WEIGHTS = "vae/diffusion_pytorch_model.fp16.safetensors"
-
-
-def test_weights_that_a_hub_has_are_there_before_they_are_downloaded(tmp_path: Path) -> None:
-    (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "config.json").write_text("{}", encoding="ascii")
-    names = ("vae/config.json", WEIGHTS)
-    assert ModelFolder(name="owner/model", path=tmp_path, hub_files=names).has_weights("vae")
-    assert not ModelFolder(name="owner/model", path=tmp_path, hub_files=names[:1]).has_weights("vae")
-    assert not ModelFolder(name=str(tmp_path), path=tmp_path).has_weights("vae")
-    unreached = ModelFolder(name="owner/model", path=tmp_path, is_unreached=True)
-    with pytest.raises(ModelError, match=r"owner/model: the weights of vae/ are not in the hub's cache, and the hub could not"):
-        unreached.has_weights("vae")
-    (tmp_path / WEIGHTS).touch()
-    assert unreached.has_weights("vae")
-
-
-@pytest.mark.slow
-def test_an_import_records_the_same_vae_whatever_the_hubs_cache_has(tmp_path: Path) -> None:
-    folder, cache = write_model(tmp_path / "model"), tmp_path / "cache"
-    cache.mkdir()
-    latents = np.random.default_rng(0).normal(size=(4, 8, 12)).astype("f4")
-    np.savez(cache / "a_0024x0016_sd.npz", latents=latents, original_size=np.array([24, 16]))
-    asked = ("--model", "owner/model", "--text", "none", "--trust-scale")
-    shutil.rmtree(folder / "text_encoder")
-    recorded = []
-    with hub_of(folder) as (url, fetched):
-        for name in ("empty", "downloaded"):
-            spawn([BIN / "ingest", "import", "kohya", cache, tmp_path / name, *asked], **away(tmp_path, url)).done()
-            recorded.append(Store.open(tmp_path / name).manifest.encoders["vae"])
-    assert "vae/diffusion_pytorch_model.safetensors" in fetched
-    assert recorded[0] == recorded[1]
-    assert isinstance(recorded[0], dict)
-    assert recorded[0]["weights_hash"] is not None
-    for weights in (tmp_path / "hub").rglob("diffusion_pytorch_model.safetensors"):
-        weights.unlink()
-    spawn([BIN / "ingest", "import", "kohya", cache, tmp_path / "none", *asked], **away(tmp_path)).fails(
-        "the weights of vae/ are not in the hub's cache"
-    )
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.fixture

@@ -53,38 +53,22 @@ def kohya(folder: Path, known: Known, model: str | None = None) -> Path:
 
 # musubi-tuner
 
-ARCHITECTURES = {"fk": "flux_kontext", "hv": "hunyuan_video", "zi": "z_image"}  # as the metadata has them, others as they are
-
-
-def _named(arch: str) -> str:
-    return ARCHITECTURES.get(arch, arch)
-
 
 def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
-    """Write a cache of an architecture: `fk` and `wan` scaled, the latter with frames; `zi` unscaled with its caption only."""
+    """Write a cache of an architecture: `fk` and `wan` scaled, the latter with frames; `zi` unscaled."""
     folder.mkdir(parents=True)
     for sample in known.samples:
         stem = sample.stem.rpartition("/")[2]  # the name only, as the trainer has it
         width, height = sample.original_wh
         latent = known.cached(sample.latent, scaled=arch in ("fk", "wan"))
-        metadata = {
-            "architecture": _named(arch),
-            "width": str(width),
-            "height": str(height),
-            "format_version": "1.0.1",
-        }
+        metadata = {"architecture": arch, "width": str(width), "height": str(height), "format_version": "1.0.1"}
         _, h, w = latent.shape
         frames = latent[:, None] if arch == "wan" else latent
-        name = f"{stem}_{width:04d}x{height:04d}_{arch}.safetensors"
         dtype = str(latent.dtype).removeprefix("torch.")
-        save_file({f"latents_1x{h}x{w}_{dtype}": frames.contiguous()}, folder / name, metadata)
-        text = {"architecture": _named(arch), "caption1": sample.caption, "format_version": "1.0.1"}
-        if arch == "fk":
-            assert sample.pooled is not None
-            embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_pooler_float32": tensor(sample.pooled)}
-        else:
-            embeds = {"varlen_llm_embed_float32": tensor(sample.tokens)}
-        save_file(embeds, folder / f"{stem}_{arch}_te.safetensors", text)
+        latents = {f"latents_1x{h}x{w}_{dtype}": frames.contiguous(), f"latents_control_{h}x{w}_{dtype}": latent.clone()}
+        save_file(latents, folder / f"{stem}_{width:04d}x{height:04d}_{arch}.safetensors", metadata)
+        text = {"architecture": arch, "caption1": sample.caption, "format_version": "1.0.1"}
+        save_file({"t5_vec_float32": tensor(sample.tokens)}, folder / f"{stem}_{arch}_te.safetensors", text)
     return folder
 
 
@@ -111,9 +95,7 @@ def simpletuner(folder: Path, known: Known, *, hashed: bool = True, packed: bool
             "aspect_ratio": round(width / height, 2),
         }
         buckets.setdefault(str(round(width / height, 2)), []).append(path)
-        embeds = {"prompt_embeds": tensor(sample.tokens)[None], "attention_masks": torch.ones(1, len(sample.tokens))}
-        if sample.pooled is not None:
-            embeds |= {"pooled_prompt_embeds": tensor(sample.pooled), "time_ids": torch.zeros(6)}
+        embeds = {"prompt_embeds": tensor(sample.tokens)[None]}
         text = hashlib.md5(sample.caption.encode()).hexdigest()
         simpletuner_file(folder / "cache" / "text" / f"{text}-{model}.pt", embeds, packed=packed)
     named = {"config": {"vae_cache_clear_each_epoch": False}, "aspect_ratio_bucket_indices": buckets}
@@ -184,13 +166,9 @@ def ai_toolkit_file(folder: Path, known: Known, sample: Sample, space: str, **ch
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in info.items()}
     latent = known.cached(sample.latent)
     save_file({"latent": latent.flip(2) if changes.get("flip_x") else latent}, path, metadata)
-    embeds = {"text_embed": tensor(sample.tokens)[None]}
-    if sample.pooled is not None:
-        embeds["pooled_embed"] = tensor(sample.pooled)[None]
-    told = {"caption": sample.caption, "text_embedding_space_version": "flux" if space == "flux1" else space}
-    text = image.parent / "_t_e_cache" / f"{image.stem}_{_hashed({**told, 'text_embedding_version': 1})}.safetensors"
+    text = image.parent / "_t_e_cache" / f"{image.stem}_{_hashed({'caption': sample.caption})}.safetensors"
     text.parent.mkdir(exist_ok=True)
-    save_file(embeds, text, {"version": "1"})
+    save_file({"text_embed": tensor(sample.tokens)[None]}, text, {"version": "1"})
     return path
 
 
@@ -293,13 +271,13 @@ WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the fam
     "mds": (mds, "sd at 256 px"),
 }
 FORMS = {  # what each writer makes of the known images
-    "kohya": Form(scaled=False, text="encode"),
+    "kohya": Form(scaled=False),
     "musubi": Form(),
     "simpletuner": Form(has_crop=True),
-    "onetrainer": Form(scaled=False, has_crop=True, text="encode"),
+    "onetrainer": Form(scaled=False, has_crop=True),
     "ai-toolkit": Form(has_size=False, has_crop=True),
-    "diffusion-pipe": Form(has_size=False, has_resized=False, text="encode"),
-    "mds": Form(dtype=torch.float16, text_dtype=torch.float16),
+    "diffusion-pipe": Form(has_size=False, has_resized=False),
+    "mds": Form(dtype=torch.float16),
 }
 LATENTS = {  # where each kind has its latents
     "kohya": "**/*_sdxl.npz",

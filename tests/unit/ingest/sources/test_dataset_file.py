@@ -161,6 +161,14 @@ BAD = {
     "an empty caption": (PHOTOS + 'caption = " "', r"source\[0\]: .*caption"),
     "an extension of none": (PHOTOS + 'captions_from = "./"', r"source\[0\]: .*extension"),
     "an earlier field": (PHOTOS + 'caption_column = "a"', "it is `captions_from`"),
+    "a field of another trainer": (PHOTOS + 'control_directory = "a"', "it is `references` here"),
+    "a mask without a name": (PHOTOS + 'mask = "column:"', r"source\[0\]: mask is 'column:', expected"),
+    "a pattern without a stem": (PHOTOS + 'references = "same:_{n}"', r"source\[0\]: references is 'same:_{n}', expected"),
+    "an area in no unit": (PHOTOS + "references_area = 1048576", r"source\[0\]: references_area is 1048576, expected"),
+    "references of kohya's folders": (
+        '[[source]]\npath = "kohya"\nkohya_folders = true\nreferences = "a"',
+        "name a source for each",
+    ),
     "two trigger words": (PHOTOS + 'caption_template = ["a", "b"]', "only one may be without it"),
     "no name": ('[[source]]\npath = "*.tar"', r"source\[0\].path .*\*.tar' gives its store no name; add one"),
     "nothing there": ('[[source]]\npath = "photo"', r"data.toml, source photo: .* \(did you mean 'photos'\?\)"),
@@ -186,13 +194,13 @@ def test_a_mistake_is_named_with_its_place_on_one_line(folder: Path, kind: str) 
 
 
 def test_the_example_and_the_page_on_packing_are_read_as_they_stand(folder: Path) -> None:
-    for name in ("my dog", "held out"):
+    for name in ("my dog", "after", "held out"):
         write_images(folder / name, 1)
     (folder / "tars").mkdir()
     (folder / "tars" / "000.tar").write_bytes(bytes(10240))
     example = (ROOT / "examples" / "dataset.toml").read_text(encoding="utf-8").replace("{000..012}", "*")
     names = [(entry.name, entry.repeats) for entry in read(folder, example).sources]
-    expected = [("photos", 1), ("my dog", 10), ("scans", 1), ("held out", 1), ("10_sks dog", 10), ("2_barns", 2)]
+    expected = [("photos", 1), ("my dog", 10), ("after", 1), ("scans", 1), ("held out", 1), ("10_sks dog", 10), ("2_barns", 2)]
     assert names == expected
     page = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
     of_one, shown = (part.partition("```")[0] for part in page.split("```toml\n")[1:3])

@@ -8,12 +8,10 @@ import json
 import os
 import resource
 import signal
-import struct
 import tarfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,9 @@ from tests.commands import BIN, call, spawn
 from tests.fault.apart import How, apart
 from tests.kit import Sample, embedding, flip_bit, flip_caption, flip_row, make_sample, make_store, samples_of, tree, untouched
 from tests.unit.ingest.importers.known import Form, Known, assert_as_packed, run_import
-from tests.unit.ingest.importers.writers import FORMS
+from tests.unit.ingest.importers.writers import kohya
 
-FORMATS = ("webdataset", "safetensors", "mds")  # kohya takes only ids that are paths
+FORMATS = ("webdataset", "safetensors")  # kohya takes only ids that are paths
 ODD = ("two\nlines.png", "../../x", "/etc/passwd", "raw\udcff.png", "l" * 10_000, "back\\slash.png", ".", "")
 
 
@@ -310,52 +308,6 @@ def test_kohyas_files_are_read_by_numpy_and_imported_again(known: Callable[[str]
     assert_as_packed(tmp_path / "s.store", own, form, ids=stems)
 
 
-@pytest.mark.parametrize("family", ["sd", "flux"])
-def test_what_is_exported_to_mds_and_imported_again_is_the_same(
-    known: Callable[[str], Known], family: str, tmp_path: Path
-) -> None:
-    own = known(family)
-    export_for_trainer(own, "mds", tmp_path / "out", "--shard-size", "8KiB")
-    assert len(list((tmp_path / "out" / "train").glob("*/*.mds"))) > 2
-    run_import("mds", tmp_path / "out", tmp_path / "s.store", own).done()
-    assert_as_packed(tmp_path / "s.store", own, FORMS["mds"])
-
-
-def mds_samples(folder: Path) -> dict[str, dict[str, bytes]]:
-    found = {}
-    for bucket in sorted((folder / "train").iterdir()):
-        (shard,) = json.loads((bucket / "index.json").read_text(encoding="utf-8"))["shards"]
-        data = (bucket / shard["raw_data"]["basename"]).read_bytes()
-        assert len(data) == shard["raw_data"]["bytes"]
-        (number,) = struct.unpack_from("<I", data)
-        offsets = struct.unpack_from(f"<{number + 1}I", data, 4)
-        described = json.loads(data[4 * (number + 2) : offsets[0]])
-        assert described["column_names"] == sorted(described["column_names"]) == shard["column_names"]
-        for begin, end in pairwise(offsets):
-            sizes, names = described["column_sizes"], described["column_names"]
-            at = begin + 4 * sizes.count(None)
-            free = iter(struct.unpack_from(f"<{sizes.count(None)}I", data, begin))
-            values = {}
-            for name, size in zip(names, sizes, strict=True):
-                length = next(free) if size is None else size
-                values[name], at = data[at : at + length], at + length
-            assert at == end
-            found[values["key"].decode()] = values
-    return found
-
-
-def test_an_mds_shard_is_as_its_description_says(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("sd")
-    export_for_trainer(own, "mds", tmp_path / "out")
-    found = mds_samples(tmp_path / "out")
-    for sample in own.samples:
-        values, (height, width) = found[sample.id], sample.bucket_hw
-        latent = np.frombuffer(values[f"latents_{height}x{width}"], dtype="<f2").reshape(sample.latent.shape)
-        np.testing.assert_allclose(latent, own.fed(sample.latent), rtol=2**-10, atol=1e-6)
-        assert values["caption"].decode() == sample.caption
-        assert np.frombuffer(values["caption_latents"], dtype="<f2").tolist() == sample.tokens.astype("<f2").ravel().tolist()
-
-
 def test_a_store_of_another_model_is_refused_by_name(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("pixart_sigma")
     call("store", "export", own.images.parent / "packed.store", tmp_path / "out", "--format", "kohya").fails(
@@ -364,8 +316,7 @@ def test_a_store_of_another_model_is_refused_by_name(known: Callable[[str], Know
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["kohya", "mds"])
-def test_columns_next_to_the_latents_are_left_out_by_name(kind: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_columns_next_to_the_latents_are_left_out_by_name(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sd")
     sample = own.samples[0]
     encoders = Store.open(own.images.parent / "packed.store").manifest.encoders
@@ -374,7 +325,7 @@ def test_columns_next_to_the_latents_are_left_out_by_name(kind: str, known: Call
     with StoreWriter(tmp_path / "s.store", encoders=encoders, columns=[*latents, mask]) as writer:
         values = {"target": sample.latent, "target/flipped": sample.latent, "mask": np.ones(3, "u1")}
         writer.add(sample.id, "train", values)
-    asked = ("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", kind)
+    asked = ("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya")
     assert call(*asked, "--dry-run", "--json").json["left_out"] == ["mask"]
     assert "left out, as" in call(*asked).done().out
 
@@ -408,7 +359,6 @@ def test_ids_that_kohyas_scripts_would_not_find_are_refused(
 
 
 def test_a_store_that_was_imported_does_not_go_out_to_kohyas_form(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own = known("sd")
-    export_for_trainer(own, "mds", tmp_path / "mds")
-    run_import("mds", tmp_path / "mds", tmp_path / "s.store", own).done()
+    own = known("sdxl")
+    run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own).done()
     call("store", "export", tmp_path / "s.store", tmp_path / "out", "--format", "kohya").fails("was made by `ingest import`")
