@@ -130,7 +130,7 @@ def partner_notes(account: RunSummary) -> list[str]:
     if account.zero_masks:
         named = ", ".join(account.zero_masks[:10]) + ", …" * (len(account.zero_masks) > 10)
         number = counted(len(account.zero_masks), "image")
-        notes.append(f"{number} with a mask that is zero everywhere, which train nothing: {named}")
+        notes.append(f"{number} with a mask that is zero everywhere, or 1 at most of 255, which train nothing: {named}")
     return notes
 
 

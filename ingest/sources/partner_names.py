@@ -128,6 +128,13 @@ class PartnerRules:
             )
         return next(iter(found.values()), ())
 
+    def note_unused(self, there: Collection[str], with_images: Collection[str], notes: list[str]) -> None:
+        """Name the usual columns of references that have paths or other values instead of images."""
+        unused = [one for one in REFERENCE_COLUMNS if self.finds_columns and one in there and one not in with_images]
+        note = f"no references: {', '.join(unused)} has no images inside; write them into it, or pack a table of files"
+        if unused and note not in notes:
+            notes.append(note)
+
     def mask_column(self, there: Collection[str], name: str | None = None) -> str | None:
         """Return the column of masks; None without one. `name` as of `reference_columns`."""
         return next(iter(_numbered(self.mask_at, there, name)), None) if self.mask is MaskForm.COLUMN else None
