@@ -113,7 +113,7 @@ class PartnerRules:
     @property
     def mask_source(self) -> str | None:
         """What a store records: `file`, `alpha` or `whole`; None without masks."""
-        return None if self.mask is None else self.mask if self.mask in (MaskForm.ALPHA, MaskForm.WHOLE) else "file"
+        return None if self.mask is None else self.mask.value if self.mask in (MaskForm.ALPHA, MaskForm.WHOLE) else "file"
 
     def reference_columns(self, there: Collection[str], name: str | None = None) -> tuple[str, ...]:
         """Return the columns of references among those `there`, in order; those that the user named must be in `name`."""

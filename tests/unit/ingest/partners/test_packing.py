@@ -325,3 +325,8 @@ def test_an_alpha_channel_is_a_mask_and_hides_no_colour(tmp_path: Path, edit_mod
     masks["d.png"] = _of(Image.new("L", colours.size, 1))
     check(tmp_path / "s", edit_model, {name: Expected(target=_of(colours), mask=own) for name, own in masks.items()})
     assert any("2 images with a mask that is zero everywhere" in note and "c.png, d.png" in note for note in done["notes"])
+    assert packed(file, tmp_path / "s", edit_model).done().json["unchanged"] == 4
+    whole = data_file(tmp_path / "data.toml", "data", mask="whole")
+    for unchanged in (0, 4):
+        assert packed(whole, tmp_path / "whole", edit_model).done().json["unchanged"] == unchanged
+    assert all(set(row.columns["mask"]) == {255} for row in by_id(Store.open(tmp_path / "whole")).values())
