@@ -265,6 +265,8 @@ def one_run(seed: int, folder: Path) -> Counter[str]:
         flip=not sees and draw.random() < 0.5,
         crop=draw.choice(["center", "random"]),
     )
+    for n in range(world.num_folders):
+        (folder / str(n)).mkdir()
     for n in range(draw.randint(3, 6)):
         world.write(world.new_pair(n))
     seen: Counter[str] = Counter()
