@@ -100,7 +100,7 @@ class World:
         size = target.size[::-1]
         images = {"target": target}
         for n in range(self.num_folders):
-            if self.draw.random() < 0.75:
+            if self.draw.random() < 0.75 or number == n == 0:  # a source without any reference is refused
                 images[str(n)] = self.new_image(size if self.draw.random() < 0.5 else None)
         if self.has_masks:
             images["mask"] = self.new_image(size).convert("L")
@@ -128,7 +128,7 @@ class World:
             return replace(pair, captions=tuple(self.draw.sample(WORDS, self.draw.randint(0, 3))))
         if name in absent:
             return replace(pair, images={**pair.images, name: self.new_image()})
-        if name.isdecimal() and self.draw.random() < 0.4:
+        if name.isdecimal() and self.draw.random() < 0.4 and (pair.id, name) != ("00.png", "0"):
             return self.remove(pair, name)
         image = pair.images[name]  # of the same size, so that masks fit and pairs stay aligned
         return replace(pair, images={**pair.images, name: self.new_image(image.size[::-1]).convert(image.mode)})
