@@ -60,6 +60,7 @@ RUNS = {
     "import": Run("importing:Import", "--repeats 3", "--samples 4000"),
     "train": Run("train:Train", "--rows 64 --steps 8 --repeats 5", "--repeats 20"),  # the tiny model; GPU models: --model
     "train --saves": Run("train:TrainSaves", "--repeats 3", "--repeats 9"),
+    "train --references": Run("references:TrainReferences", "--repeats 3", "--repeats 15"),
 }
 CASES = tuple(dict.fromkeys(name.split()[0] for name in RUNS))
 
@@ -70,7 +71,7 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: peers (--remote), hot (--text, --busy), start (--batch), stream (--service), scale (--listing),
-    pack (--again, --memory), import, train (--saves). A flag selects another part of a case.
+    pack (--again, --memory), import, train (--saves, --references). A flag selects another part of a case.
 
     Example: python -m bucketline.bench --json
     """

@@ -24,10 +24,11 @@ from bucketline.ingest.images.decode import decode_image, placed_by_header
 from bucketline.ingest.pipeline.model import chosen_device, refuse_no_cuda
 from bucketline.ingest.progress import look_at
 from bucketline.ingest.sources.dataset_file import open_source
-from bucketline.pages.page import Card, Section, document, jpeg, parts, percent, refuse_page
-from bucketline.store.format.block import LATENT
+from bucketline.pages.page import Card, Section, document, jpeg, parts, percent, png, refuse_page, tinted
+from bucketline.store.format.block import LATENT, MASK
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.read.samples import checked_row
+from bucketline.store.report.facts import references_of
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -64,33 +65,51 @@ def refuse_image(store: Store, png: Path) -> None:
     refuse_existing(png, "file")
 
 
-def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: str) -> Peeked:
-    """Decode a sample's latent (the mean of stored moments) and write it as an upright RGB image of its bucket's size."""
-    refuse_image(store, png)
+def peek(store: Store, sample_id: str, model: ModelFolder, path: Path, device: str) -> Peeked:
+    """Decode a sample's latent (the mean of stored moments) and write it as an upright RGB image of its bucket's size.
+
+    Its references follow to the right. What its mask leaves out is red.
+    """
+    refuse_image(store, path)
     shard, record = store.sample(sample_id)
     row = checked_row(store, store.shards.index(shard), record)
-    column = store.manifest.specs[record.bucket].column(LATENT)
+    spec = store.manifest.specs[record.bucket]
+    column = spec.column(LATENT)
     refuse_no_cuda(device)
     model.part("vae")
     import torch  # once what can be refused without it is
-    from PIL import Image
 
     from bucketline.torch_dtypes import TORCH_DTYPES
 
     vae = decoding_vae(store.encoders.get("vae"), model, chosen_device(device, 0), column.dtype)
-    latent = torch.frombuffer(bytearray(row[LATENT]), dtype=TORCH_DTYPES[column.dtype]).reshape(column.shape)
-    pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # the means are the first half of moments
-    data = io.BytesIO()
-    Image.fromarray(pixels).save(data, "PNG")
-    write_or_explain(png, data.getvalue())
-    height_px, width_px = pixels.shape[:2]
+    decoded = []
+    for name in (LATENT, *references_of(store.bucket(record.bucket))):
+        stored = torch.frombuffer(bytearray(row[name]), dtype=TORCH_DTYPES[column.dtype]).reshape(spec.column(name).shape)
+        decoded.append(vae.decode(stored[None, : vae.latent_channels])[0])  # the means are the first half of moments
+    images = [png(pixels) for pixels in decoded]
+    if MASK in row:
+        images[0] = tinted(images[0], np.frombuffer(row[MASK], np.uint8).reshape(spec.column(MASK).shape))
+    write_or_explain(path, images[0] if len(images) == 1 else png(beside(images)))
+    height_px, width_px = decoded[0].shape[:2]
     return Peeked(
-        png=str(png), id=record.id, bucket=record.bucket, height_px=height_px, width_px=width_px, captions=record.captions
+        png=str(path), id=record.id, bucket=record.bucket, height_px=height_px, width_px=width_px, captions=record.captions
     )
+
+
+def beside(images: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Return images next to each other, on white, `[H, W, 3]`."""
+    opened = [Image.open(io.BytesIO(one)) for one in images]
+    width, height = sum(one.width for one in opened) + GAP_PX * (len(opened) - 1), max(one.height for one in opened)
+    sheet, left = Image.new("RGB", (width, height), "white"), 0
+    for one in opened:
+        sheet.paste(one, (left, 0))
+        left += one.width + GAP_PX
+    return np.asarray(sheet)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- crops
 
+GAP_PX = 8  # between a target and its references
 MAX_PER_BUCKET = 24
 MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
 MAX_REJECTS = 1000  # that the page lists

@@ -91,7 +91,7 @@ def counted_images(
         for image in reader.walk(items, look_limits(source, config.decode_threads), account, on_image):
             if image.change is not Change.TEXT:
                 account.count_packed(image.item.id, image.item.captions, image.placement, image.bucket, config.max_captions)
-                account.count_partners(image.item.id, image.num_references, is_masked_out=image.is_masked_out)
+                account.count_partners(image.item.id, image.num_references, image.num_pairs, is_masked_out=image.is_masked_out)
             yield image
             on_image()
 

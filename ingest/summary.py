@@ -43,6 +43,7 @@ class RunSummary:
     crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
     buckets: dict[str, int] = field(default_factory=dict)  # packed images
     references: dict[str, int] = field(default_factory=dict)  # packed images by their number of references, of stores with some
+    pairs: int = 0  # of these references: those that have their target's place
     zero_masks: list[str] = field(default_factory=list)  # ids of packed images whose mask is zero everywhere
     left_out: dict[str, int] = field(default_factory=dict)  # what imported samples have that a store does not take
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
@@ -64,8 +65,9 @@ class RunSummary:
         if len(captions) > max_captions:
             self.captions_beyond.append(sample_id)
 
-    def count_partners(self, sample_id: str, num_references: int | None, *, is_masked_out: bool) -> None:
+    def count_partners(self, sample_id: str, num_references: int | None, num_pairs: int, *, is_masked_out: bool) -> None:
         """Count a packed image by its references, None if the store has none, and note one whose mask is zero everywhere."""
+        self.pairs += num_pairs
         if num_references is not None:
             self.references[str(num_references)] = self.references.get(str(num_references), 0) + 1
         if is_masked_out:
@@ -122,7 +124,9 @@ def partner_notes(account: RunSummary) -> list[str]:
     notes = []
     if account.references:
         counts = (f"{counted(images, 'image')} with {number}" for number, images in by_number(account.references).items())
-        notes.append(f"references: {', '.join(counts)}")
+        placed = "cropped and mirrored with it, others have a size of their own"
+        pairs = f"; {account.pairs} of these have their image's size, and are {placed}" if account.pairs else ""
+        notes.append(f"references: {', '.join(counts)}{pairs}")
     if account.zero_masks:
         named = ", ".join(account.zero_masks[:10]) + ", …" * (len(account.zero_masks) > 10)
         number = counted(len(account.zero_masks), "image")

@@ -359,10 +359,11 @@ def rows_per_pass(num_rows: int, repeats: float) -> int:
 
 def _expect_alike(first: Store, second: Store) -> None:
     """Raise an error if two stores cannot be mixed: different encoders, text columns or image processing."""
+    are_alike = _kept_columns(first) == _kept_columns(second)
     settings, others = (
         {
             **store.manifest.settings(),
-            "columns": _kept_columns(store),
+            **({"columns": None} if are_alike else {}),
             "rules": {name: rule for name, rule in store.manifest.rules.items() if name not in _FREE_RULES},
             "max_captions": None,  # which the columns of each bucket have
         }

@@ -9,7 +9,7 @@ from bucketline.loader.collate.buffers import captions_of
 from bucketline.loader.config import LoaderConfig
 from bucketline.loader.loader import Loader
 from bucketline.loader.plan.plan import make_plan, plan_counts
-from bucketline.pages.page import Card, Finding, Section, document, parts
+from bucketline.pages.page import Card, Finding, Section, document, parts, tinted
 from bucketline.store.format.block import TARGET, LatentKind
 from bucketline.store.report.latent_rgb import latent_images
 
@@ -52,22 +52,40 @@ def _latents(batch: Batch) -> NDArray[Any] | None:
     return values[:, : values.shape[1] // 2] if batch.latent_kind is LatentKind.MOMENTS else values
 
 
+def _references(batch: Batch) -> list[NDArray[Any]]:
+    return [own.float().numpy() for own in batch.references]
+
+
+def _masked(images: Sequence[bytes], batch: Batch, row: int) -> Sequence[bytes]:
+    """Return a row's images, the target's with its mask over it."""
+    if batch.mask is None or not images:
+        return images
+    return [tinted(images[0], (255 * batch.mask[row]).round().byte().numpy()), *images[1:]]
+
+
+def _note(how: str, batches: Sequence[Batch]) -> str:
+    pairs = " Each target, then its references." if any(batch.references for batch in batches) else ""
+    masks = " Red is what a mask leaves out." if any(batch.mask is not None for batch in batches) else ""
+    return f"Latents {how}.{pairs}{masks}"
+
+
 def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: dict[str, Any]) -> bytes:
     """Return the contact sheet; `vae`: what the store records of its VAE."""
-    latents = [_latents(batch) for _, batch, _ in batches]
-    drawn, note = latent_images([latent for of_batch in latents if of_batch is not None for latent in of_batch], vae)
+    latents = [[own for own in (_latents(batch), *_references(batch)) if own is not None] for _, batch, _ in batches]
+    drawn, note = latent_images([one for of_batch in latents for own in of_batch for one in own], vae)
     images = iter(drawn)
     groups = []
     for (rank, batch, rows), of_batch in zip(batches, latents, strict=True):
+        shown = list(zip(*([next(images) for _ in own] for own in of_batch), strict=True)) or [()] * len(rows)
         cards = [
             Card(
-                images=[next(images)] if of_batch is not None else (),
+                images=_masked(own, batch, number),
                 title=row["id"],
                 notes=_notes(row),
                 captions=[row["caption"] or "(the empty caption)"],
                 problem="no image latent",
             )
-            for row in rows
+            for number, (row, own) in enumerate(zip(rows, shown, strict=True))
         ]
         groups.append((f"rank {rank}, micro-batch {batch.micro_step}", counted(len(rows), "row"), cards))
     _, first, _ = batches[0]
@@ -86,7 +104,7 @@ def peek_page(stores: Sequence[str], step: int, batches: Sequence[Peeked], vae: 
             Section(
                 anchor="batch",
                 title="What is delivered",
-                note=f"Latents {note}." if drawn else "",
+                note=_note(note, [batch for _, batch, _ in batches]) if drawn else "",
                 body=parts.gallery(groups, "Search ids and captions", "wide"),
             ),
             Section(anchor="step", title="The step", body=parts.table(("", ""), facts, texts=2)),

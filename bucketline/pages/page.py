@@ -31,6 +31,7 @@ with extra_named("report"):
     from PIL import Image
 
 
+_LEFT_OUT, _TINT = (230, 0, 40), 0.6  # the colour of what a mask leaves out, and how much of the image it hides
 _JPEG = {"quality": 82, "subsampling": 0}  # sharp colours: captions are drawn into some images, and crops by a thin line
 
 
@@ -47,6 +48,15 @@ def jpeg(pixels: NDArray[np.uint8] | Image.Image, longest: int | None = None) ->
         image = image.copy()
         image.thumbnail((longest, longest))
     return _encoded(image, "JPEG", **_JPEG)
+
+
+def tinted(image: bytes, mask: NDArray[np.uint8]) -> bytes:
+    """Return one of these files with red over what a mask, `[h, w]`, leaves out: all of it at 0, nothing at 255."""
+    with Image.open(io.BytesIO(image)) as opened:
+        kind, pixels = opened.format or "PNG", opened.convert("RGB")
+    left_out = Image.fromarray(255 - mask).resize(pixels.size, Image.Resampling.NEAREST)
+    pixels.paste(_LEFT_OUT, mask=left_out.point(lambda value: int(_TINT * value)))
+    return jpeg(pixels) if kind == "JPEG" else _encoded(pixels, kind)
 
 
 def _encoded(image: Image.Image, kind: str, **options: int) -> bytes:

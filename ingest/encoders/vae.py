@@ -89,7 +89,9 @@ class VaeEncoder:
         Return latents `[B, C, h, w]` on the CPU in the stored dtype (moments: `[B, 2C, h, w]`, means first), and a bool `[B]`
         that tells which of them are finite in that dtype.
         """
-        images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2).contiguous()  # contiguous, as in the pipelines
+        images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2)
+        if not are_references:  # which pipelines encode with channels last: the same latents to the bit
+            images = images.contiguous()
         encoded = vae_encode(self._vae, (images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
         kind = LatentKind.MODE if are_references else self._latents
         latents = self._of_posterior(encoded, seeds, kind) if self._kind.has_posterior else encoded

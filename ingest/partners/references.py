@@ -25,6 +25,7 @@ class Reference:
     """A reference as encoders get it."""
 
     pixels: NDArray[np.uint8]  # [height, width, 3], for the VAE
+    is_pair: bool  # it has its target's place
     seen: Image | None = None  # RGB, for a text encoder that sees it
 
     @property
@@ -48,9 +49,10 @@ class ReferenceReader:
         except ValueError as error:
             raise RejectedError(Reason.TOO_SMALL, str(error)) from error
 
-    def size_in(self, file: BinaryIO, framing: Framing, target: Placement) -> tuple[int, int]:
-        """Return `size` of an image file, from its header only."""
-        return self.size(*size_by_header(file, framing), target)
+    def size_in(self, file: BinaryIO, framing: Framing, target: Placement) -> tuple[tuple[int, int], bool]:
+        """Return `size` of an image file, from its header only, and whether it is an aligned pair."""
+        own = size_by_header(file, framing)
+        return self.size(*own, target), own == target.source
 
     def read(self, data: bytes, framing: Framing, target: Placement) -> Reference:
         """Decode a reference of a target: upright, its colours converted to sRGB as its target's."""
@@ -59,4 +61,4 @@ class ReferenceReader:
             self.size(image.height, image.width, target)
         fitted = image if placed is not None else self.family.fitted(image, self.area_px)
         seen = self.family.for_text(image, fitted) if self.family.text_sees else None
-        return Reference(pixels=np.asarray(fitted, dtype=np.uint8), seen=seen)
+        return Reference(pixels=np.asarray(fitted, dtype=np.uint8), is_pair=placed is not None, seen=seen)

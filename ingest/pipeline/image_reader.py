@@ -83,6 +83,7 @@ class ReadImage:
     latents: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # by column, [C, h, w]; checksum verified
     references: tuple[Reference, ...] = ()
     mask: NDArray[np.uint8] | None = None  # [h, w] of the latent
+    num_pairs: int = 0  # references that have the target's place
     partner_sizes: tuple[int, ...] = ()  # in the bucket's name: height and width in px of each reference that the store has
 
     @property
@@ -279,15 +280,18 @@ class ImageReader:
         if self._partners.is_empty:
             return {"placement": placement}
         references, masks = self._split_partners(item)
-        sizes, mask = [], None
+        sizes, num_pairs, mask = [], 0, None
         for partner in references:
             with self._files.naming(partner), self._files.opened(partner) as file:
                 assert self._references is not None
-                sizes.append(self._references.size_in(file, self._partner_framing, placement))
+                size, is_pair = self._references.size_in(file, self._partner_framing, placement)
+                sizes.append(size)
+                num_pairs += is_pair
         for partner in masks:
             with self._files.naming(partner), self._files.opened(partner) as file:
                 mask = read_mask(file.read(), self._partner_framing, placement, self._px_per_latent)
-        return {"placement": placement, "partner_sizes": self._partners.bucket_sizes(sizes), "mask": mask}
+        own_sizes = self._partners.bucket_sizes(sizes)
+        return {"placement": placement, "partner_sizes": own_sizes, "num_pairs": num_pairs, "mask": mask}
 
     def _decoded(self, item: SourceItem, files: SampleFiles) -> dict[str, Any]:
         """Decode an image and its partners: fields of `ReadImage`."""
@@ -312,7 +316,12 @@ class ImageReader:
             read["mask"] = mask_on_grid(alpha, placement, self._px_per_latent)
         elif self._partners.mask in (MaskForm.ALPHA, MaskForm.WHOLE):
             read["mask"] = whole_mask(placement, self._px_per_latent)
-        return {**read, "references": tuple(references), "partner_sizes": self._partners.bucket_sizes(sizes)}
+        return {
+            **read,
+            "references": tuple(references),
+            "num_pairs": sum(one.is_pair for one in references),
+            "partner_sizes": self._partners.bucket_sizes(sizes),
+        }
 
     def _split_partners(self, item: SourceItem) -> tuple[list[Partner], list[Partner]]:
         """Return a sample's references and its masks; check how many references it has."""

@@ -393,7 +393,7 @@ class SlicePacker:
             rows.append((record, {**latents, **own}, digests, entries.get(item.id, {})))
             self._shard.num_bytes += record.text_bytes
             self.account.count_packed(item.id, item.captions, place, bucket, self._config.max_captions)
-            self.account.count_partners(item.id, image.num_references, is_masked_out=image.is_masked_out)
+            self.account.count_partners(item.id, image.num_references, image.num_pairs, is_masked_out=image.is_masked_out)
             self.account.moved += image.change is Change.SPLIT
             self.account.latents_kept += image.pixels is None
         return rows

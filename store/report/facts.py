@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.store.format.block import LATENT, LatentKind, draw
+from bucketline.store.format.block import LATENT, MASK, LatentKind, draw, reference_axes, reference_role
 from bucketline.store.format.schema import cropped_away
 from bucketline.store.read.samples import Selection, live_samples
 
@@ -75,15 +75,65 @@ def with_latents(store: Store) -> list[Bucket]:
     ]
 
 
-def read_latents(store: Store, bucket: Bucket, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the latents of rows as stored, `[N, C, …]`; of stored moments the means."""
-    column = bucket.spec.column(LATENT)
-    stored = bucket.read(rows, LATENT)
+def read_latents(store: Store, bucket: Bucket, rows: NDArray[np.int64], name: str = LATENT) -> NDArray[np.float32]:
+    """Return the latents of rows as stored, `[N, C, …]`; of stored moments the means. `name`: that of a reference's column."""
+    column = bucket.spec.column(name)
+    stored = bucket.read(rows, name)
     values: NDArray[np.float32] = (
         (stored.astype(np.uint32) << 16).view(np.float32) if column.dtype == "BF16" else stored.astype(np.float32)
     )
     vae = vae_of(store)
-    return values[:, : values.shape[1] // 2] if vae.get("latents") == LatentKind.MOMENTS.value else values
+    return values[:, : values.shape[1] // 2] if name == LATENT and vae.get("latents") == LatentKind.MOMENTS.value else values
+
+
+def references_of(bucket: Bucket) -> list[str]:
+    """Return the columns of the references that the bucket's rows have, in their order."""
+    named = ((reference_role(n), reference_axes(n)) for n in range(len(bucket.axes)))
+    return [name for name, (height_px, _) in named if bucket.axes.get(height_px)]
+
+
+def has_mask(bucket: Bucket) -> bool:
+    return any(column.name == MASK for column in bucket.columns)
+
+
+@dataclass(slots=True, kw_only=True)
+class PairFacts:
+    """References and masks."""
+
+    by_number: Counter[int] = field(default_factory=Counter)  # samples by how many references they have
+    masks: int = 0  # samples with a mask
+    read: int = 0  # masks
+    area: float = 0.0  # sum of what counts, each mask's as a share of its image
+    full: int = 0  # masks that leave nothing out
+    empty: list[RowPlace] = field(default_factory=list)  # masks that leave out all
+
+    @property
+    def are_there(self) -> bool:
+        return self.masks > 0 or any(self.by_number.keys() - {0})
+
+    @property
+    def mean_area(self) -> float:
+        return self.area / self.read if self.read else 0.0
+
+
+def check_pairs(store: Store, most: int) -> PairFacts:
+    """Count samples by their references, and read the masks of at most `most`, drawn as latents are."""
+    facts = PairFacts()
+    with_masks = [bucket for bucket in store.buckets() if has_mask(bucket)]
+    facts.masks = sum(bucket.num_rows for bucket in with_masks)
+    for bucket in store.buckets():
+        facts.by_number[len(references_of(bucket))] += bucket.num_rows
+    for bucket in with_masks:
+        share = bucket.num_rows if facts.masks <= most else max(1, round(most * bucket.num_rows / facts.masks))
+        rows = drawn_rows(store, bucket, share)
+        size = max(1, _CHUNK_BYTES // max(1, bucket.spec.column(MASK).row_bytes))
+        for part in (rows[first : first + size] for first in range(0, len(rows), size)):
+            areas = bucket.read(part, MASK).mean(axis=(1, 2)) / 255.0
+            facts.read += len(areas)
+            facts.area += float(areas.sum())
+            facts.full += int((areas == 1.0).sum())
+            facts.empty += [RowPlace(bucket=bucket.name, row=int(row)) for row in part[areas == 0.0]]
+    return facts
 
 
 def vae_of(store: Store) -> Mapping[str, Json]:

@@ -13,8 +13,20 @@ from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.extensions import Extensions
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import redacted
-from bucketline.pages.page import Card, Finding, Section, document, histogram, parts, percent, refuse_page, scatter, worst_first
-from bucketline.store.format.block import ID
+from bucketline.pages.page import (
+    Card,
+    Finding,
+    Section,
+    document,
+    histogram,
+    parts,
+    percent,
+    refuse_page,
+    scatter,
+    tinted,
+    worst_first,
+)
+from bucketline.store.format.block import ID, LATENT, MASK
 from bucketline.store.read.samples import info
 from bucketline.store.report.facts import (
     ALIKE,
@@ -22,9 +34,12 @@ from bucketline.store.report.facts import (
     MAX_CARDS,
     Shown,
     check_latents,
+    check_pairs,
     collect_facts,
     collect_lists,
+    has_mask,
     read_latents,
+    references_of,
     vae_of,
     with_latents,
     worst_buckets,
@@ -33,13 +48,13 @@ from bucketline.store.report.latent_rgb import PUBLISHED, TITLES, latent_images,
 from bucketline.store.report.other_process import call_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.store.read.store import Store
-    from bucketline.store.report.facts import Facts, LatentFacts, ListFacts, RowPlace
+    from bucketline.store.report.facts import Facts, LatentFacts, ListFacts, PairFacts, RowPlace
     from bucketline.typed_json import Json
 
 FEW_LATENTS = 100  # of which the spread says more of their images than of their VAE
@@ -72,13 +87,23 @@ def spread_of(facts: LatentFacts, vae: Mapping[str, Json]) -> ChannelSpread:
     return ChannelSpread(mean=fed_mean, std=fed_std, rms=rms)
 
 
-def findings(*, facts: Facts, lists: ListFacts, latents: LatentFacts, vae: Mapping[str, Json]) -> list[Finding]:
+def findings(
+    *, facts: Facts, lists: ListFacts, latents: LatentFacts, pairs: PairFacts, vae: Mapping[str, Json]
+) -> list[Finding]:
     return [
+        *_of_masks(pairs),
         *_of_latents(latents, vae),
         *_of_crops(facts),
         *_of_captions(facts),
         *_of_rejects(facts, lists),
     ]
+
+
+def _of_masks(facts: PairFacts) -> Iterator[Finding]:
+    if facts.empty:
+        title = f"{counted(len(facts.empty), 'mask')} all zero"
+        detail = f"Of {facts.read:,} read: with --mask-loss their samples teach nothing."
+        yield Finding(level="warning", title=title, detail=detail, anchor="pairs")
 
 
 def _of_latents(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding]:
@@ -181,13 +206,13 @@ class Cards:
     """The cards of the page's images."""
 
     samples: Mapping[RowPlace, Shown]  # those that the page may show
-    images: Mapping[RowPlace, bytes]  # of samples, from their latents
+    images: Mapping[RowPlace, Sequence[bytes]]  # of samples, from their latents: the target, then its references
     sources: Mapping[str, bytes | str]  # by id, from the source, or why there is none
 
     def sample(self, place: RowPlace, *notes: str) -> Card:
         record = self.samples[place].record
         return Card(
-            images=[self.images[place]] if place in self.images else [],
+            images=self.images.get(place, []),
             title=record.id,
             notes=[*notes, *_size(record.original_size)],
             captions=record.captions,
@@ -213,7 +238,9 @@ def _size(size: tuple[int, int]) -> list[str]:
     return [f"{size[0]}x{size[1]} px"] if size[0] * size[1] else []
 
 
-def template_values(store: Store, facts: Facts, lists: ListFacts, latents: LatentFacts, cards: Cards) -> dict[str, object]:
+def template_values(
+    store: Store, facts: Facts, lists: ListFacts, latents: LatentFacts, pairs: PairFacts, cards: Cards
+) -> dict[str, object]:
     """Return what `report.html` is filled with, but for what only the command knows."""
     vae = vae_of(store)
     family = vae_family_of(vae)
@@ -224,6 +251,8 @@ def template_values(store: Store, facts: Facts, lists: ListFacts, latents: Laten
         "facts": facts,
         "lists": lists,
         "latents": latents,
+        "pairs": pairs,
+        "max_broken": MAX_BROKEN,
         "vae": vae,
         "cards": cards,
         "largest": sorted((b for b in store.buckets() if b.num_rows), key=lambda one: -one.num_rows),
@@ -250,12 +279,13 @@ def template_values(store: Store, facts: Facts, lists: ListFacts, latents: Laten
     }
 
 
-def places_shown(found: LatentFacts) -> Iterable[RowPlace]:
-    """Yield the places of samples that are shown because of their latents, which the records' pass has not kept."""
+def places_shown(found: LatentFacts, pairs: PairFacts) -> Iterable[RowPlace]:
+    """Yield the places of samples that are shown because of their latents or masks, which the records' pass has not kept."""
     for cluster in found.clusters[:MAX_CLUSTERS]:
         yield from cluster[:MAX_MEMBERS]
     yield from found.not_finite[:MAX_BROKEN]
     yield from found.constant[:MAX_BROKEN]
+    yield from pairs.empty[:MAX_BROKEN]
 
 
 def _size_charts(store: Store, facts: Facts) -> list[str]:
@@ -371,12 +401,13 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
     facts = collect_facts(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
     lists = collect_lists(store)
     latents = check_latents(store, options.latents)
+    pairs = check_pairs(store, options.latents)
     samples = {one.place: one for one in _kept(facts)}
-    samples |= {place: _look_up(store, place) for place in places_shown(latents) if place not in samples}
+    samples |= {place: _look_up(store, place) for place in places_shown(latents, pairs) if place not in samples}
     images, how = _images(store, samples, options)
     cards = Cards(samples=samples, images=images, sources=_sources(facts, lists, options))
     more = [section for name in SECTIONS if (section := _section(name, store, options)) is not None]
-    found = findings(facts=facts, lists=lists, latents=latents, vae=vae_of(store))
+    found = findings(facts=facts, lists=lists, latents=latents, pairs=pairs, vae=vae_of(store))
     found = worst_first([*found, *(finding for section in more for finding in section.findings)])
     report = info(store)
     tiles = [
@@ -397,7 +428,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
         tiles=tiles,
         sections=more,
         how=how,
-        **template_values(store, facts, lists, latents, cards),
+        **template_values(store, facts, lists, latents, pairs, cards),
     )
     write_or_explain(page, data)
     return found
@@ -424,23 +455,40 @@ def _look_up(store: Store, place: RowPlace) -> Shown:
     return Shown(place=place, record=store.record_of(shard, bucket.read(row, ID)[0].tobytes()))
 
 
-def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOptions) -> tuple[dict[RowPlace, bytes], str]:
-    found: dict[RowPlace, NDArray[np.float32]] = {}
+def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOptions) -> tuple[dict[RowPlace, list[bytes]], str]:
+    """Return of each sample its target, with its mask over it, and its references, and in words how they are shown."""
+    found: list[tuple[RowPlace, NDArray[np.float32]]] = []
+    masks: dict[RowPlace, NDArray[np.uint8]] = {}
     for bucket in with_latents(store):
         places = sorted((place for place in known if place.bucket == bucket.name), key=lambda place: place.row)
-        if places:
-            rows = read_latents(store, bucket, np.array([place.row for place in places]))
-            found |= {place: still(latent) for place, latent in zip(places, rows, strict=True)}
+        if not places:
+            continue
+        rows = np.array([place.row for place in places])
+        for name in (LATENT, *references_of(bucket)):
+            latents = map(still, read_latents(store, bucket, rows, name))
+            found += zip(places, latents, strict=True)
+        if has_mask(bucket):
+            masks |= zip(places, bucket.read(rows, MASK), strict=True)
     if not found:
         return {}, "are not shown"
-    vae = vae_of(store)
-    if options.decoder is not None:
-        job = {"vae": vae, **options.decoder, "shapes": [latent.shape for latent in found.values()]}
-        data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in found.values())
-        shown = map(base64.b64decode, call_elsewhere("bucketline.ingest.peek:thumbnails", job, data))
-        return dict(zip(found, shown, strict=True)), f"decoded by the VAE of {options.decoder['model']}"
-    made, how = latent_images(list(found.values()), vae, PREVIEW_PX)
-    return dict(zip(found, made, strict=True)), how
+    made, how = _as_images([latent for _, latent in found], vae_of(store), options)
+    images: dict[RowPlace, list[bytes]] = {}
+    for (place, _), image in zip(found, made, strict=True):
+        images.setdefault(place, []).append(image)
+    for place, mask in masks.items():
+        images[place][0] = tinted(images[place][0], mask)
+    return images, how
+
+
+def _as_images(
+    latents: Sequence[NDArray[np.float32]], vae: Mapping[str, Json], options: ReportOptions
+) -> tuple[Sequence[bytes], str]:
+    if options.decoder is None:
+        return latent_images(latents, vae, PREVIEW_PX)
+    job = {"vae": vae, **options.decoder, "shapes": [latent.shape for latent in latents]}
+    data = b"".join(np.nan_to_num(latent).astype("<f4").tobytes() for latent in latents)
+    shown = call_elsewhere("bucketline.ingest.peek:thumbnails", job, data)
+    return [base64.b64decode(one) for one in shown], f"decoded by the VAE of {options.decoder['model']}"
 
 
 def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str, bytes | str]:

@@ -18,6 +18,7 @@ from bucketline.bench import harness
 from bucketline.bench.cases.hot import Hot, HotBusy, HotText
 from bucketline.bench.cases.importing import Import
 from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
+from bucketline.bench.cases.references import TrainReferences
 from bucketline.bench.cases.scale import Scale, ScaleListing
 from bucketline.bench.cases.start import FirstBatch, Start
 from bucketline.bench.cases.stream import Stream, StreamService
@@ -299,6 +300,13 @@ def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureF
     assert results["compiled after the warm-up"]["median"] == 0
     assert results["mixed buckets ÷ the best one, a FLOP"]["median"] > 0
     assert "MFU" not in results, "no peak of a CPU is known"
+
+
+def test_stored_references_are_held_against_encoding_them_in_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--side-px", 32, "--layers", 1, "--heads", 1, "--vae-width", 8, "--steps", 1, "--repeats", 1)
+    found = measured(TrainReferences, capsys, *sizes)
+    assert found.keys() == {"encoded in each step", "stored", "no references"}
+    assert found["stored"]["limit_ratio"] > 0
 
 
 def test_a_mixed_window_is_held_against_the_best_bucket_by_its_flops() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,13 +26,16 @@ from bucketline.families.registry import FAMILIES, family_of_pipeline
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import Embedding
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.loader import Batch
-from bucketline.loader.batch import RecordedScale
+from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader.batch import RecordedScale, as_fields
+from bucketline.store import Store
+from bucketline.store.format.block import sample_digest
 from bucketline.train.checkpoint import layout_of
 from bucketline.train.images import DrawingBatch, draw_latents
 from bucketline.train.lora import Layers, add_adapters
 from bucketline.train.model import checked, open_model_config
 from bucketline.train.noise import squared_error
+from tests.commands import call
 from tests.family_models import FORMS, PAIR_FORMS, open_pipeline, tiny_model, write_pipeline
 from tests.unit.families.oracle import Recorded, batch_of, differences, one_step, timesteps_of
 from tests.unit.families.test_families import STEPS, Made, training_of
@@ -200,7 +204,10 @@ def pairs(made: Pairs, count: int, monkeypatch: pytest.MonkeyPatch) -> Pairs:
         monkeypatch.setattr(
             module, "calculate_dimensions", lambda area, ratio, plain=plain: plain(area * AREA_PX / 1024**2, ratio)
         )
-    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(64, 32), (48, 48), (32, 64)])
+    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(64, 112), (96, 96), (112, 64)])
+    kind, own = type(made.family), made.family.references
+    if own is not None and own.text_area_px is not None:
+        monkeypatch.setattr(kind, "references", replace(own, text_area_px=own.text_area_px * AREA_PX // 1024**2))
     return replace(made, count=count)
 
 
@@ -247,10 +254,10 @@ def test_the_model_is_given_what_its_pipeline_gives_it_row_by_row(pairs: Pairs) 
         assert not differences(alone, row.recorded.arguments), number
 
 
-def test_a_step_is_that_of_a_plain_loop_over_the_pipelines_rows(pairs: Pairs) -> None:
+def assert_same_step(pairs: Pairs, rows: Sequence[Row], batch: Batch) -> None:
+    """Compare a batch's predictions, loss and gradient with those of a plain loop over what the pipeline did of each row."""
     family, shape = pairs.family, pairs.noise.shape
-    trained = list(pairs.pipeline.transformer.requires_grad_(requires_grad=True).parameters())
-    rows = [pairs.row(number, learns=True) for number in range(len(CAPTIONS))]
+    trained = list(pairs.pipeline.transformer.parameters())
     target = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     wanted = torch.cat([family.unpacked(row.recorded.prediction, *shape[2:]) for row in rows])
     plain = torch.stack([(one - other).square().mean() for one, other in zip(wanted, target, strict=True)]).mean()
@@ -259,9 +266,8 @@ def test_a_step_is_that_of_a_plain_loop_over_the_pipelines_rows(pairs: Pairs) ->
     own = copy.deepcopy(pairs.pipeline.transformer)
     family.prepare(own)
     noisy = torch.cat([family.unpacked(row.recorded.sample, *shape[2:]) for row in rows])
-    longest = max(len(row.text.tokens) for row in rows) + 3 * (family.padding is Padding.VALID)
-    batch = pairs.batch(rows, longest)
-    found = family.predict(own, noisy, timesteps_of(pairs.pipeline, rows[0].recorded, len(rows)), batch)
+    timesteps = timesteps_of(pairs.pipeline, rows[0].recorded, len(rows))
+    found = family.predict(own, noisy, timesteps, batch)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     loss = squared_error(found, target).mean()
     own_grads = torch.autograd.grad(loss, list(own.parameters()), allow_unused=True)
@@ -273,8 +279,56 @@ def test_a_step_is_that_of_a_plain_loop_over_the_pipelines_rows(pairs: Pairs) ->
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     for role in (role for role in batch.columns if role != "target"):  # each one counts
         other = replace(batch, columns={**batch.columns, role: -batch.columns[role]})
-        changed = family.predict(own, noisy, timesteps_of(pairs.pipeline, rows[0].recorded, len(rows)), other)
+        changed = family.predict(own, noisy, timesteps, other)
         assert (changed - found).abs().max() > 100 * (found - wanted).abs().max(), role
+
+
+def test_a_step_is_that_of_a_plain_loop_over_the_pipelines_rows(pairs: Pairs) -> None:
+    pairs.pipeline.transformer.requires_grad_(requires_grad=True)
+    rows = [pairs.row(number, learns=True) for number in range(len(CAPTIONS))]
+    longest = max(len(row.text.tokens) for row in rows) + 3 * (pairs.family.padding is Padding.VALID)
+    assert_same_step(pairs, rows, pairs.batch(rows, longest))
+
+
+def test_a_packed_folder_of_pairs_is_what_the_pipeline_makes_of_its_images(pairs: Pairs, tmp_path: Path) -> None:
+    """From files by `ingest pack` and the loader to a step: text and references to the bit, loss and gradient."""
+    height, width = pairs.size
+    for number, (caption, references) in enumerate(zip(CAPTIONS, pairs.images, strict=True)):
+        for folder, image in zip(
+            ("target", "0", "1", "2"), (Image.new("RGB", (2 * width, 2 * height)), *references), strict=False
+        ):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            image.save(tmp_path / folder / f"{number}.png")
+        (tmp_path / "target" / f"{number}.txt").write_text(caption, encoding="utf-8")
+    folders = [str(number) for number in range(pairs.count)]
+    more = f"references = {folders}\nreferences_area = {math.isqrt(AREA_PX)}\n" if folders else ""
+    (tmp_path / "pairs.toml").write_text(f'[source]\npath = "target"\n{more}', encoding="utf-8")
+    store, options = (
+        tmp_path / "s.store",
+        ("--grid", f"{height}x{width}", "--min-size-px", 8, "--dtype", "fp32", "--batch-size", 1),
+    )
+    call("ingest", "pack", tmp_path / "pairs.toml", store, "--model", pairs.folder, *options).done()
+
+    with Loader([Store.open(store)], LoaderConfig(batch_size=len(CAPTIONS), split="train")) as loader:
+        batch = next(iter(loader))
+    order = [
+        [sample_digest(f"{number}.png") for number in range(len(CAPTIONS))].index(bytes(own.tolist())) for own in batch.ids
+    ]
+    back = torch.tensor(order).argsort()
+    batch = replace(batch, **as_fields({name: tensor[back] for name, tensor in batch.by_name().items()}))
+    pairs.pipeline.transformer.requires_grad_(requires_grad=True)
+    rows = [pairs.row(number, learns=True) for number in range(len(CAPTIONS))]
+    wanted = pairs.batch(rows, batch.tokens.shape[1])
+    assert torch.equal(batch.token_mask, wanted.token_mask)
+    assert torch.equal(batch.tokens, wanted.tokens), float((batch.tokens - wanted.tokens).abs().max())
+    if pairs.family.name == "qwenimage21" and pairs.count:
+        assert batch.image_tokens is not None
+        assert wanted.image_tokens is not None
+        assert torch.equal(batch.image_tokens, wanted.image_tokens)
+    assert len(batch.references) == pairs.count
+    for found, other in zip(batch.references, wanted.references, strict=True):
+        assert torch.equal(found, other), float((found - other).abs().max())
+    assert_same_step(pairs, rows, batch)
 
 
 @torch.no_grad()

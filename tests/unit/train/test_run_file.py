@@ -57,7 +57,7 @@ def test_every_preset_is_a_valid_configuration(name: str) -> None:
 def test_there_is_a_preset_for_each_family_and_its_adapters_and_a_script_that_runs_it_on_many_gpus(tmp_path: Path) -> None:
     families = ("flux", "pixart", "sd", "sd3", "sdxl")
     assert set(preset_names()) == {*families, *(f"{name}-lora" for name in families), "dit"}
-    assert sorted(path.stem for path in SCRIPTS.iterdir()) == preset_names()
+    assert sorted(path.stem for path in SCRIPTS.glob("*.sh")) == preset_names()
     fake = tmp_path / "torchrun"  # which prints what it was given
     fake.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n", encoding="utf-8")
     fake.chmod(0o755)

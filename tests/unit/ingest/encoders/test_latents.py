@@ -192,11 +192,13 @@ class RoomForTwo(VaeEncoder):
 
     sizes: list[int]
 
-    def encode(self, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, pixels: NDArray[np.uint8], seeds: Sequence[int] = (), *, are_references: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.sizes.append(len(pixels))
         if len(pixels) > 2:
             raise torch.cuda.OutOfMemoryError("no room")
-        return super().encode(pixels, seeds)
+        return super().encode(pixels, seeds, are_references=are_references)
 
 
 def test_a_batch_that_finds_no_room_is_halved_until_it_does_and_that_is_remembered(model: Path) -> None:

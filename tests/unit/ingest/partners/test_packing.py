@@ -225,10 +225,11 @@ def test_pairs_in_object_storage_are_those_on_a_disk(tmp_path: Path, edit_model:
     assert packed(file, tmp_path / "s", edit_model).done().json["packed"] == 1
 
 
-def test_the_data_set_file_of_the_page_packs(tmp_path: Path, edit_model: Path) -> None:
+@pytest.mark.parametrize("page", ["docs/edit-pairs-and-masks.md", "README.md"])
+def test_the_data_set_file_of_the_page_packs(page: str, tmp_path: Path, edit_model: Path) -> None:
     samples = write_pairs(tmp_path / "data")
-    page = (ROOT / "docs" / "edit-pairs-and-masks.md").read_text(encoding="utf-8")
-    write_files(tmp_path / "data", {"data.toml": page.partition("```toml")[2].partition("```")[0]})
+    text = (ROOT / page).read_text(encoding="utf-8")
+    write_files(tmp_path / "data", {"data.toml": text.partition("```toml")[2].partition("```")[0]})
     packed(tmp_path / "data" / "data.toml", tmp_path / "s", edit_model, "--grid", GRID, "--min-size-px", 8).done()
     check(tmp_path / "s", edit_model, samples)
 

@@ -21,7 +21,7 @@ from bucketline.errors import StoreError
 from bucketline.ingest.images.crop import RejectedError
 from bucketline.ingest.pipeline.image_reader import FOLDER, DecodeNotes
 from bucketline.ingest.pipeline.pool import OrderedPool, WorkLimits
-from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING, RowWriter
+from bucketline.ingest.pipeline.slice_packer import BATCHES_WAITING, Rows, RowWriter
 from bucketline.store.format.block import caption_digest, identity
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import adopt, lock_store, publish
@@ -258,8 +258,8 @@ def write(store: Path, *, batches: int, batches_a_shard: int, stop: BaseExceptio
     writer = RowWriter(lambda: open_writer(store, f"a{next(numbers)}"))
     with writer:
         for n, sample in enumerate(SAMPLES[:batches]):
-            row = (sample.record, {"latent": sample.latent}, [caption_digest("")])
-            writer.put(spec_of(BUCKET), [], [row], begins_shard=n > 0 and n % batches_a_shard == 0)
+            rows: Rows = [(sample.record, {"latent": sample.latent}, [caption_digest("")], {})]
+            writer.put(spec_of(BUCKET), [], rows, begins_shard=n > 0 and n % batches_a_shard == 0)
         if stop is not None:
             raise stop
     return writer.sealed

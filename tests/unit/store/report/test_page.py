@@ -19,7 +19,7 @@ from PIL import Image
 from bucketline.pages.page import Finding, Line, lines, parts, png
 from bucketline.store import RowColumn, Store, StoreWriter
 from bucketline.store.report import facts as facts_module
-from bucketline.store.report.facts import check_latents, collect_facts, collect_lists, near_duplicates, vae_of
+from bucketline.store.report.facts import check_latents, check_pairs, collect_facts, collect_lists, near_duplicates, vae_of
 from bucketline.store.report.latent_rgb import (
     LATENT_RGB,
     PUBLISHED,
@@ -235,7 +235,11 @@ def test_what_is_no_entry_of_a_list_is_left_out(tmp_path: Path) -> None:
 
 def found_in(store: Store, most: int = 1000) -> list[Finding]:
     return findings(
-        facts=collect_facts(store, 4), lists=collect_lists(store), latents=check_latents(store, most), vae=vae_of(store)
+        facts=collect_facts(store, 4),
+        lists=collect_lists(store),
+        latents=check_latents(store, most),
+        pairs=check_pairs(store, most),
+        vae=vae_of(store),
     )
 
 
