@@ -27,6 +27,7 @@ from bucketline.ingest.packing.share import SharePacker, own_folder
 from bucketline.ingest.parallel.items import ItemParts
 from bucketline.ingest.parallel.ranks import kept
 from bucketline.ingest.parallel.signals import Interrupts, Stopped, exit_code_of
+from bucketline.ingest.partners.partner import planned_form
 from bucketline.ingest.pipeline.model import EncoderFacts, Encoders, facts_without_weights
 from bucketline.ingest.sources.dataset_file import source_from_json
 from bucketline.store.write.publish import LocalTarget, changing, newest_manifest
@@ -130,9 +131,9 @@ def _nothing() -> None:
     """Ranks on Ray do not look for one another: Ray does."""
 
 
-def load_facts(config: PackConfig) -> EncoderFacts:
+def load_facts(config: PackConfig, *, sees_images: bool) -> EncoderFacts:
     """Load the encoders and return their facts. Ray calls this in a worker."""
-    return Encoders(config, 0).facts()
+    return Encoders(config, 0).facts(sees_images=sees_images)
 
 
 # ------------------------------------------------------------------ the driver
@@ -148,7 +149,8 @@ def pack_on_ray(config: PackConfig, workers: Workers, interrupts: Interrupts, nu
             facts = facts_without_weights(config, model, existing)
         else:
             found: list[EncoderFacts] = []
-            _results([_task(load_facts, workers).remote(own)], interrupts, found)
+            form = planned_form(config, model, listed.outline.listing, None)
+            _results([_task(load_facts, workers).remote(own, sees_images=form.sees_images)], interrupts, found)
             facts = found[0]
         plan = make_plan(config, target, listed, model, facts, num_making=0)
         task = _task(pack_rank, workers)

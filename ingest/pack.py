@@ -15,6 +15,7 @@ from bucketline.ingest.packing.share import SharePacker, own_folder
 from bucketline.ingest.parallel.items import ItemParts
 from bucketline.ingest.parallel.ranks import PackRanks, RunFiles
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
+from bucketline.ingest.partners.partner import planned_form
 from bucketline.ingest.pipeline.model import Encoders, facts_without_weights
 from bucketline.ingest.sources.dataset_file import source_from_json
 from bucketline.store.folder import LocalFolder
@@ -149,11 +150,14 @@ def _plan(
 ) -> PackPlan | None:
     """Make the plan on rank 0. Of a new store, all ranks load the encoders, at once; of others, if there is something to do."""
     existing, ranks = target.newest(), session.ranks
-    facts = encoders.facts() if existing is None else None
     if listed is None:
+        if existing is None:
+            encoders.load_early()
         return None
     if existing is not None:
         facts = facts_without_weights(config, encoders.model, existing)
-    assert facts is not None
+    else:
+        form = planned_form(config, encoders.model, listed.outline.listing, None)
+        facts = encoders.facts(sees_images=form.sees_images)
     num_making = ranks.world_size if ranks.shares_disk else session.local_world_size
     return make_plan(config, target, listed, encoders.model, facts, num_making=num_making)

@@ -76,6 +76,7 @@ def _settings(manifest: Manifest, text: dict[str, Json]) -> TextSettings:
         stored_dtype=str(text.get("stored_dtype")),
         encode_dtype=str(rules.get("encode_dtype") or "F32"),
         max_tokens=length if isinstance(length, int) else None,
+        sees_images=manifest.sees_images,
         is_plain=text.get("family") == PLAIN_FAMILY,
     )
 

@@ -66,6 +66,7 @@ class TextSettings:
     stored_dtype: str = "F16"
     encode_dtype: str = "F32"  # dtype of the computation
     max_tokens: int | None = None  # for families with a configurable length; None for the pipeline's default
+    sees_images: bool = False  # captions are encoded behind their sample's references
     is_plain: bool = False  # the last hidden state of the only text encoder, whatever the model's pipeline makes of captions
 
     @property

@@ -151,7 +151,9 @@ class PromptEncoder:
         names = {part.encoder: part.tokenizer for part in family.parts if part.encoder in self._parts}
         given = {name: self._parts[name].encoder for name in names}
         given |= {tokenizer: self._parts[name].tokenizer for name, tokenizer in names.items()}
-        self._seeing = family if issubclass(family, SeenText) else None
+        self._seeing = family if settings.sees_images and issubclass(family, SeenText) else None
+        if self._seeing is None:
+            self._refuse_number(0)
         if self._seeing is not None:
             given["pixels"] = self._pixels = model.pixels("processor")
         self._alone: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}  # states of the empty caption without images
@@ -310,8 +312,7 @@ class PromptEncoder:
 
     def _refuse_number(self, found: int) -> None:
         rule = self._family.references
-        assert rule is not None
-        if not rule.least <= found <= rule.most:
+        if rule is not None and not rule.least <= found <= rule.most:
             wanted = f"{rule.least}" if rule.least == rule.most else f"{rule.least} to {rule.most}"
             raise UsageError(
                 f"{self._kind} takes {wanted} reference{'s' * (rule.most > 1)} of a sample, found {found}; name as many "

@@ -293,13 +293,9 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, *, has_captions: 
     if not can_encode:
         raise UsageError(f"--text {config.text}: {config.model} has no text encoder; name a model that has")
     try:
-        family = text_family_of(model, is_plain=config.text == "plain")
+        text_family_of(model, is_plain=config.text == "plain")
     except ModelError as error:
         raise ModelError(f"{error}; --text none imports the captions without embeddings") from error
-    if family is not None and family.references is not None and family.references.text_sees:
-        raise ModelError(
-            f"{model.name}: its text encoder sees images, which a cache does not have; add --text none, or pack them"
-        )
     return config.text or "encode"
 
 

@@ -152,6 +152,11 @@ class PartnerForm:
     area_px: int | None = None  # of a reference, in place of the family's own
 
     @property
+    def sees_images(self) -> bool:
+        """True if captions are encoded behind their sample's references."""
+        return self.family is not None and self.family.text_sees
+
+    @property
     def is_empty(self) -> bool:
         return not self.num_references and self.mask is None
 
@@ -258,7 +263,7 @@ def stored_form(config: PackConfig | ScanConfig, model: ModelFolder, schema: Sch
     return PartnerForm(
         num_references=sum(reference_role(n) in schema.columns for n in range(len(schema.columns))),
         mask=config.partner_rules.mask_source if MASK in schema.columns else None,
-        family=family,
+        family=None if family is None else replace(family, text_sees=schema.sees_images),
         model=name,
         area_px=None if config.references_area is None else config.references_area**2,
     )
@@ -290,12 +295,14 @@ def planned_form(config: PackConfig | ScanConfig, model: ModelFolder, listing: L
         raise UsageError(
             f"{source}: references names {len(rules.folders)} folders, and {name} takes {family.most} at most; leave some out"
         )
-    if family is not None and family.text_sees and config.flip:
-        raise UsageError(
-            f"--flip: the text encoder of {name} sees the references, which a mirrored image is not of; leave it out"
-        )
     if schema is None:
         most = min(max(len(rules.folders), found), 0 if family is None else family.most)
+        if family is not None:  # of images alone, captions are those of a model that draws from captions
+            family = replace(family, text_sees=family.text_sees and (most > 0 or config.references_optional))
+        if family is not None and family.text_sees and config.flip:
+            raise UsageError(
+                f"--flip: the text encoder of {name} sees the references, which a mirrored image is not of; leave it out"
+            )
         area_px = None if config.references_area is None else config.references_area**2
         return PartnerForm(num_references=most, mask=rules.mask_source, family=family, model=name, area_px=area_px)
     form = stored_form(config, model, schema)

@@ -6,14 +6,14 @@ import ctypes
 import importlib.metadata
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.command_line import human_bytes
 from bucketline.errors import ModelError, UsageError
 from bucketline.families.family import Padding
-from bucketline.families.registry import family_of_model, family_of_pipeline
+from bucketline.families.registry import family_of_pipeline
 from bucketline.ingest.config import refuse_other_options
 from bucketline.ingest.encoders.model_folder import WEIGHT_BYTES, open_model, part_weights
 from bucketline.ingest.encoders.text_columns import TextSettings
@@ -184,30 +184,17 @@ def weight_bytes(config: PackConfig, model: ModelFolder) -> tuple[int, int] | No
 
 
 def may_be_two(config: PackConfig, model: ModelFolder) -> bool:
-    """Return whether a run may have two phases: the option says so, or its encoders are not small. Imports no torch.
-
-    It may not if captions are encoded with their sample's images, which are not kept between phases.
-    """
-    if config.text is None and _text_sees_images(model):
-        return False
+    """Return whether a run may have two phases: the option says so, or its encoders are not small. Imports no torch."""
     if config.phases is not Phases.AUTO:
         return config.phases is Phases.TWO and any(model.has(name) for name in TEXT_ENCODERS)
     sizes = weight_bytes(config, model)
     return sizes is not None and sum(sizes) > SMALL_BYTES
 
 
-def _text_sees_images(model: ModelFolder) -> bool:
-    pipeline = model.index().get("_class_name")
-    family = family_of_model(model.config("transformer") or {}) if pipeline is None else family_of_pipeline(str(pipeline))
-    return family is not None and family.references is not None and family.references.text_sees
-
-
 def plan_phases(config: PackConfig, model: ModelFolder, device: torch.device, processes: int) -> PhasePlan:
     """Return the order that `phases` names; for `auto`, by the weights' sizes and the free memory, shared by `processes`."""
     if not may_be_two(config, model):
-        sees = config.text is None and _text_sees_images(model)
-        reason = "the text encoder sees the images" if sees else "phases is one, or the encoders are small"
-        return PhasePlan(are_two=False, reason=reason)
+        return PhasePlan(are_two=False, reason="phases is one, or the encoders are small")
     sizes = weight_bytes(config, model) if config.phases is Phases.AUTO else None
     if sizes is None:
         return PhasePlan(are_two=True, reason="phases is two")
@@ -244,7 +231,9 @@ def load_vae_encoder(config: PackConfig, model: ModelFolder, device: torch.devic
     return VaeEncoder(model, device, config.dtype, latents=LatentKind(config.latents), encode_dtype=config.vae_dtype)
 
 
-def load_text_encoder(config: PackConfig, model: ModelFolder, device: torch.device) -> CaptionEncoder:
+def load_text_encoder(
+    config: PackConfig, model: ModelFolder, device: torch.device, *, sees_images: bool = False
+) -> CaptionEncoder:
     """Load the text encoders of a model folder; raises what `load_vae_encoder` does."""
     from bucketline.ingest.encoders.text_encoders import load_caption_encoder
 
@@ -253,6 +242,7 @@ def load_text_encoder(config: PackConfig, model: ModelFolder, device: torch.devi
         stored_dtype=config.text_dtype or config.dtype,
         encode_dtype=config.encode_dtype,
         max_tokens=config.max_tokens,
+        sees_images=sees_images,
         is_plain=config.text is not None,
     )
     return load_caption_encoder(model, device, settings)
@@ -275,16 +265,23 @@ class Encoders:
         self._parts: dict[str, Any] = {}  # that are loaded
         self._known: dict[str, Mapping[str, Json]] = {}  # provenance of what was loaded, even if it is freed
         self._columns: TextSpec | None = None
+        self._sees_images = False  # captions are encoded with their sample's references
         self.on_shared_cores = False  # once a device is chosen: the encoders run on the CPU
 
-    @cached_property
+    @property
     def may_be_two_phases(self) -> bool:
         """True if `phases` may be two; imports no torch."""
-        return may_be_two(self._config, self.model)
+        return not self._sees_images and may_be_two(self._config, self.model)
 
-    @cached_property
+    @property
     def phases(self) -> PhasePlan:
         """The order of the encoders: if it is two phases, loading VAE or text encoders frees the others."""
+        if self._sees_images:  # which are not kept between phases
+            return PhasePlan(are_two=False, reason="the text encoder sees the references")
+        return self._phases
+
+    @cached_property
+    def _phases(self) -> PhasePlan:
         return plan_phases(self._config, self.model, self._device(), self._processes)
 
     def vae(self, manifest: Manifest | None = None) -> VaeEncoder:
@@ -294,8 +291,18 @@ class Encoders:
 
     def text(self, manifest: Manifest | None = None) -> CaptionEncoder:
         """Load the text encoders, or return them if they are loaded; compare them as `vae` does, and raise what it does."""
-        loaded: CaptionEncoder = self._loaded("text_encoder", load_text_encoder, manifest)
+        if manifest is not None:
+            self._see(sees_images=manifest.sees_images)
+        load = partial(load_text_encoder, sees_images=True) if self._sees_images else load_text_encoder
+        loaded: CaptionEncoder = self._loaded("text_encoder", load, manifest)
         return loaded
+
+    def _see(self, *, sees_images: bool) -> None:
+        """Have captions encoded with their sample's references, or without."""
+        if sees_images is not self._sees_images:
+            self._sees_images = sees_images
+            self._parts.pop("text_encoder", None)
+            self._known.pop("text_encoder", None)
 
     def _loaded(self, name: str, load: Callable[..., Any], manifest: Manifest | None) -> Any:  # noqa: ANN401 - either encoder
         if name not in self._parts:
@@ -311,8 +318,17 @@ class Encoders:
             self._compare(manifest)
         return self._parts[name]
 
-    def facts(self) -> EncoderFacts:
+    def load_early(self) -> None:
+        """Load what a plan does not change: all encoders, unless captions may be encoded with references."""
+        family = family_of_pipeline(str(self.model.index().get("_class_name")))
+        if family is not None and family.references is not None and family.references.text_sees:
+            self.vae()
+        else:
+            self.facts(sees_images=False)
+
+    def facts(self, *, sees_images: bool) -> EncoderFacts:
         """Return the facts of the encoders; those that were not loaded before are loaded, the text encoders last."""
+        self._see(sees_images=sees_images)
         if "vae" not in self._known:
             self.vae()
         if "text_encoder" not in self._known:

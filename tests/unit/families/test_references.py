@@ -321,7 +321,7 @@ def test_a_packed_folder_of_pairs_is_what_the_pipeline_makes_of_its_images(pairs
     wanted = pairs.batch(rows, batch.tokens.shape[1])
     assert torch.equal(batch.token_mask, wanted.token_mask)
     assert torch.equal(batch.tokens, wanted.tokens), float((batch.tokens - wanted.tokens).abs().max())
-    if pairs.family.name == "qwenimage21":
+    if pairs.family.name == "qwenimage21" and pairs.count:
         assert batch.image_tokens is not None
         assert wanted.image_tokens is not None
         assert torch.equal(batch.image_tokens, wanted.image_tokens)

@@ -196,7 +196,8 @@ def test_a_t5_that_came_later_is_another_encoder(folders: dict[str, Path]) -> No
 def test_the_family_follows_from_the_index_or_from_the_parts(folders: dict[str, Path], model: Path, tmp_path: Path) -> None:
     wanted = {family: family_named(family.removesuffix(" without T5")) for family in folders}
     assert {family: text_family_of(open_model(str(folder))) for family, folder in folders.items()} == wanted
-    wanted["pixart_sigma"] = wanted["pixart_alpha"]  # nothing tells the two apart
+    # nothing tells these apart
+    wanted |= {"pixart_sigma": wanted["pixart_alpha"], "flux_kontext": wanted["flux"]}
     for family, folder in folders.items():
         copy = tmp_path / folder.name
         copy.mkdir()

@@ -65,7 +65,9 @@ def pipeline_of(family: str) -> Any:
 
 
 def load(folder: Path, **settings: Any) -> SeeingEncoder:
-    encoder = load_caption_encoder(open_model(str(folder)), CPU, TextSettings(**{"stored_dtype": "F32", **settings}))
+    encoder = load_caption_encoder(
+        open_model(str(folder)), CPU, TextSettings(**{"stored_dtype": "F32", "sees_images": True, **settings})
+    )
     assert encoder.sees_images
     return cast("SeeingEncoder", encoder)
 

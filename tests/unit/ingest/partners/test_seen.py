@@ -60,7 +60,9 @@ def test_a_row_has_the_states_of_its_own_images_before_each_of_its_captions(tmp_
     report = packed(file, store, edit_plus, "--text-dtype", "fp32").done().json
     assert (report["packed"], report["without_caption"]) == (4, 1)
     assert not faults(store)
-    encoder = load_caption_encoder(open_model(str(edit_plus)), torch.device("cpu"), TextSettings(stored_dtype="F32"))
+    encoder = load_caption_encoder(
+        open_model(str(edit_plus)), torch.device("cpu"), TextSettings(stored_dtype="F32", sees_images=True)
+    )
     assert isinstance(encoder, PromptEncoder)
     rule = encoder._family.references
     assert rule is not None
