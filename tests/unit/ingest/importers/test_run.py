@@ -28,6 +28,7 @@ from bucketline.train.config import TrainConfig
 from bucketline.train.run import train
 from tests import object_storage
 from tests.commands import Ran, call
+from tests.family_models import write_pipeline
 from tests.kit import everything, rewrite_manifest
 from tests.unit.ingest.importers.known import Known, assert_as_packed, read_store, run_import
 from tests.unit.ingest.importers.writers import FORMS, WRITERS, kohya, kohya_latent, simpletuner
@@ -133,6 +134,12 @@ def test_a_sample_of_another_model_and_one_that_is_not_finite_are_rejected(own: 
     assert (summary["imported"], summary["rejected"]) == (3, 3), summary["rejects"]
     assert summary["rejected_by_reason"] == {"latent not finite in the stored dtype": 2, "latent of another VAE": 1}
     assert [reject["id"] for reject in summary["rejects"]] == sorted([first.id, second.id, third.id])
+
+
+def test_a_model_whose_text_encoder_sees_images_takes_no_captions_of_a_cache(source: Path, tmp_path: Path) -> None:
+    model = write_pipeline(tmp_path / "model", "qwenimage_edit_plus")
+    asked = ("ingest", "import", "kohya", source, tmp_path / "s.store", "--model", model)
+    call(*asked).fails("its text encoder sees images, which a cache does not have; add --text none")
 
 
 def test_with_a_published_vae_captions_are_stored_without_embeddings(sd: Known, tmp_path: Path) -> None:
