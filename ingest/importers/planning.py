@@ -159,6 +159,7 @@ def plan_import(config: ImportConfig, model: ModelFolder | None) -> ImportPlan:
         vae=named_vae(model, config.vae, config.dtype, listing.form.latents),
         crops=crops,
         text=text_plan(config, model, has_captions=any(entry.captions for entry in listing.entries)),
+        held_out=config.held_out,
         store=store,
         changed=not_stored(listing.entries, store, config),
         is_flipped=store is not None and any(FLIPPED in bucket.columns for bucket in store.manifest.buckets),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.cache import CacheEntry, CacheListing, Importer
     from bucketline.ingest.importers.config import CropOption, ImportConfig, TextOption
     from bucketline.ingest.importers.reading import Cached
+    from bucketline.ingest.rules import HeldOut
     from bucketline.store import Store
     from bucketline.store.format.text import TextSpec
     from bucketline.typed_json import Json
@@ -65,6 +66,7 @@ class ImportPlan:
     vae: NamedVae
     crops: CropOption
     text: TextOption
+    held_out: HeldOut  # of `config`, parsed once
     store: Store | None = None  # as it is
     changed: list[CacheEntry]  # that the store does not have as they are now
     is_flipped: bool = False  # whether the mirrored image's latent is stored too
@@ -91,7 +93,7 @@ class ImportPlan:
             "text": self.text,
             "crop": self.crops,
             "flip": self.is_flipped,
-            "val_fraction": str(config.held_out),
+            "val_fraction": str(self.held_out),
             "encode_dtype": config.encode_dtype if has_text else None,
             "max_tokens": config.max_tokens if has_text else None,
         }
@@ -125,7 +127,7 @@ def row_of(entry: CacheEntry, plan: ImportPlan) -> ImportedRow:
         bucket = Size(*(length * vae.downscale for length in columns[TARGET].shape[1:]))
         geometry = _geometry(cached, bucket, plan.crops)
         num_bytes, mtime_ns = cache_stamp(config.source, entry)
-    split = "val" if held_out(entry.id, config.held_out.fraction, config.held_out.by) else "train"
+    split = "val" if held_out(entry.id, plan.held_out.fraction, plan.held_out.by) else "train"
     name, captions = bucket_name(split, bucket.height_px, bucket.width_px), kept_captions(entry, config.max_captions)
     record = replace(
         new_record(entry.id, name, captions),

@@ -86,7 +86,7 @@ def read_latents(store: Store, bucket: Bucket, rows: NDArray[np.int64], name: st
     return values[:, : values.shape[1] // 2] if name == LATENT and vae.get("latents") == LatentKind.MOMENTS.value else values
 
 
-def references_of(bucket: Bucket) -> list[str]:
+def references_in(bucket: Bucket) -> list[str]:
     """Return the columns of the references that the bucket's rows have, in their order."""
     named = ((reference_role(n), reference_axes(n)) for n in range(len(bucket.axes)))
     return [name for name, (height_px, _) in named if bucket.axes.get(height_px)]
@@ -122,7 +122,7 @@ def check_pairs(store: Store, most: int) -> PairFacts:
     with_masks = [bucket for bucket in store.buckets() if has_mask(bucket)]
     facts.masks = sum(bucket.num_rows for bucket in with_masks)
     for bucket in store.buckets():
-        facts.by_number[len(references_of(bucket))] += bucket.num_rows
+        facts.by_number[len(references_in(bucket))] += bucket.num_rows
     for bucket in with_masks:
         share = bucket.num_rows if facts.masks <= most else max(1, round(most * bucket.num_rows / facts.masks))
         rows = drawn_rows(store, bucket, share)

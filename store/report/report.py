@@ -39,7 +39,7 @@ from bucketline.store.report.facts import (
     collect_lists,
     has_mask,
     read_latents,
-    references_of,
+    references_in,
     vae_of,
     with_latents,
     worst_buckets,
@@ -464,7 +464,7 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
         if not places:
             continue
         rows = np.array([place.row for place in places])
-        for name in (LATENT, *references_of(bucket)):
+        for name in (LATENT, *references_in(bucket)):
             latents = map(still, read_latents(store, bucket, rows, name))
             found += zip(places, latents, strict=True)
         if has_mask(bucket):

@@ -6,21 +6,15 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
 from bucketline.ingest.importers.cache import IMPORTERS
 from bucketline.ingest.importers.config import ImportConfig
-from bucketline.loader.commands.batch_options import BatchSize
-from bucketline.train.config import TrainConfig
-from bucketline.train.log import read_metrics
-from bucketline.train.run import train
 from tests.commands import call
 from tests.kit import untouched
 from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
 from tests.unit.ingest.importers.writers import FORMS, LATENTS, WRITERS
-from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,19 +111,3 @@ def test_a_damaged_file_is_a_reject_that_names_it_and_the_others_are_imported(
     assert json.loads((tmp_path / "s.store" / "rejects.jsonl").read_text(encoding="utf-8")) == reject
     assert len(read_store(tmp_path / "s.store")) == 5
     assert call("store", "verify", tmp_path / "s.store").code == 0
-
-
-@SLOW
-@pytest.mark.parametrize("kind", ["simpletuner", "onetrainer", "musubi"], indirect=True)  # of each family of texts
-def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    more = () if FORMS[kind].has_crop or not FORMS[kind].has_size else ("--crop", "center")
-    store, latents = tmp_path / "s.store", tmp_path / "run"
-    assert run_import(kind, source, store, own, *more, *options(kind, own)).code == 0
-    config = TrainConfig(
-        store=(store,), model=own.model, output_dir=latents, batch_size=BatchSize(batch_size=2), max_steps=2, warmup_steps=0
-    )
-    summary = train(config, ALONE)
-    assert summary.checkpoint.is_dir()
-    losses = [line["loss"] for line in read_metrics(latents) if "loss" in line]
-    assert losses
-    assert all(isinstance(loss, float) and np.isfinite(loss) for loss in losses)

@@ -141,6 +141,7 @@ def read_cache(kind: str, data: bytes, folder: Path) -> int:
             vae=named_vae(None, "sd", "F16", listing.form.latents),
             crops="unknown",
             text="none",
+            held_out=config.held_out,
             changed=[],
         )
         for entry in listing.entries:

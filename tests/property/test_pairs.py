@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from bucketline.families.registry import family_named
@@ -100,7 +101,7 @@ class World:
         size = target.size[::-1]
         images = {"target": target}
         for n in range(self.num_folders):
-            if self.draw.random() < 0.75:
+            if self.draw.random() < 0.75 or number == n == 0:  # a source without any reference is refused
                 images[str(n)] = self.new_image(size if self.draw.random() < 0.5 else None)
         if self.has_masks:
             images["mask"] = self.new_image(size).convert("L")
@@ -128,7 +129,7 @@ class World:
             return replace(pair, captions=tuple(self.draw.sample(WORDS, self.draw.randint(0, 3))))
         if name in absent:
             return replace(pair, images={**pair.images, name: self.new_image()})
-        if name.isdecimal() and self.draw.random() < 0.4:
+        if name.isdecimal() and self.draw.random() < 0.4 and (pair.id, name) != ("00.png", "0"):
             return self.remove(pair, name)
         image = pair.images[name]  # of the same size, so that masks fit and pairs stay aligned
         return replace(pair, images={**pair.images, name: self.new_image(image.size[::-1]).convert(image.mode)})
@@ -188,21 +189,22 @@ class Oracle:
         return family.references.fitted(image, AREA_PX**2)
 
     @torch.no_grad()
-    def latent(self, image: Image.Image, *, mirrored: bool) -> np.ndarray[Any, Any]:
+    def latent(self, image: Image.Image, *, mirrored: bool) -> NDArray[Any]:
         pixels = np.asarray(image.convert("RGB"))[:, :: -1 if mirrored else 1].copy()
         tensor = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1
         vae = self._pipeline.vae
         is_video = "Qwen" in type(vae).__name__
         found = vae.encode(tensor[:, :, None] if is_video else tensor).latent_dist.mode()
-        return (found[:, :, 0] if is_video else found)[0].numpy()
+        latent: NDArray[Any] = (found[:, :, 0] if is_video else found)[0].numpy()
+        return latent
 
-    def target(self, *, mirrored: bool) -> np.ndarray[Any, Any]:
+    def target(self, *, mirrored: bool) -> NDArray[Any]:
         return self.latent(self._placed(self._pair.images["target"]), mirrored=mirrored)
 
-    def references(self, *, mirrored: bool) -> list[np.ndarray[Any, Any]]:
+    def references(self, *, mirrored: bool) -> list[NDArray[Any]]:
         return [self.latent(self._fitted(one), mirrored=mirrored) for one in self._pair.references]
 
-    def mask(self, shape: tuple[int, ...], *, mirrored: bool) -> np.ndarray[Any, Any]:
+    def mask(self, shape: tuple[int, ...], *, mirrored: bool) -> NDArray[Any]:
         placed = self._placed(self._pair.images["mask"])
         small = placed.resize((shape[1], shape[0]), Image.Resampling.BOX)
         return np.asarray(small)[:, :: -1 if mirrored else 1] / 255
@@ -220,7 +222,8 @@ class Oracle:
             original = self._placed(image) if image.size == self._target_px else image
             seen.append(family.references.for_text(original, self._fitted(image)))
         states, mask = self._pipeline.encode_prompt(prompt=[text], image=seen or None)
-        return states[0] if mask is None else states[0][mask[0].bool()]
+        own: torch.Tensor = states[0] if mask is None else states[0][mask[0].bool()]
+        return own
 
 
 def expect_row(world: World, store: Store, batch: Batch, n: int, *, drops: bool) -> str:
@@ -237,8 +240,8 @@ def expect_row(world: World, store: Store, batch: Batch, n: int, *, drops: bool)
         assert np.abs(own[n].float().numpy() - expected).mean() < NEAR, pair.id
     if world.has_masks:
         assert batch.mask is not None
-        own = batch.mask[n].numpy()
-        assert np.abs(own - oracle.mask(own.shape, mirrored=mirrored)).mean() < NEAR_MASK
+        mask = batch.mask[n].numpy()
+        assert np.abs(mask - oracle.mask(mask.shape, mirrored=mirrored)).mean() < NEAR_MASK
     tokens = batch.tokens[n][batch.token_mask[n]].float()
     texts = [*(pair.captions or ("",)), *([""] if drops else [])]
     assert any(
@@ -265,6 +268,8 @@ def one_run(seed: int, folder: Path) -> Counter[str]:
         flip=not sees and draw.random() < 0.5,
         crop=draw.choice(["center", "random"]),
     )
+    for n in range(world.num_folders):
+        (folder / str(n)).mkdir()
     for n in range(draw.randint(3, 6)):
         world.write(world.new_pair(n))
     seen: Counter[str] = Counter()
@@ -306,7 +311,7 @@ def loaded(world: World, draw: random.Random) -> Counter[str]:
     for rank in range(world_size):
         with Loader(stores, config, rank=rank, world_size=world_size) as loader:
             whole = [key_of(batch) for batch in loader.forever()]
-        stop, resumed = draw.randint(0, len(whole)), []
+        stop, resumed = draw.randint(0, len(whole)), list[tuple[Any, ...]]()
         with Loader(stores, config, rank=rank, world_size=world_size) as loader:
             resumed.extend(map(key_of, islice(loader.forever(), stop)))
             state = json.loads(json.dumps(loader.state_dict()))

@@ -33,7 +33,6 @@ class Sample:
     latent: NDArray[np.float32]  # [C, h, w], unscaled
     record: SampleRecord
     tokens: NDArray[np.float32]  # [T, D]
-    pooled: NDArray[np.float32] | None  # [D']
 
     @property
     def stem(self) -> str:
@@ -116,7 +115,6 @@ def read_store(path: Path) -> list[Sample]:
         column = store.manifest.specs[record.bucket].column("latent")
         latent = as_floats(checked_row(store, number, record)["latent"], column.dtype).reshape(column.shape)
         captions = [own[TEXT_GROUP] for own in checked_captions(store, number, record)]
-        fixed = {c.name: (c.dtype, c.shape) for c in store.text.delivered.fixed}
         tokens = store.text.delivered.tokens[0]
         first = captions[0]
         found.append(
@@ -126,7 +124,6 @@ def read_store(path: Path) -> list[Sample]:
                 latent=latent,
                 record=record,
                 tokens=as_floats(first.tokens[tokens.name], tokens.dtype).reshape(-1, *tokens.shape),
-                pooled=as_floats(first.fixed["pooled"], fixed["pooled"][0]) if "pooled" in fixed else None,
             )
         )
     return sorted(found, key=lambda sample: sample.id)
@@ -179,9 +176,6 @@ def assert_as_packed(
         assert own.caption == sample.caption
         if form.has_text:
             assert_same_bits(own.tokens, sample.tokens, dtype)
-            if sample.pooled is not None:
-                assert own.pooled is not None
-                assert_same_bits(own.pooled, sample.pooled, dtype)
     assert call("store", "verify", store).code == 0
 
 
