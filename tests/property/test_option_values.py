@@ -27,6 +27,7 @@ from bucketline.train.config import (
     Ema,
     LossWeight,
     LrSchedule,
+    MaskLoss,
     MemoryLimit,
     TimestepRange,
     Timesteps,
@@ -37,6 +38,7 @@ TYPED: dict[type[OptionValue], tuple[str, ...]] = {
     Timesteps: ("uniform", "logit-normal", "logit-normal:-0.5,1.5", "logit-normal:0, 1", "mode", "mode:1.29", "mode:-1"),
     TimestepRange: ("0.2:0.9", "0:1", "+.5:1."),
     LossWeight: ("none", "min-snr:5", "cosmap", "sigma-sqrt", "sigma-squared"),
+    MaskLoss: ("plain", "plain:0.1", "sample", "sample:0", "batch", "batch:0.25"),
     LrSchedule: (
         "constant",
         "cosine",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
+_LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/", re.DOTALL)
 _MAX_VALUE_BYTES = 1 << 30
 
 

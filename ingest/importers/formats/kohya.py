@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_NAME = re.compile(r"(?P<stem>.+?)(_(?P<width>\d{4,})x(?P<height>\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|hi|anima))?\.npz")
-_TEXT_FILE = re.compile(r".+_(te_outputs|(sd3|flux|lumina|hi|anima)_te)\.npz")
+_NAME = re.compile(
+    r"(?P<stem>.+?)(_(?P<width>\d{4,})x(?P<height>\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|hi|anima))?\.npz", re.DOTALL
+)
+_TEXT_FILE = re.compile(r".+_(te_outputs|(sd3|flux|lumina|hi|anima)_te)\.npz", re.DOTALL)
 _SEVERAL_SIZES = ("sd3", "flux", "lumina", "hi", "anima")
 _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif")

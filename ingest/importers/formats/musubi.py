@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
-_IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
+_IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors", re.DOTALL)
 _LATENT = re.compile(r"latents_(?:(?P<column>control|image|clean)\w*?_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
 
 

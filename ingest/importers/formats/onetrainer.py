@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_VARIATION = re.compile(r"(.*/)?[0-9a-f]{64}/variation-(\d+)/")
+_VARIATION = re.compile(r"(.*/)?[0-9a-f]{64}/variation-(\d+)/", re.DOTALL)
 _AGGREGATE = "aggregate.pt"
 
 
