@@ -129,7 +129,7 @@ def partner_notes(account: RunSummary) -> list[str]:
     if account.zero_masks:
         named = ", ".join(account.zero_masks[:10]) + ", …" * (len(account.zero_masks) > 10)
         number = counted(len(account.zero_masks), "image")
-        notes.append(f"{number} with a mask that is zero everywhere, which adds nothing to the loss: {named}")
+        notes.append(f"{number} with a mask that is zero everywhere, or 1 of 255 at most, so that it adds nothing: {named}")
     return notes
 
 

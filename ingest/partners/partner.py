@@ -71,10 +71,12 @@ class SampleReader:
     def __init__(self, source: Source, options: SourceOptions) -> None:
         """Open the folders that `references` and `mask` name. Nothing is read yet."""
         own = options.alone()
-        self._places: list[Source] = [source, *(_folder(place, own) for place in own.partner_rules.places)]
+        places = own.partner_rules.places
+        self._places: list[Source] = [source, *(_folder(place, own) for place in places)]
+        self._names = ("", *(Path(place).name for place in places))
 
     def stamp(self, item: SourceItem) -> Stamp:
-        """Return the size and mtime of an image; with partners, the sum of all sizes, and a draw from sizes and mtimes."""
+        """Return the size and mtime of an image; with partners, the sum of sizes, and a draw from stamps and names."""
         stamp = self._places[0].stamp(item)
         if not item.partners:
             return stamp
@@ -82,7 +84,7 @@ class SampleReader:
         for partner in item.partners:
             with self.naming(partner):
                 stamps.append(self._places[partner.place].stamp(_as_item(partner)))
-        return _joined(stamps)
+        return self._joined(item, stamps)
 
     def read(self, item: SourceItem) -> SampleFiles:
         """Read an image and its partners."""
@@ -95,7 +97,13 @@ class SampleReader:
                 own, stamp = self._places[partner.place].read(_as_item(partner))
             partners.append(own)
             stamps.append(stamp)
-        return SampleFiles(data=data, partners=tuple(partners), stamp=_joined(stamps))
+        return SampleFiles(data=data, partners=tuple(partners), stamp=self._joined(item, stamps))
+
+    def _joined(self, item: SourceItem, stamps: Sequence[Stamp]) -> Stamp:
+        """Return one stamp of all files, and of their names: files that take each other's place may have equal stamps."""
+        names = (f"{self._names[one.place]}/{'' if one.at else one.name}" for one in item.partners)
+        text = ",".join((*(f"{stamp.num_bytes}:{stamp.mtime_ns}" for stamp in stamps), *names))
+        return Stamp(num_bytes=sum(stamp.num_bytes for stamp in stamps), mtime_ns=draw(text, "stamp") >> 1)
 
     def opened(self, partner: Partner) -> BinaryIO:
         """Open a partner to read a part of it, such as its header."""
@@ -132,11 +140,6 @@ def _folder(place: str, options: SourceOptions) -> Source:
 
 def _as_item(partner: Partner) -> SourceItem:
     return SourceItem(id=partner.name, captions=(), at=partner.at, held=partner.held)
-
-
-def _joined(stamps: Sequence[Stamp]) -> Stamp:
-    text = ",".join(f"{stamp.num_bytes}:{stamp.mtime_ns}" for stamp in stamps)
-    return Stamp(num_bytes=sum(stamp.num_bytes for stamp in stamps), mtime_ns=draw(text, "stamp") >> 1)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ form

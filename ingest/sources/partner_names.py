@@ -114,7 +114,7 @@ class PartnerRules:
     @property
     def mask_source(self) -> str | None:
         """What a store records: `file`, `alpha` or `whole`; None without masks."""
-        return None if self.mask is None else self.mask if self.mask in (MaskForm.ALPHA, MaskForm.WHOLE) else "file"
+        return None if self.mask is None else self.mask.value if self.mask in (MaskForm.ALPHA, MaskForm.WHOLE) else "file"
 
     def reference_columns(self, there: Collection[str], name: str | None = None) -> tuple[str, ...]:
         """Return the columns of references among those `there`, in order; those that the user named must be in `name`."""
@@ -128,6 +128,13 @@ class PartnerRules:
                 f"{name or 'a table'} has the columns {' and '.join(found)}; name those of references: references = column:NAME"
             )
         return next(iter(found.values()), ())
+
+    def note_unused(self, there: Collection[str], with_images: Collection[str], notes: list[str]) -> None:
+        """Name the usual columns of references that have paths or other values instead of images."""
+        unused = [one for one in REFERENCE_COLUMNS if self.finds_columns and one in there and one not in with_images]
+        note = f"no references: {', '.join(unused)} has no images inside; write them into it, or pack a table of files"
+        if unused and note not in notes:
+            notes.append(note)
 
     def mask_column(self, there: Collection[str], name: str | None = None) -> str | None:
         """Return the column of masks; None without one. `name` as of `reference_columns`."""

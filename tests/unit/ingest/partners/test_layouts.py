@@ -214,6 +214,27 @@ def test_mirrored_rows_have_mirrored_references_and_masks(tmp_path: Path, edit_m
     check(tmp_path / "store", edit_model, samples, flip=True)
 
 
+def test_references_in_tars_are_never_lost_in_silence(tmp_path: Path, edit_model: Path) -> None:
+    """Not by another Unicode normal form, without an image of their key, or in a tar that has none."""
+    (tmp_path / "data").mkdir()
+    members = [("caf\u00e9.png", picture(1)), ("cafe\u0301.ref0.png", picture(2)), ("lost.ref0.png", picture(3))]
+    write_members(tmp_path / "data/0.tar", members)
+    write_members(tmp_path / "data/1.tar", [("a.png", picture(4))])
+    file = data_file(tmp_path / "data.toml", "data/{0..1}.tar")
+    done = packed(file, tmp_path / "s", edit_model).json
+    assert (done["packed"], done["rejected"]) == (1, 1)
+    assert done["passed_over"] == ["0/lost.ref0.png (a reference or mask, and no other image has its key)"]
+    assert "no reference" in json.loads((tmp_path / "s/rejects.jsonl").read_text(encoding="ascii"))["detail"]
+    check(tmp_path / "s", edit_model, {"0/caf\u00e9.png": Expected(target=picture(1), references=[picture(2)])})
+
+
+def test_columns_of_references_without_images_are_named(tmp_path: Path, edit_model: Path) -> None:
+    columns = {"image": [{"bytes": picture(1), "path": "a.png"}], "cond_image": ["a.png"], "text": ["a cat"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    report = call("ingest", "scan", tmp_path / "a.parquet", "--model", edit_model, "--json").done().json
+    assert any("no references: cond_image has no images inside" in note for note in report["notes"])
+
+
 def test_a_place_without_images_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="controls"):
         list_place(str(tmp_path / "controls"), SourceOptions())
