@@ -130,7 +130,8 @@ class SampleReader:
         try:
             yield
         except RejectedError as error:
-            detail = f"its {partner.kind} {self.shown(partner)}: {error}"
+            why = error.detail if error.reason is Reason.PARTNER else error
+            detail = f"its {partner.kind} {self.shown(partner)}: {why}"
             raise RejectedError(Reason.PARTNER, detail, is_passing=error.is_passing) from error
 
 

@@ -193,7 +193,7 @@ def test_a_layout_packs_as_it_is_and_every_row_has_its_own_partners(
 
 def test_what_belongs_to_others_is_left_out_and_counted_by_name(tmp_path: Path, edit_model: Path) -> None:
     expected_notes: Mapping[Callable[[Path], Layout], tuple[str, ...]] = {
-        musubi_folders: ("1 image in ", "nobody.png"),
+        musubi_folders: ("1 image without an image of the source", "nobody.png"),
         onetrainer: ("NAME-masklabel (3 images)", "NAME-condlabel (3 images)"),
         ai_toolkit: ("_controls/ (3 images)",),
         same_folder: ("{stem}_{n} (6 images)",),
