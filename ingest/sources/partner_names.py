@@ -228,6 +228,11 @@ def images_below(folder: str) -> Listed:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         before = os.path.relpath(at, folder)
         inside = "" if before == "." else f"{before}/"
+        if link := next((name for name in folders if os.path.islink(f"{at}/{name}")), None):  # noqa: PTH114
+            raise SourceError(
+                f"{folder}, for references or masks: {inside}{link} is a link to a folder, and these are never followed; put "
+                "the folder itself there"
+            )
         found |= {inside + name: () for name in files if is_image_file(name)}
     if not found:
         why = f"it has no images: expected {', '.join(sorted(IMAGE_SUFFIXES)[:3])} or others"

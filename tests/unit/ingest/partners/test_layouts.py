@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from bucketline.errors import SourceError
 from bucketline.ingest.sources.object_place import list_place
 from bucketline.ingest.sources.source import SourceOptions
 from tests.commands import call
@@ -237,4 +238,11 @@ def test_columns_of_references_without_images_are_named(tmp_path: Path, edit_mod
 
 def test_a_place_without_images_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="controls"):
+        list_place(str(tmp_path / "controls"), SourceOptions())
+
+
+def test_a_linked_folder_in_a_place_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, {"controls/a.png": picture(1), "elsewhere/b.png": picture(2)})
+    (tmp_path / "controls" / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="sub is a link to a folder"):
         list_place(str(tmp_path / "controls"), SourceOptions())
