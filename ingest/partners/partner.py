@@ -16,7 +16,7 @@ from bucketline.files.paths import redacted
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectSource
-from bucketline.ingest.sources.partner_names import MASK, MaskForm
+from bucketline.ingest.sources.partner_names import MASK, NONE, MaskForm
 from bucketline.ingest.sources.source import SourceItem, Stamp
 from bucketline.ingest.sources.tar import TarSource
 from bucketline.store.format.block import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from bucketline.families.references import References
     from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.sources.dataset_file import DatasetEntry
     from bucketline.ingest.sources.partner_names import Partner
     from bucketline.ingest.sources.source import Listing, Source, SourceOptions
     from bucketline.store.format.schema import RaggedEntry, Schema
@@ -129,7 +130,8 @@ class SampleReader:
         try:
             yield
         except RejectedError as error:
-            detail = f"its {partner.kind} {self.shown(partner)}: {error}"
+            why = error.detail if error.reason is Reason.PARTNER else error
+            detail = f"its {partner.kind} {self.shown(partner)}: {why}"
             raise RejectedError(Reason.PARTNER, detail, is_passing=error.is_passing) from error
 
 
@@ -327,6 +329,24 @@ def planned_form(config: PackConfig | ScanConfig, model: ModelFolder, listing: L
             f'set file: "{MaskForm.WHOLE}" counts each image in full'
         )
     return form
+
+
+def refuse_unlike(config: PackConfig | ScanConfig, entries: Sequence[DatasetEntry], model: ModelFolder) -> None:
+    """Check that captions of all sources of a data set file are encoded alike; their stores could not be read together.
+
+    Raises:
+        UsageError: if the text encoder sees the references of some sources, and others have none.
+    """
+    alone = [entry for entry in entries if entry.references in ((), (NONE,)) and not entry.references_optional]
+    pairs = [entry for entry in entries if entry.references not in ((), (NONE,))]
+    if alone and pairs:
+        name, family = _family(config, model)
+        if family is not None and family.text_sees:
+            raise UsageError(
+                f"{config.source}: source {alone[0].name} names no references, source {pairs[0].name} does, and the text "
+                f"encoder of {name} sees them; set references_optional = true for {alone[0].name}, so that its captions are "
+                "encoded as the others'"
+            )
 
 
 def _family(config: PackConfig | ScanConfig, model: ModelFolder) -> tuple[str, References | None]:

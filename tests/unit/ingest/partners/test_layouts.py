@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from bucketline.errors import SourceError
 from bucketline.ingest.sources.object_place import list_place
 from bucketline.ingest.sources.source import SourceOptions
 from tests.commands import call
@@ -192,7 +193,7 @@ def test_a_layout_packs_as_it_is_and_every_row_has_its_own_partners(
 
 def test_what_belongs_to_others_is_left_out_and_counted_by_name(tmp_path: Path, edit_model: Path) -> None:
     expected_notes: Mapping[Callable[[Path], Layout], tuple[str, ...]] = {
-        musubi_folders: ("1 image in ", "nobody.png"),
+        musubi_folders: ("1 image without an image of the source", "nobody.png"),
         onetrainer: ("NAME-masklabel (3 images)", "NAME-condlabel (3 images)"),
         ai_toolkit: ("_controls/ (3 images)",),
         same_folder: ("{stem}_{n} (6 images)",),
@@ -237,4 +238,11 @@ def test_columns_of_references_without_images_are_named(tmp_path: Path, edit_mod
 
 def test_a_place_without_images_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="controls"):
+        list_place(str(tmp_path / "controls"), SourceOptions())
+
+
+def test_a_linked_folder_in_a_place_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, {"controls/a.png": picture(1), "elsewhere/b.png": picture(2)})
+    (tmp_path / "controls" / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="sub is a link to a folder"):
         list_place(str(tmp_path / "controls"), SourceOptions())
