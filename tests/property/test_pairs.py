@@ -101,7 +101,7 @@ class World:
         size = target.size[::-1]
         images = {"target": target}
         for n in range(self.num_folders):
-            if self.draw.random() < 0.75 or number == n == 0:  # a source without any reference is refused
+            if self.draw.random() < 0.75 or number == 0:  # a folder without any image is refused
                 images[str(n)] = self.new_image(size if self.draw.random() < 0.5 else None)
         if self.has_masks:
             images["mask"] = self.new_image(size).convert("L")
@@ -129,7 +129,7 @@ class World:
             return replace(pair, captions=tuple(self.draw.sample(WORDS, self.draw.randint(0, 3))))
         if name in absent:
             return replace(pair, images={**pair.images, name: self.new_image()})
-        if name.isdecimal() and self.draw.random() < 0.4 and (pair.id, name) != ("00.png", "0"):
+        if name.isdecimal() and self.draw.random() < 0.4 and pair.id != "00.png":
             return self.remove(pair, name)
         image = pair.images[name]  # of the same size, so that masks fit and pairs stay aligned
         return replace(pair, images={**pair.images, name: self.new_image(image.size[::-1]).convert(image.mode)})
@@ -268,8 +268,6 @@ def one_run(seed: int, folder: Path) -> Counter[str]:
         flip=not sees and draw.random() < 0.5,
         crop=draw.choice(["center", "random"]),
     )
-    for n in range(world.num_folders):
-        (folder / str(n)).mkdir()
     for n in range(draw.randint(3, 6)):
         world.write(world.new_pair(n))
     seen: Counter[str] = Counter()
