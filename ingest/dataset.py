@@ -22,7 +22,7 @@ from bucketline.ingest.packed_index import PackedIndex, SampleChanges, hold_out_
 from bucketline.ingest.packing.run import newest_store, opened_source, with_stored_rules
 from bucketline.ingest.parallel.items import take_apart
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
-from bucketline.ingest.partners.partner import planned_form
+from bucketline.ingest.partners.partner import planned_form, refuse_unlike
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.model import NOT_COMPARED, facts_without_weights
 from bucketline.ingest.scan import counted_images
@@ -215,6 +215,7 @@ def _checked(config: PackConfig) -> DatasetFile:
             "choose another path"
         )
     file = read_dataset_file(Path(config.source), config.alone())
+    refuse_unlike(config, file.sources, open_model(config.model, config.model_config))
     for entry in file.sources:
         for path in open_source(entry.path, entry.options(config.alone())).local_paths:
             refuse_overlap(path, config.store)

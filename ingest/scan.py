@@ -24,7 +24,7 @@ from bucketline.ingest.images.crop import (
 )
 from bucketline.ingest.packed_index import hold_out_one
 from bucketline.ingest.packing.run import TOKENS_PER_CHARACTER
-from bucketline.ingest.partners.partner import PartnerForm, planned_form
+from bucketline.ingest.partners.partner import PartnerForm, planned_form, refuse_unlike
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.progress import counting_progress, look_limits
 from bucketline.ingest.sources.dataset_file import is_dataset_file, naming_source, open_source, read_dataset_file
@@ -101,6 +101,8 @@ def scan(config: ScanConfig) -> tuple[DatasetFile | None, list[tuple[DatasetEntr
     each: list[tuple[DatasetEntry | None, ScanConfig]] = [(None, config)]
     file = read_dataset_file(Path(config.source), config.alone()) if is_dataset_file(config.source) else None
     if file is not None:
+        if config.model is not None:
+            refuse_unlike(config, file.sources, open_model(config.model, config.model_config))
         each = [(one, replace(config, source=one.path, **one.overrides(config.val_fraction))) for one in file.sources]
     if config.output is not None:
         from bucketline.ingest.peek import refuse_sheet

@@ -124,13 +124,12 @@ def partner_notes(account: RunSummary) -> list[str]:
     notes = []
     if account.references:
         counts = (f"{counted(images, 'image')} with {number}" for number, images in by_number(account.references).items())
-        placed = "cropped and mirrored with it, others have a size of their own"
-        pairs = f"; {account.pairs} of these have their image's size, and are {placed}" if account.pairs else ""
+        pairs = f"; {counted(account.pairs, 'reference')} of their image's size, cropped with it" if account.pairs else ""
         notes.append(f"references: {', '.join(counts)}{pairs}")
     if account.zero_masks:
         named = ", ".join(account.zero_masks[:10]) + ", …" * (len(account.zero_masks) > 10)
         number = counted(len(account.zero_masks), "image")
-        notes.append(f"{number} with a mask that is zero everywhere, which train nothing: {named}")
+        notes.append(f"{number} with a mask that is zero everywhere, or 1 of 255 at most, so that it adds nothing: {named}")
     return notes
 
 

@@ -16,6 +16,7 @@ import torch
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,7 +25,7 @@ from bucketline.errors import TrainError
 from bucketline.families.packing import PATCH
 from bucketline.loader import Loader
 from bucketline.loader.batch import COLUMN_PREFIX, as_fields
-from bucketline.store.format.block import LATENT, MASK, TARGET, references_of
+from bucketline.store.format.block import LATENT, MASK, SEEN_IMAGES, TARGET, references_of
 from bucketline.train.config import Precision
 from bucketline.train.log import StepWork, graphs_compiled
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
@@ -177,10 +178,19 @@ def example_batches(ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]
             made["columns"][MASK] = torch.ones_like(made["columns"][TARGET][:, 0], dtype=torch.float32)
         if first.image_tokens is not None:  # as many as the bucket's references have, which some models expect
             num_seen = sum(height * width for _, height, width in references_in(bucket).values()) // PATCH**2
-            made["image_tokens"] = torch.zeros_like(made["token_mask"])
-            made["image_tokens"][:, :num_seen] = made["token_mask"][:, :num_seen] = True
+            num_seen = min(num_seen, loader.rows.max_entry_tokens[SEEN_IMAGES])
+            made |= tokens_of_images(made["tokens"], made["token_mask"], num_seen)
         examples[bucket.name] = replace(first, bucket=bucket.name, **made)
     return examples
+
+
+def tokens_of_images(tokens: Tensor, mask: Tensor, num_seen: int) -> dict[str, Tensor]:
+    """Return fields of a batch: tokens, [B, L, D], made longer if need be, of which the first `num_seen` are images'."""
+    more = max(0, num_seen - tokens.shape[1])
+    mask = pad(mask, (0, more))
+    is_image = torch.zeros_like(mask)
+    is_image[:, :num_seen] = mask[:, :num_seen] = True
+    return {"tokens": pad(tokens, (0, 0, 0, more)), "token_mask": mask, "image_tokens": is_image}
 
 
 def references_in(bucket: Bucket) -> dict[str, tuple[int, ...]]:

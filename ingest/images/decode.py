@@ -151,6 +151,7 @@ def decode_grey(data: bytes, framing: Framing) -> Image.Image:
         _check(image, 1)
         with _one_giant if image.height * image.width > GIANT_PIXELS else nullcontext():
             orientation = _loaded(image, file)
+            image.load()
             colours, _ = split_alpha(image)
             if colours.mode != "L":
                 channels = np.asarray(colours.convert("RGB"))

@@ -22,7 +22,7 @@ def read_mask(data: bytes, framing: Framing, target: Placement, px_per_latent: i
     image = decode_grey(data, framing)
     if (image.height, image.width) != target.source:
         found, expected = f"{image.height}x{image.width}", "x".join(map(str, target.source))
-        raise RejectedError(Reason.MODE, f"it has {found} px, its image {expected}; expected the same size, upright")
+        raise RejectedError(Reason.PARTNER, f"it has {found} px, its image {expected}; save it at its image's size, upright")
     return mask_on_grid(image, target, px_per_latent)
 
 

@@ -16,7 +16,7 @@ from bucketline.files.paths import redacted
 from bucketline.ingest.images.crop import Reason, RejectedError
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.objects import ObjectFolderSource, ObjectSource
-from bucketline.ingest.sources.partner_names import MASK, MaskForm
+from bucketline.ingest.sources.partner_names import MASK, NONE, MaskForm
 from bucketline.ingest.sources.source import SourceItem, Stamp
 from bucketline.ingest.sources.tar import TarSource
 from bucketline.store.format.block import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from bucketline.families.references import References
     from bucketline.ingest.config import PackConfig, ScanConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.sources.dataset_file import DatasetEntry
     from bucketline.ingest.sources.partner_names import Partner
     from bucketline.ingest.sources.source import Listing, Source, SourceOptions
     from bucketline.store.format.schema import RaggedEntry, Schema
@@ -71,10 +72,12 @@ class SampleReader:
     def __init__(self, source: Source, options: SourceOptions) -> None:
         """Open the folders that `references` and `mask` name. Nothing is read yet."""
         own = options.alone()
-        self._places: list[Source] = [source, *(_folder(place, own) for place in own.partner_rules.places)]
+        places = own.partner_rules.places
+        self._places: list[Source] = [source, *(_folder(place, own) for place in places)]
+        self._names = ("", *(Path(place).name for place in places))
 
     def stamp(self, item: SourceItem) -> Stamp:
-        """Return the size and mtime of an image; with partners, the sum of all sizes, and a draw from sizes and mtimes."""
+        """Return the size and mtime of an image; with partners, the sum of sizes, and a draw from stamps and names."""
         stamp = self._places[0].stamp(item)
         if not item.partners:
             return stamp
@@ -82,7 +85,7 @@ class SampleReader:
         for partner in item.partners:
             with self.naming(partner):
                 stamps.append(self._places[partner.place].stamp(_as_item(partner)))
-        return _joined(stamps)
+        return self._joined(item, stamps)
 
     def read(self, item: SourceItem) -> SampleFiles:
         """Read an image and its partners."""
@@ -95,7 +98,13 @@ class SampleReader:
                 own, stamp = self._places[partner.place].read(_as_item(partner))
             partners.append(own)
             stamps.append(stamp)
-        return SampleFiles(data=data, partners=tuple(partners), stamp=_joined(stamps))
+        return SampleFiles(data=data, partners=tuple(partners), stamp=self._joined(item, stamps))
+
+    def _joined(self, item: SourceItem, stamps: Sequence[Stamp]) -> Stamp:
+        """Return one stamp of all files, and of their names: files that take each other's place may have equal stamps."""
+        names = (f"{self._names[one.place]}/{'' if one.at else one.name}" for one in item.partners)
+        text = ",".join((*(f"{stamp.num_bytes}:{stamp.mtime_ns}" for stamp in stamps), *names))
+        return Stamp(num_bytes=sum(stamp.num_bytes for stamp in stamps), mtime_ns=draw(text, "stamp") >> 1)
 
     def opened(self, partner: Partner) -> BinaryIO:
         """Open a partner to read a part of it, such as its header."""
@@ -121,7 +130,8 @@ class SampleReader:
         try:
             yield
         except RejectedError as error:
-            detail = f"its {partner.kind} {self.shown(partner)}: {error}"
+            why = error.detail if error.reason is Reason.PARTNER else error
+            detail = f"its {partner.kind} {self.shown(partner)}: {why}"
             raise RejectedError(Reason.PARTNER, detail, is_passing=error.is_passing) from error
 
 
@@ -131,11 +141,6 @@ def _folder(place: str, options: SourceOptions) -> Source:
 
 def _as_item(partner: Partner) -> SourceItem:
     return SourceItem(id=partner.name, captions=(), at=partner.at, held=partner.held)
-
-
-def _joined(stamps: Sequence[Stamp]) -> Stamp:
-    text = ",".join(f"{stamp.num_bytes}:{stamp.mtime_ns}" for stamp in stamps)
-    return Stamp(num_bytes=sum(stamp.num_bytes for stamp in stamps), mtime_ns=draw(text, "stamp") >> 1)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ form
@@ -324,6 +329,24 @@ def planned_form(config: PackConfig | ScanConfig, model: ModelFolder, listing: L
             f'set file: "{MaskForm.WHOLE}" counts each image in full'
         )
     return form
+
+
+def refuse_unlike(config: PackConfig | ScanConfig, entries: Sequence[DatasetEntry], model: ModelFolder) -> None:
+    """Check that captions of all sources of a data set file are encoded alike; their stores could not be read together.
+
+    Raises:
+        UsageError: if the text encoder sees the references of some sources, and others have none.
+    """
+    alone = [entry for entry in entries if entry.references in ((), (NONE,)) and not entry.references_optional]
+    pairs = [entry for entry in entries if entry.references not in ((), (NONE,))]
+    if alone and pairs:
+        name, family = _family(config, model)
+        if family is not None and family.text_sees:
+            raise UsageError(
+                f"{config.source}: source {alone[0].name} names no references, source {pairs[0].name} does, and the text "
+                f"encoder of {name} sees them; set references_optional = true for {alone[0].name}, so that its captions are "
+                "encoded as the others'"
+            )
 
 
 def _family(config: PackConfig | ScanConfig, model: ModelFolder) -> tuple[str, References | None]:

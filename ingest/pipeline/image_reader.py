@@ -103,7 +103,8 @@ class ReadImage:
 
     @property
     def is_masked_out(self) -> bool:
-        return self.mask is not None and not self.mask.any()
+        """True if nothing counts: a mask of 0 and 1, instead of 0 and 255, included."""
+        return self.mask is not None and int(self.mask.max()) <= 1
 
     @property
     def num_bytes(self) -> int:

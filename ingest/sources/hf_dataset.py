@@ -362,6 +362,7 @@ class DatasetSource(Source):
         for number, (split, rows, column) in enumerate(self._splits):
             place, mtime_ns = self._place(split), _newest_ns(rows)
             text = tried.column_in(rows.column_names, place, listing.notes)
+            self.options.partner_rules.note_unused(rows.column_names, self._partner_columns(rows, place), listing.notes)
             names, sizes = _names_and_sizes(rows, column)
             found += (
                 SplitRow(

@@ -129,6 +129,7 @@ class ParquetSource(Source):
             text = tried.column_in(there, str(path), listing.notes)
             more = [one for one in there if one in (text, SPLIT)]
             references, mask = self._partner_columns(file)
+            self.options.partner_rules.note_unused(there, references, listing.notes)
             paths = {one: _leaf(file, one, "path") for one in (*references, *((mask,) if mask else ()))}
             wanted = [f"{column}.path", *more, *paths.values()]
             if why := why_too_large(file, path, wanted):

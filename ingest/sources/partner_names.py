@@ -87,7 +87,8 @@ class PartnerRules:
                 f"references is {list(given)!r:.200}, expected folders, or one same:PATTERN, or column:NAME each, or {NONE!r}"
             )
         pattern = same[0].removeprefix(_SAME) if same else None
-        if pattern is not None and (pattern.count("{stem}") != 1 or pattern.count("{n}") > 1 or "/" in pattern):
+        parts = None if pattern is None else sorted(re.findall(r"\{.*?\}", pattern))
+        if pattern is not None and (parts not in (["{stem}"], ["{n}", "{stem}"]) or "/" in pattern):
             raise UsageError(f"references is {same[0]!r}, expected a file's name with {{stem}} and {{n}}: same:{{stem}}_{{n}}")
         form, at = _mask_rules(mask)
         return cls(
@@ -113,7 +114,7 @@ class PartnerRules:
     @property
     def mask_source(self) -> str | None:
         """What a store records: `file`, `alpha` or `whole`; None without masks."""
-        return None if self.mask is None else self.mask if self.mask in (MaskForm.ALPHA, MaskForm.WHOLE) else "file"
+        return None if self.mask is None else self.mask.value if self.mask in (MaskForm.ALPHA, MaskForm.WHOLE) else "file"
 
     def reference_columns(self, there: Collection[str], name: str | None = None) -> tuple[str, ...]:
         """Return the columns of references among those `there`, in order; those that the user named must be in `name`."""
@@ -127,6 +128,13 @@ class PartnerRules:
                 f"{name or 'a table'} has the columns {' and '.join(found)}; name those of references: references = column:NAME"
             )
         return next(iter(found.values()), ())
+
+    def note_unused(self, there: Collection[str], with_images: Collection[str], notes: list[str]) -> None:
+        """Name the usual columns of references that have paths or other values instead of images."""
+        unused = [one for one in REFERENCE_COLUMNS if self.finds_columns and one in there and one not in with_images]
+        note = f"no references: {', '.join(unused)} has no images inside; write them into it, or pack a table of files"
+        if unused and note not in notes:
+            notes.append(note)
 
     def mask_column(self, there: Collection[str], name: str | None = None) -> str | None:
         """Return the column of masks; None without one. `name` as of `reference_columns`."""
@@ -220,6 +228,11 @@ def images_below(folder: str) -> Listed:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         before = os.path.relpath(at, folder)
         inside = "" if before == "." else f"{before}/"
+        if link := next((name for name in folders if os.path.islink(f"{at}/{name}")), None):  # noqa: PTH114
+            raise SourceError(
+                f"{folder}, for references or masks: {inside}{link} is a link to a folder, and these are never followed; put "
+                "the folder itself there"
+            )
         found |= {inside + name: () for name in files if is_image_file(name)}
     if not found:
         why = f"it has no images: expected {', '.join(sorted(IMAGE_SUFFIXES)[:3])} or others"
@@ -373,7 +386,7 @@ class FilePartners:
     def notes(self) -> list[str]:
         """Return what was found in folders of partners and belongs to no image."""
         return [
-            f"{counted(len(one.stray), 'image')} in {one.shown} belong to no image of the source, and are left out: "
+            f"left out of {one.shown}: {counted(len(one.stray), 'image')} without an image of the source: "
             f"{', '.join(one.stray[:3])}{', …' * (len(one.stray) > 3)}"
             for one in self._folders
             if one.stray

@@ -259,12 +259,13 @@ class ShardSamples:
         items: list[tuple[int, SourceItem]] = []
         self._join_normal_forms()
         sides = side_files([member.name for sample in self._samples.values() for member, _ in sample.images.values()])
-        kinds = (member_role(extension, self.rules) for sample in self._samples.values() for extension in sample.images)
-        has_references = any(kind is not None and kind[0] == REFERENCE for kind in kinds)
         for sample in self._samples.values():
             roles = {extension: member_role(extension, self.rules) for extension in sample.images}
             plain = [extension for extension in sample.images if "." not in extension]
-            partners, partner_error = self._partners(sample, roles, has_references=has_references)
+            partners, partner_error = self._partners(sample, roles)
+            if None not in roles.values():
+                for member, _ in sample.images.values():
+                    self.pass_over(member, "a reference or mask, and no other image has its key")
             for extension, (member, at) in sample.images.items():
                 if member.name in sides or roles[extension] is not None:
                     continue
@@ -292,7 +293,7 @@ class ShardSamples:
         listing.passed_over += self._passed_over
         return list(sides.values())
 
-    def _partners(self, sample: _Sample, roles: Mapping[str, tuple[str, int] | None], *, has_references: bool) -> Found:
+    def _partners(self, sample: _Sample, roles: Mapping[str, tuple[str, int] | None]) -> Found:
         """Return the references and the mask among the images of a key."""
         own = sorted((role, extension) for extension, role in roles.items() if role is not None)
         twice = next(((a[1], b[1]) for a, b in itertools.pairwise(own) if a[0] == b[0]), None)
@@ -304,24 +305,30 @@ class ShardSamples:
         ]
         references = [one for one in found if one.kind == REFERENCE]
         masks = [one for one in found if one.kind == MASK]
-        is_needed = bool(self.rules.columns) or has_references
-        error = self.rules.missing(len(references), "next to it, such as NAME.ref0.png") if is_needed else None
-        if self.rules.mask is MaskForm.COLUMN and not masks:
-            error = error or f"its key has no .{self.rules.mask_at}.png, its mask"
-        return (*references, *masks), error
+        is_missing = self.rules.mask is MaskForm.COLUMN and not masks
+        return (*references, *masks), f"its key has no .{self.rules.mask_at}.png, its mask" if is_missing else None
 
     def _join_normal_forms(self) -> None:
-        """Move captions without an image to the image whose key differs only in Unicode normal form."""
-        alone = [key for key, sample in self._samples.items() if not sample.images and not key.isascii()]
+        """Move captions and partners without an image to the image whose key differs only in Unicode normal form."""
+        alone = [key for key, sample in self._samples.items() if not key.isascii() and not self._has_target(sample)]
         if not alone:
             return
-        with_images = {name_key(key): key for key, sample in self._samples.items() if sample.images and not sample.captions}
+        targets = {key for key, sample in self._samples.items() if self._has_target(sample)}
+        by_form = {name_key(key): key for key in targets}
+        captionless = {key for key in targets if not self._samples[key].captions}
         for key in alone:
-            if (own := with_images.get(name_key(key))) is not None:
-                sample, other = self._samples[own], self._samples.pop(key)
-                for extension, (name, read) in other.captions.items():
-                    both = (sample.captions[extension][0], name) if extension in sample.captions else None
-                    sample.captions[extension] = (name, read if both is None else ambiguous(both))
+            if (own := by_form.get(name_key(key))) is None:
+                continue
+            sample, other = self._samples[own], self._samples[key]
+            for extension in [one for one in other.images if one not in sample.images]:
+                sample.images[extension] = other.images.pop(extension)
+            for extension in [*other.captions] if own in captionless else []:
+                name, read = other.captions.pop(extension)
+                both = (sample.captions[extension][0], name) if extension in sample.captions else None
+                sample.captions[extension] = (name, read if both is None else ambiguous(both))
+
+    def _has_target(self, sample: _Sample) -> bool:
+        return any(member_role(extension, self.rules) is None for extension in sample.images)
 
     def _split(self, member: Member) -> tuple[str, str]:
         split = key_and_extension(member.name)
@@ -425,6 +432,8 @@ class TarSource(Source):
             sides += samples.finish(listing)
             for item in listing.items[first:]:
                 note_place(seen, item.id, shard.shown)
+        if rules.columns or any(one.kind == REFERENCE for item in listing.items for one in item.partners):
+            _refuse_missing(listing, rules)
         listing.notes += side_notes(sides)
         splits.finish(self.shards[0].shown if len(self.shards) == 1 else redacted(self.root), self.root, listing.notes)
         if not listing.items:
@@ -604,6 +613,14 @@ def _read_shard(number: int, shard: Shard, samples: ShardSamples, options: Sourc
                     samples.add_captions(member, too_long(member.name, member.num_bytes))
                 else:
                     samples.add_captions(member, names.read(kind, member.name, tar.read(member)))
+
+
+def _refuse_missing(listing: Listing, rules: PartnerRules) -> None:
+    """Have the images without a reference rejected, unless the user allows them."""
+    error = rules.missing(0, "next to it, such as NAME.ref0.png")
+    for n, item in enumerate(listing.items):
+        if error is not None and item.partner_error is None and not any(one.kind == REFERENCE for one in item.partners):
+            listing.items[n] = replace(item, partner_error=error)
 
 
 def _changed(shard: Shard) -> SourceError:

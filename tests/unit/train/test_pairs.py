@@ -13,7 +13,7 @@ from PIL import Image
 from bucketline.errors import ModelError, UsageError
 from bucketline.loader.batch import as_fields
 from bucketline.train import images
-from bucketline.train.compile import example_batches
+from bucketline.train.compile import example_batches, tokens_of_images
 from bucketline.train.config import MaskLoss
 from bucketline.train.memory import largest_batch
 from bucketline.train.run import Run, train
@@ -163,6 +163,15 @@ def test_examples_have_the_references_and_masks_of_each_bucket_and_the_largest_i
         assert largest_batch(ALONE, run.loader).tokens.shape[1] == LENGTH
     finally:
         run.close()
+
+
+@pytest.mark.parametrize("num_seen", [3, 9])
+def test_an_example_has_tokens_for_all_images_of_its_bucket(num_seen: int) -> None:
+    tokens, mask = torch.ones(2, 6, 4), torch.arange(6).expand(2, -1) < 2
+    found = tokens_of_images(tokens, mask, num_seen)
+    assert found["image_tokens"].sum(1).tolist() == found["token_mask"].sum(1).tolist() == [num_seen] * 2
+    assert {one.shape[:2] for one in found.values()} == {(2, max(6, num_seen))}
+    assert mask.sum() == 4
 
 
 def named(pipeline: str) -> Callable[[Pairs], object]:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from bucketline.errors import SourceError
 from bucketline.ingest.sources.object_place import list_place
 from bucketline.ingest.sources.source import SourceOptions
 from tests.commands import call
@@ -192,7 +193,7 @@ def test_a_layout_packs_as_it_is_and_every_row_has_its_own_partners(
 
 def test_what_belongs_to_others_is_left_out_and_counted_by_name(tmp_path: Path, edit_model: Path) -> None:
     expected_notes: Mapping[Callable[[Path], Layout], tuple[str, ...]] = {
-        musubi_folders: ("1 image in ", "nobody.png"),
+        musubi_folders: ("1 image without an image of the source", "nobody.png"),
         onetrainer: ("NAME-masklabel (3 images)", "NAME-condlabel (3 images)"),
         ai_toolkit: ("_controls/ (3 images)",),
         same_folder: ("{stem}_{n} (6 images)",),
@@ -214,6 +215,34 @@ def test_mirrored_rows_have_mirrored_references_and_masks(tmp_path: Path, edit_m
     check(tmp_path / "store", edit_model, samples, flip=True)
 
 
+def test_references_in_tars_are_never_lost_in_silence(tmp_path: Path, edit_model: Path) -> None:
+    """Not by another Unicode normal form, without an image of their key, or in a tar that has none."""
+    (tmp_path / "data").mkdir()
+    members = [("caf\u00e9.png", picture(1)), ("cafe\u0301.ref0.png", picture(2)), ("lost.ref0.png", picture(3))]
+    write_members(tmp_path / "data/0.tar", members)
+    write_members(tmp_path / "data/1.tar", [("a.png", picture(4))])
+    file = data_file(tmp_path / "data.toml", "data/{0..1}.tar")
+    done = packed(file, tmp_path / "s", edit_model).json
+    assert (done["packed"], done["rejected"]) == (1, 1)
+    assert done["passed_over"] == ["0/lost.ref0.png (a reference or mask, and no other image has its key)"]
+    assert "no reference" in json.loads((tmp_path / "s/rejects.jsonl").read_text(encoding="ascii"))["detail"]
+    check(tmp_path / "s", edit_model, {"0/caf\u00e9.png": Expected(target=picture(1), references=[picture(2)])})
+
+
+def test_columns_of_references_without_images_are_named(tmp_path: Path, edit_model: Path) -> None:
+    columns = {"image": [{"bytes": picture(1), "path": "a.png"}], "cond_image": ["a.png"], "text": ["a cat"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    report = call("ingest", "scan", tmp_path / "a.parquet", "--model", edit_model, "--json").done().json
+    assert any("no references: cond_image has no images inside" in note for note in report["notes"])
+
+
 def test_a_place_without_images_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="controls"):
+        list_place(str(tmp_path / "controls"), SourceOptions())
+
+
+def test_a_linked_folder_in_a_place_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, {"controls/a.png": picture(1), "elsewhere/b.png": picture(2)})
+    (tmp_path / "controls" / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="sub is a link to a folder"):
         list_place(str(tmp_path / "controls"), SourceOptions())

@@ -116,6 +116,19 @@ def test_a_new_caption_or_time_keeps_the_latents_of_all_partners(
     assert {name: held.columns for name, held in before.items()} == {name: held.columns for name, held in after.items()}
 
 
+def test_references_that_take_each_other_s_place_are_packed_again_with_equal_sizes_and_times(
+    tmp_path: Path, edit_model: Path
+) -> None:
+    root, store = tmp_path / "data", tmp_path / "s"
+    one, other = (encoded(Image.fromarray(colour_image(*SIZE, seed)), "BMP") for seed in (2, 3))
+    write_files(root, {"after/a.png": picture(1), "before/a.bmp": one, "style/a.bmp": other})
+    for folder in ("before", "style"):
+        os.utime(root / folder / "a.bmp", (1, 1))
+    for folders, references in ((["before", "style"], [one, other]), (["style", "before"], [other, one])):
+        assert packed(data_file(root / "data.toml", "after", references=folders), store, edit_model).done().json["packed"] == 1
+        check(store, edit_model, {"a.png": Expected(target=picture(1), references=references)})
+
+
 def test_a_sample_whose_partner_is_missing_or_bad_is_rejected_with_both_names(tmp_path: Path, edit_model: Path) -> None:
     root = tmp_path / "data"
     write_pairs(root)
@@ -259,11 +272,12 @@ def _of(image: Image.Image, **options: Any) -> bytes:
         (lambda: _of(Image.fromarray(GREY)), 0),
         (lambda: _of(Image.fromarray(GREY).convert("RGB")), 0),
         (lambda: _of(Image.fromarray(GREY).convert("P")), 0),
+        (lambda: encoded(Image.fromarray(GREY), "JPEG", quality=100), 1),
         (lambda: _of(Image.merge("LA", (Image.fromarray(GREY), Image.fromarray(GREY[::-1].copy())))), 0),
         (lambda: _of(Image.fromarray(GREY.astype("u2") * 257)), 0),
         (lambda: encoded(Image.fromarray(GREY.T.copy()), "TIFF", exif=_turned()), 0),
     ],
-    ids=["grey", "RGB", "palette", "alpha", "16 bits", "turned"],
+    ids=["grey", "RGB", "palette", "JPEG", "alpha", "16 bits", "turned"],
 )
 def test_a_mask_is_the_mean_of_its_area_whatever_its_pixels_are(make: Callable[[], bytes], most: int) -> None:
     found = read_mask(make(), FRAMING, PLACED, 2)
@@ -302,10 +316,17 @@ def test_an_alpha_channel_is_a_mask_and_hides_no_colour(tmp_path: Path, edit_mod
     colours, alpha = Image.fromarray(colour_image(*SIZE, 1)), Image.fromarray(GREY)
     seen = Image.merge("RGBA", (*colours.split(), alpha))
     nothing = Image.merge("RGBA", (*colours.split(), Image.new("L", colours.size)))
-    write_files(tmp_path / "data", {"a.png": _of(seen), "b.png": _of(colours), "c.png": _of(nothing)})
+    ones = Image.merge("RGBA", (*colours.split(), Image.new("L", colours.size, 1)))
+    write_files(tmp_path / "data", {"a.png": _of(seen), "b.png": _of(colours), "c.png": _of(nothing), "d.png": _of(ones)})
     file = data_file(tmp_path / "data.toml", "data", mask="alpha")
     done = packed(file, tmp_path / "s", edit_model).done().json
     white = _of(Image.new("L", colours.size, 255))
     masks = {"a.png": _of(alpha), "b.png": white, "c.png": _of(Image.new("L", colours.size))}
+    masks["d.png"] = _of(Image.new("L", colours.size, 1))
     check(tmp_path / "s", edit_model, {name: Expected(target=_of(colours), mask=own) for name, own in masks.items()})
-    assert any("1 image with a mask that is zero everywhere" in note and "c.png" in note for note in done["notes"])
+    assert any("2 images with a mask that is zero everywhere" in note and "c.png, d.png" in note for note in done["notes"])
+    assert packed(file, tmp_path / "s", edit_model).done().json["unchanged"] == 4
+    whole = data_file(tmp_path / "data.toml", "data", mask="whole")
+    for unchanged in (0, 4):
+        assert packed(whole, tmp_path / "whole", edit_model).done().json["unchanged"] == unchanged
+    assert all(set(row.columns["mask"]) == {255} for row in by_id(Store.open(tmp_path / "whole")).values())

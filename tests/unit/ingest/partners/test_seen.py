@@ -107,3 +107,18 @@ def test_a_new_caption_is_encoded_with_its_images_and_mirror_images_are_refused(
     report = call("ingest", "scan", file, "--model", edit_plus, "--json").done().json
     assert report["references"] == {"0": 1, "1": 2, "2": 1}
     assert report["bytes_per_sample"].keys() >= {"latent", "references"}
+
+
+def test_images_alone_beside_pairs_are_encoded_as_these(tmp_path: Path, edit_plus: Path) -> None:
+    images = {"pairs/a.png": 1, "before/a.png": 2, "alone/b.png": 3}
+    write_files(tmp_path, {name: picture(seed, PAIR) for name, seed in images.items()} | {"alone/b.txt": "a red cat"})
+    pairs = '[[source]]\npath = "pairs"\nreferences = "before"\nreferences_area = 64\n[[source]]\npath = "alone"\n'
+    for more in ("", "references_optional = true\n"):
+        file = tmp_path / "data.toml"
+        file.write_text(f'{pairs}{more}[rules]\ngrid = "32x48"\nmin_size_px = 8\n', encoding="ascii")
+        ran = packed(file, tmp_path / "stores", edit_plus)
+        assert bool(ran.code) == (not more)
+        scanned = call("ingest", "scan", file, "--model", edit_plus)
+        assert more or all("set references_optional = true for alone" in one.err for one in (ran, scanned))
+    batches = [*Loader(tmp_path / "stores", LoaderConfig(batch_size=1, epochs=1))]
+    assert sorted(len(batch.references) for batch in batches) == [0, 1]

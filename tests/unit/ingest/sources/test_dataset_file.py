@@ -164,6 +164,7 @@ BAD = {
     "a field of another trainer": (PHOTOS + 'control_directory = "a"', "it is `references` here"),
     "a mask without a name": (PHOTOS + 'mask = "column:"', r"source\[0\]: mask is 'column:', expected"),
     "a pattern without a stem": (PHOTOS + 'references = "same:_{n}"', r"source\[0\]: references is 'same:_{n}', expected"),
+    "a pattern of another part": (PHOTOS + 'references = "same:{stem}_{m}"', "same:{stem}_{m}', expected"),
     "an area in no unit": (PHOTOS + "references_area = 1048576", r"source\[0\]: references_area is 1048576, expected"),
     "references of kohya's folders": (
         '[[source]]\npath = "kohya"\nkohya_folders = true\nreferences = "a"',
