@@ -246,8 +246,8 @@ def expect_row(world: World, store: Store, batch: Batch, n: int, *, drops: bool)
         assert np.abs(mask - oracle.mask(mask.shape, mirrored=mirrored)).mean() < NEAR_MASK
     tokens = batch.tokens[n][batch.token_mask[n]].float()
     texts = [*(pair.captions or ("",)), *([""] if drops else [])]
-    expected = (oracle.tokens(text).float() for text in texts)
-    assert any(tokens.shape == one.shape and (tokens - one).abs().mean() < NEAR_TOKENS * one.abs().mean() for one in expected)
+    meant = (oracle.tokens(text).float() for text in texts)
+    assert any(tokens.shape == one.shape and (tokens - one).abs().mean() < NEAR_TOKENS * one.abs().mean() for one in meant)
     return f"{len(wanted)} references" + ", mirrored" * mirrored
 
 
