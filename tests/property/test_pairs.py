@@ -37,7 +37,9 @@ WORDS = ("a red cat", "the blue dog", "make it night", "add a boat of the house"
 SIZES = ((40, 60), (60, 40), (48, 48), (33, 70))  # of files, px, height first
 NUM_TOKENS = 32  # of captions whose encoder sees no images
 AREA_PX = 32  # the side of a reference of its own size
-NEAR, NEAR_MASK = 0.08, 0.06  # of latents that reach 1 to 4, and of masks: what two ways to resize may differ by in the mean
+# What two ways to resize may differ by in the mean: of latents that reach 1 to 4, of masks, and of tokens of their mean size,
+# which change by twice of it with another image.
+NEAR, NEAR_MASK, NEAR_TOKENS = 0.08, 0.06, 0.005
 
 
 def pattern(height: int, width: int, seed: int) -> Image.Image:
@@ -101,7 +103,7 @@ class World:
         size = target.size[::-1]
         images = {"target": target}
         for n in range(self.num_folders):
-            if self.draw.random() < 0.75 or number == n == 0:  # a source without any reference is refused
+            if self.draw.random() < 0.75 or number == 0:  # a folder without any image is refused
                 images[str(n)] = self.new_image(size if self.draw.random() < 0.5 else None)
         if self.has_masks:
             images["mask"] = self.new_image(size).convert("L")
@@ -129,7 +131,7 @@ class World:
             return replace(pair, captions=tuple(self.draw.sample(WORDS, self.draw.randint(0, 3))))
         if name in absent:
             return replace(pair, images={**pair.images, name: self.new_image()})
-        if name.isdecimal() and self.draw.random() < 0.4 and (pair.id, name) != ("00.png", "0"):
+        if name.isdecimal() and self.draw.random() < 0.4 and pair.id != "00.png":
             return self.remove(pair, name)
         image = pair.images[name]  # of the same size, so that masks fit and pairs stay aligned
         return replace(pair, images={**pair.images, name: self.new_image(image.size[::-1]).convert(image.mode)})
@@ -244,10 +246,8 @@ def expect_row(world: World, store: Store, batch: Batch, n: int, *, drops: bool)
         assert np.abs(mask - oracle.mask(mask.shape, mirrored=mirrored)).mean() < NEAR_MASK
     tokens = batch.tokens[n][batch.token_mask[n]].float()
     texts = [*(pair.captions or ("",)), *([""] if drops else [])]
-    assert any(
-        tokens.shape == (one := oracle.tokens(text).float()).shape and torch.allclose(tokens, one, rtol=2e-3, atol=2e-3)
-        for text in texts
-    ), (pair.id, texts)
+    meant = (oracle.tokens(text).float() for text in texts)
+    assert any(tokens.shape == one.shape and (tokens - one).abs().mean() < NEAR_TOKENS * one.abs().mean() for one in meant)
     return f"{len(wanted)} references" + ", mirrored" * mirrored
 
 
@@ -268,8 +268,6 @@ def one_run(seed: int, folder: Path) -> Counter[str]:
         flip=not sees and draw.random() < 0.5,
         crop=draw.choice(["center", "random"]),
     )
-    for n in range(world.num_folders):
-        (folder / str(n)).mkdir()
     for n in range(draw.randint(3, 6)):
         world.write(world.new_pair(n))
     seen: Counter[str] = Counter()
