@@ -55,15 +55,15 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "store": Budget(18_250),
-    "ingest": Budget(15_300),
-    "loader": Budget(9_570),
-    "train": Budget(6_850),
-    TRAINER: Budget(4_250, mark=2_600),
-    "bucketline": Budget(6_450),
-    "bench": Budget(6_700),
-    "product": Budget(62_950, mark=64_000),
-    "tests": Budget(62_000, mark=50_000),
+    "store": Budget(18_350),
+    "ingest": Budget(16_320),
+    "loader": Budget(9_780),
+    "train": Budget(6_990),
+    TRAINER: Budget(4_340, mark=2_600),
+    "bucketline": Budget(6_910),
+    "bench": Budget(6_830),
+    "product": Budget(65_100, mark=64_000),
+    "tests": Budget(64_850, mark=50_000),
 }
 
 
