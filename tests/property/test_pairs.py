@@ -80,6 +80,7 @@ class World:
     flip: bool
     crop: str
     pairs: dict[bytes, Pair] = field(default_factory=dict)
+    alone: dict[bytes, Pair] = field(default_factory=dict)  # of another store
 
     def write(self, pair: Pair) -> None:
         self.pairs[sample_digest(pair.id)] = pair
@@ -94,6 +95,18 @@ class World:
         for path in (self.folder / name).glob(f"{Path(pair.id).stem}.*"):
             path.unlink()
         return replace(pair, images={own: image for own, image in pair.images.items() if own != name})
+
+    def write_alone(self) -> None:
+        """Write some images without partners, for a store of their own beside that of the pairs."""
+        (self.folder / "alone").mkdir()
+        for n in range(self.draw.randint(1, 3)):
+            pair = Pair(id=f"alone {n}.png", images={"target": self.new_image()}, captions=(self.draw.choice(WORDS),))
+            self.alone[sample_digest(pair.id)] = pair
+            (self.folder / "alone" / pair.id).write_bytes(encoded(pair.images["target"], "PNG"))
+            (self.folder / "alone" / pair.id).with_suffix(".txt").write_text(pair.captions[0], encoding="utf-8")
+        lines = ["[source]", 'path = "alone"', *(['mask = "whole"'] if self.has_masks else [])]
+        lines += ["references_optional = true"] if self.family == "qwenimage_edit_plus" else []
+        (self.folder / "alone.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def new_image(self, like: tuple[int, int] | None = None) -> Image.Image:
         return pattern(*(like or self.draw.choice(SIZES)), self.draw.getrandbits(30))
@@ -207,6 +220,8 @@ class Oracle:
         return [self.latent(self._fitted(one), mirrored=mirrored) for one in self._pair.references]
 
     def mask(self, shape: tuple[int, ...], *, mirrored: bool) -> NDArray[Any]:
+        if "mask" not in self._pair.images:
+            return np.ones(shape)
         placed = self._placed(self._pair.images["mask"])
         small = placed.resize((shape[1], shape[0]), Image.Resampling.BOX)
         return np.asarray(small)[:, :: -1 if mirrored else 1] / 255
@@ -228,11 +243,11 @@ class Oracle:
         return own
 
 
-def expect_row(world: World, store: Store, batch: Batch, n: int, *, drops: bool) -> str:
+def expect_row(world: World, stores: list[WeightedStore], batch: Batch, n: int, *, drops: bool) -> str:
     """Compare a row of a batch with what its sample must be; return its kind."""
     digest = batch.ids[n].numpy().tobytes()
-    pair = world.pairs[digest]
-    found = store.find_digest(digest)
+    pair = (world.pairs | world.alone)[digest]
+    found = stores[digest in world.alone].store.find_digest(digest)
     assert found is not None
     oracle, mirrored = Oracle(world, pair, found[1]), bool(batch.flipped[n])
     assert np.abs(batch.latents[n].float().numpy() - oracle.target(mirrored=mirrored)).mean() < NEAR
@@ -271,6 +286,9 @@ def one_run(seed: int, folder: Path) -> Counter[str]:
     for n in range(draw.randint(3, 6)):
         world.write(world.new_pair(n))
     seen: Counter[str] = Counter()
+    if draw.random() < 0.4:
+        world.write_alone()
+        pack(world, folder / "alone.toml", "alone.store")
     for number in range(draw.randint(1, 3)):
         if number:
             world.edit()
@@ -280,13 +298,14 @@ def one_run(seed: int, folder: Path) -> Counter[str]:
 
 
 def pack(world: World, source: Path, name: str) -> None:
-    options = ["--grid", "32x48,48x32,32x32", "--min-size-px", "8", "--max-crop", "1", "--crop", world.crop, "--batch-size", 2]
-    options += [] if world.family == "qwenimage_edit_plus" else ["--max-tokens", NUM_TOKENS]
-    call(
-        *("ingest", "pack", source, world.folder / name, "--model", model_of(world.family), "--json"),
-        *(options if not (world.folder / name).exists() else ()),
-        *(["--flip"] if world.flip and not (world.folder / name).exists() else []),
-    ).done()
+    """Pack a source; a store keeps the rules of its first pack."""
+    rules: list[object] = ["--grid", "32x48,48x32,32x32", "--min-size-px", 8, "--max-crop", 1, "--crop", world.crop]
+    rules += [] if world.family == "qwenimage_edit_plus" else ["--max-tokens", NUM_TOKENS]
+    rules += ["--flip"] if world.flip else []
+    more = ["--batch-size", 2, *(["--check", "content"] if world.draw.random() < 0.3 else [])]
+    store = world.folder / name
+    asked = more if store.exists() else rules + more
+    call("ingest", "pack", source, store, "--model", model_of(world.family), "--json", *asked).done()
 
 
 def loaded(world: World, draw: random.Random) -> Counter[str]:
@@ -294,6 +313,7 @@ def loaded(world: World, draw: random.Random) -> Counter[str]:
     store = Store.open(world.folder / "pairs.store")
     assert sum(bucket.num_rows for bucket in store.buckets()) == len(world.pairs)
     stores = [WeightedStore(store, repeats=draw.choice([1, 2]))]
+    stores += [WeightedStore(Store.open(world.folder / "alone.store"))] if world.alone else []
     dropout = draw.choice([0.0, 0.5])
     config = LoaderConfig(
         batch_size=draw.choice([1, 2, 3]),
@@ -319,11 +339,11 @@ def loaded(world: World, draw: random.Random) -> Counter[str]:
                 resumed.append(key_of(batch))
                 for n in np.flatnonzero(batch.weight.numpy() > 0).tolist():
                     if batch.epoch == 1:  # the second one
-                        seen[expect_row(world, store, batch, n, drops=dropout > 0)] += 1
+                        seen[expect_row(world, stores, batch, n, drops=dropout > 0)] += 1
         assert resumed == whole
         for _, ids, weight, *_ in whole:
             rows.update(one for one, own in zip(ids, weight, strict=True) if own)
-    assert rows == dict.fromkeys(world.pairs, 2 * stores[0].repeats)
+    assert rows == dict.fromkeys(world.pairs, 2 * stores[0].repeats) | dict.fromkeys(world.alone, 2)
     return seen
 
 
