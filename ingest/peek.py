@@ -28,7 +28,6 @@ from bucketline.pages.page import Card, Section, document, jpeg, parts, percent,
 from bucketline.store.format.block import LATENT, MASK
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.read.samples import checked_row
-from bucketline.store.report.facts import references_in
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def peek(store: Store, sample_id: str, model: ModelFolder, path: Path, device: s
 
     vae = decoding_vae(store.encoders.get("vae"), model, chosen_device(device, 0), column.dtype)
     decoded = []
-    for name in (LATENT, *references_in(store.bucket(record.bucket))):
+    for name in (LATENT, *store.bucket(record.bucket).references):
         stored = torch.frombuffer(bytearray(row[name]), dtype=TORCH_DTYPES[column.dtype]).reshape(spec.column(name).shape)
         decoded.append(vae.decode(stored[None, : vae.latent_channels])[0])  # the means are the first half of moments
     images = [png(pixels) for pixels in decoded]

@@ -25,7 +25,7 @@ from bucketline.errors import TrainError
 from bucketline.families.packing import PATCH
 from bucketline.loader import Loader
 from bucketline.loader.batch import COLUMN_PREFIX, as_fields
-from bucketline.store.format.block import LATENT, MASK, SEEN_IMAGES, TARGET, references_of
+from bucketline.store.format.block import LATENT, MASK, SEEN_IMAGES, TARGET
 from bucketline.train.config import Precision
 from bucketline.train.log import StepWork, graphs_compiled
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
@@ -168,7 +168,7 @@ def example_batches(ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]
         first = next(one.forever())
     examples = {}
     for bucket in buckets:
-        num_rows, read = loader.config.rows_of(bucket), {TARGET: bucket.spec.column(LATENT).shape, **references_in(bucket)}
+        num_rows, read = loader.config.rows_of(bucket), {TARGET: bucket.spec.column(LATENT).shape, **bucket.references}
         size = first.target_size.new_tensor([bucket.height_px, bucket.width_px])
         rows = torch.arange(num_rows, device=first.device) % len(first.latents)
         fitted = {name: tensor[rows] for name, tensor in first.by_name().items() if not name.startswith(COLUMN_PREFIX)}
@@ -177,7 +177,7 @@ def example_batches(ranks: TrainRanks, loader: Loader, buckets: Iterable[Bucket]
         if first.mask is not None:
             made["columns"][MASK] = torch.ones_like(made["columns"][TARGET][:, 0], dtype=torch.float32)
         if first.image_tokens is not None:  # as many as the bucket's references have, which some models expect
-            num_seen = sum(height * width for _, height, width in references_in(bucket).values()) // PATCH**2
+            num_seen = sum(height * width for _, height, width in bucket.references.values()) // PATCH**2
             num_seen = min(num_seen, loader.rows.max_entry_tokens[SEEN_IMAGES])
             made |= tokens_of_images(made["tokens"], made["token_mask"], num_seen)
         examples[bucket.name] = replace(first, bucket=bucket.name, **made)
@@ -191,12 +191,6 @@ def tokens_of_images(tokens: Tensor, mask: Tensor, num_seen: int) -> dict[str, T
     is_image = torch.zeros_like(mask)
     is_image[:, :num_seen] = mask[:, :num_seen] = True
     return {"tokens": pad(tokens, (0, 0, 0, more)), "token_mask": mask, "image_tokens": is_image}
-
-
-def references_in(bucket: Bucket) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the references that a bucket's rows have, by role and in order."""
-    shapes = {column.name: column.shape for column in bucket.spec.columns}
-    return {role: shapes[role] for role in references_of(shapes) if math.prod(shapes[role])}
 
 
 def _filled(values: Tensor, shape: tuple[int, ...]) -> Tensor:

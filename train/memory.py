@@ -20,7 +20,7 @@ from bucketline.option_value import as_option
 from bucketline.store.format.block import LATENT, SEEN_IMAGES
 from bucketline.torch_setup import NoRoom, attempt, free_memory
 from bucketline.train.checkpoint import Adapters, checkpoint_folders
-from bucketline.train.compile import example_batches, forward_backward, references_in
+from bucketline.train.compile import example_batches, forward_backward
 from bucketline.train.config import BASE_OFF, Base, Ema, EmaPlace, Sharding, TrainConfig
 from bucketline.train.model import build_training
 from bucketline.train.optim import make_optimizer, traits_of
@@ -116,7 +116,7 @@ def largest_batch(ranks: TrainRanks, loader: Loader) -> Batch:
     """Return a micro-batch of the bucket that needs most, with captions as long as the text encoder makes them."""
 
     def size_of(one: Bucket) -> int:
-        shapes = one.spec.column(LATENT).shape, *references_in(one).values()
+        shapes = one.spec.column(LATENT).shape, *one.references.values()
         return loader.config.rows_of(one) * sum(map(math.prod, shapes))
 
     largest = max(loader.rows.buckets("train"), key=size_of)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import json
 import logging
 import warnings
@@ -44,7 +43,7 @@ from bucketline.model_file import (
     variant_of,
     weights_hash,
 )
-from bucketline.store.format.block import LATENT, reference_role
+from bucketline.store.format.block import LATENT
 from bucketline.train.checkpoint import average_folder, layout_of, load_optimizer, load_weights
 from bucketline.train.config import Base, Compile, EmaPlace, Precision, TrainConfig, WeightDtype
 from bucketline.train.lora import add_adapters
@@ -122,18 +121,13 @@ def facts_of(store: Store, buckets: Iterable[Bucket]) -> StoreFacts:
         shows_padding=text.get("padding") != "valid",
         px_per_latent=(buckets[0].height_px // sizes[0][1][1] if buckets else 0) or 8,
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
-        reference_sizes=tuple((bucket.name, _reference_sizes(bucket)) for bucket in buckets),
+        reference_sizes=tuple(
+            (bucket.name, tuple((height, width) for _, height, width in bucket.references.values())) for bucket in buckets
+        ),
         sees_images=manifest.sees_images,
         has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
         family=str(text.get("family") or ""),
     )
-
-
-def _reference_sizes(bucket: Bucket) -> tuple[tuple[int, int], ...]:
-    """Return height and width of the latents of the references that a bucket's rows have, in order."""
-    shapes = {column.name: column.shape for column in bucket.spec.columns}
-    roles = itertools.takewhile(shapes.__contains__, map(reference_role, itertools.count()))
-    return tuple((height, width) for _, height, width in map(shapes.__getitem__, roles) if height)
 
 
 def open_model_config(model: Path, config: str | None = None) -> ModelConfig:

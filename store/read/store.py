@@ -28,6 +28,7 @@ from bucketline.store.format.block import (
     BlockSpec,
     Column,
     EntriesOf,
+    references_of,
     sample_digest,
 )
 from bucketline.store.format.manifest import Manifest, read_manifest
@@ -88,6 +89,12 @@ class Bucket:
         """The columns that every row has: those of the rows' blocks, then the added ones."""
         added = (own.specs[self.name].column(name) for name, own in self._added.items() if not self.rows_without(name))
         return (*self.spec.columns, *added)
+
+    @property
+    def references(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the references that the rows have, by role and in order; one of size 0 they lack."""
+        shapes = {column.name: column.shape for column in self.columns}
+        return {role: shapes[role] for role in references_of(shapes) if 0 not in shapes[role]}
 
     def column(self, name: str) -> Column:
         """Return a column by name.

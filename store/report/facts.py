@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.store.format.block import LATENT, MASK, LatentKind, draw, reference_axes, reference_role
+from bucketline.store.format.block import LATENT, MASK, LatentKind, draw
 from bucketline.store.format.schema import cropped_away
 from bucketline.store.read.samples import Selection, live_samples
 
@@ -86,12 +86,6 @@ def read_latents(store: Store, bucket: Bucket, rows: NDArray[np.int64], name: st
     return values[:, : values.shape[1] // 2] if name == LATENT and vae.get("latents") == LatentKind.MOMENTS.value else values
 
 
-def references_in(bucket: Bucket) -> list[str]:
-    """Return the columns of the references that the bucket's rows have, in their order."""
-    named = ((reference_role(n), reference_axes(n)) for n in range(len(bucket.axes)))
-    return [name for name, (height_px, _) in named if bucket.axes.get(height_px)]
-
-
 def has_mask(bucket: Bucket) -> bool:
     return any(column.name == MASK for column in bucket.columns)
 
@@ -122,7 +116,7 @@ def check_pairs(store: Store, most: int) -> PairFacts:
     with_masks = [bucket for bucket in store.buckets() if has_mask(bucket)]
     facts.masks = sum(bucket.num_rows for bucket in with_masks)
     for bucket in store.buckets():
-        facts.by_number[len(references_in(bucket))] += bucket.num_rows
+        facts.by_number[len(bucket.references)] += bucket.num_rows
     for bucket in with_masks:
         share = bucket.num_rows if facts.masks <= most else max(1, round(most * bucket.num_rows / facts.masks))
         rows = drawn_rows(store, bucket, share)

@@ -39,7 +39,6 @@ from bucketline.store.report.facts import (
     collect_lists,
     has_mask,
     read_latents,
-    references_in,
     vae_of,
     with_latents,
     worst_buckets,
@@ -464,7 +463,7 @@ def _images(store: Store, known: Mapping[RowPlace, Shown], options: ReportOption
         if not places:
             continue
         rows = np.array([place.row for place in places])
-        for name in (LATENT, *references_in(bucket)):
+        for name in (LATENT, *bucket.references):
             latents = map(still, read_latents(store, bucket, rows, name))
             found += zip(places, latents, strict=True)
         if has_mask(bucket):
