@@ -255,7 +255,7 @@ def wait_for_a_window(asked: TrainConfig, is_running: Callable[[], bool]) -> Non
 
 def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folder: Path, run: Run) -> None:
     """The one run here that torchrun itself starts, and passes the signal on in."""
-    asked = config(folder, accumulation=1, max_steps=100_000, log_every=2)
+    asked = config(folder, accumulation=1, max_steps=100_000, log_every=1)
     launcher = subprocess.Popen(
         [*TORCHRUN, "--nproc_per_node", "2", str(MAIN), *as_arguments(asked)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

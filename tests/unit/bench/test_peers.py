@@ -103,10 +103,10 @@ def test_what_is_expected_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_processor_time_of_a_child_is_counted() -> None:
-    before = cpu_s()
+    before, others = cpu_s(), set(descendants())
     spawn(["python", "-c", "sum(range(2_000_000))"]).done()
     assert cpu_s() > before
-    assert descendants() == []
+    assert set(descendants()) <= others, "a child that ended is none; those of earlier tests may live"
     assert read_bytes() >= 0
 
 
