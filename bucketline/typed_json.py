@@ -10,17 +10,21 @@ import functools
 import json
 import types
 from enum import StrEnum
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 T = TypeVar("T")
 
 MAX_INT = 1 << 63  # counts, sizes and seeds, never negative
+SHARED = "IS_SHARED"  # class attribute of dataclasses without fields that change: equal values are decoded once
 _MAX_DEPTH = 40  # for free-form values
 
+_Reader: TypeAlias = "Callable[[Any], Any]"  # from parsed JSON to a value of one type
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
@@ -30,14 +34,13 @@ class TypedJsonError(ValueError):
 
 def decode(cls: type[T], value: object, at: str = "") -> T:
     """Return a `cls` (a dataclass) built from parsed JSON."""
-    result: T = _decode(cls, value, at or cls.__name__)
+    result: T = _read(cls, value, at or cls.__name__)
     return result
 
 
 def decode_field(cls: type[Any], name: str, value: object, at: str) -> Any:  # noqa: ANN401 - of the field's type
     """Return the value of one field of a dataclass, from parsed JSON or TOML."""
-    hints = _hints(cls)  # type: ignore[arg-type]
-    return _decode(hints[name], value, at)
+    return _read(get_type_hints(cls)[name], value, at)
 
 
 def encode(value: object) -> Json:
@@ -70,88 +73,126 @@ def as_toml(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911, PLR0912 - one return per kind of type
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        options = get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        inner = [option for option in options if option is not type(None)]
-        if inner == [int, float]:
-            inner = [type(value)] if type(value) is float else [int]
-        if inner == [str, Path]:
-            inner = [str]
-        return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, _MAX_DEPTH)  # Json: any parsed value
-    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):  # a NamedTuple: a list of its fields
-        items = _expect(value, list, at)
-        if len(items) != len(hint._fields):
-            raise TypedJsonError(f"{at} is {_short(value)}, expected {len(hint._fields)} values: {', '.join(hint._fields)}")
-        hints = _hints(hint)
-        return hint(*(_decode(hints[name], item, f"{at}.{name}") for name, item in zip(hint._fields, items, strict=True)))
-    if origin in (tuple, list):
-        items = _expect(value, list, at)
-        if get_args(hint)[0] is str and {*map(type, items)} == {str}:  # a million ids, say
-            return origin(items)
-        return origin(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))
-    if origin is Literal:
-        if value not in get_args(hint):
-            raise TypedJsonError(f"{at} is {_short(value)}, expected one of {', '.join(map(str, get_args(hint)))}")
-        return value
-    if origin is dict:
-        entries = _expect(value, dict, at)
-        return {key: _decode(get_args(hint)[1], item, f"{at}.{key}") for key, item in entries.items()}
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if type(value) is hint:  # decoded before
-            return value
-        return _decode_dataclass(hint, _expect(value, dict, at), at)
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        text = _expect(value, str, at)
-        if text not in set(hint):
-            raise TypedJsonError(f"{at} is {text!r}, expected one of {', '.join(hint)}")
-        return hint(text)
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint is int and not 0 <= _expect(value, int, at) < MAX_INT:
-        raise TypedJsonError(f"{at} is {_short(value)}, expected 0 to {MAX_INT}")
-    if hint is Path:
-        return Path(_expect(value, str, at))
-    if hint in (int, float, str, bool):
-        return _expect(value, hint, at)
-    raise TypeError(f"{at} is declared as {hint}, which has no JSON form")
+class _MisfitError(Exception):
+    """A value does not have the declared type; the message begins behind the value's path."""
 
 
-def _shallow(value: object, at: str, depth: int) -> object:
-    """Return a parsed value unchanged."""
-    if depth == 0:
-        raise TypedJsonError(f"{at} is nested more than {_MAX_DEPTH} deep")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _shallow(inner, at, depth - 1)
-    return value
+def _read(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401 - of the type
+    try:
+        return _reader(hint)(value)
+    except _MisfitError as error:
+        raise TypedJsonError(f"{at}{error}") from error.__cause__
 
 
 @functools.cache
-def _hints(cls: Hashable) -> dict[str, Any]:
-    return get_type_hints(cls)
+def _reader(hint: Any) -> _Reader:  # noqa: ANN401, PLR0911 - one return per kind of type
+    """Return the function that reads values of a type: a manifest may have 60,000 values, of a few types."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        options = [option for option in inner if option is not type(None)]
+        read = _reader(options[0]) if options == [str, Path] or len(options) == 1 else _shallow  # Json: any parsed value
+        if options == [int, float]:
+            read = lambda value: value if type(value) is float else _read_int(value)  # noqa: E731
+        return read if len(options) == len(inner) else lambda value: None if value is None else read(value)
+    if origin in (tuple, list):
+        return partial(_read_items, origin, inner[0], _reader(inner[0]))
+    if origin is dict:
+        return partial(_read_entries, _reader(inner[1]))
+    if origin is Literal:
+        return partial(_read_choice, inner)
+    if not isinstance(hint, type):
+        raise TypeError(f"{hint} has no JSON form")
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        read = partial(_read_dataclass, hint, {field.name: _reader(hints[field.name]) for field in dataclasses.fields(hint)})
+        return partial(_read_shared, read, {}) if hasattr(hint, SHARED) else read
+    if hasattr(hint, "_fields"):  # a NamedTuple: a list of its fields
+        return partial(_read_tuple, hint, [*map(_reader, get_type_hints(hint).values())])
+    if issubclass(hint, StrEnum):
+        return lambda value: hint(_read_choice(tuple(hint), _expect(str, value)))
+    if hint is Path:
+        return lambda value: Path(_expect(str, value))
+    if hint is float:
+        return lambda value: float(value) if type(value) is int else _expect(float, value)
+    return _read_int if hint is int else partial(_expect, hint)
 
 
-def _decode_dataclass(cls: type[Any], entries: dict[str, object], at: str) -> object:
-    hints = _hints(cls)  # type: ignore[arg-type]
-    names = [field.name for field in dataclasses.fields(cls)]
-    if missing := [name for name in names if name not in entries]:
-        raise TypedJsonError(f"{at} lacks the field {missing[0]!r}")
-    if unknown := [name for name in entries if name not in names]:
-        raise TypedJsonError(f"{at} has an unknown field {unknown[0]!r}")
+def _read_each(form: str, keys: Collection[object], readers: Iterable[_Reader], values: Iterable[object]) -> list[Any]:
+    """Return the values of a list or an object; an error names the key, in its form."""
+    found: list[object] = []
     try:
-        return cls(**{name: _decode(hints[name], entries[name], f"{at}.{name}") for name in names})
-    except TypedJsonError:
+        for read, value in zip(readers, values):  # noqa: B905 - one reader may be repeated
+            found.append(read(value))
+    except _MisfitError as error:
+        error.args = (f"{form.format([*keys][len(found)])}{error}",)
         raise
+    return found
+
+
+def _read_items(kind: type[Any], of: Any, read: _Reader, value: object) -> object:  # noqa: ANN401 - a type
+    items = _expect(list, value)
+    if of is str and {*map(type, items)} == {str}:  # a million ids, say
+        return kind(items)
+    return kind(_read_each("[{}]", range(len(items)), repeat(read), items))
+
+
+def _read_entries(read: _Reader, value: object) -> object:
+    entries = _expect(dict, value)
+    return dict(zip(entries, _read_each(".{}", entries, repeat(read), entries.values()), strict=True))
+
+
+def _read_tuple(cls: type[Any], readers: list[_Reader], value: object) -> object:
+    items, names = _expect(list, value), cls._fields
+    if len(items) != len(names):
+        raise _MisfitError(f" is {_short(value)}, expected {len(names)} values: {', '.join(names)}")
+    return cls._make(_read_each(".{}", names, readers, items))
+
+
+def _read_dataclass(cls: type[Any], readers: dict[str, _Reader], value: object) -> object:
+    if type(value) is cls:  # decoded before
+        return value
+    entries = _expect(dict, value)
+    if entries.keys() != readers.keys():
+        missing = [name for name in readers if name not in entries]
+        unknown = [name for name in entries if name not in readers]
+        raise _MisfitError(f" lacks the field {missing[0]!r}" if missing else f" has an unknown field {unknown[0]!r}")
+    found = _read_each(".{}", readers, readers.values(), map(entries.__getitem__, readers))
+    try:
+        return cls(**dict(zip(readers, found, strict=True)))
     except ValueError as error:
-        raise TypedJsonError(f"{at}: {error}") from error
+        raise _MisfitError(f": {error}") from error
 
 
-def _expect(value: object, kind: type[T], at: str) -> T:
+def _read_shared(read: _Reader, known: dict[str, object], value: object) -> object:
+    if (text := repr(value)) not in known:
+        known[text] = read(value)
+    return known[text]
+
+
+def _read_choice(choices: tuple[Any, ...], value: object) -> Any:  # noqa: ANN401 - one of the choices
+    if value not in choices:
+        raise _MisfitError(f" is {_short(value)}, expected one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _read_int(value: object) -> int:
+    if type(value) is not int or not 0 <= value < MAX_INT:
+        raise _MisfitError(f" is {_short(value)}, expected {'int' if type(value) is not int else f'0 to {MAX_INT}'}")
+    return value
+
+
+def _shallow(value: object, depth: int = _MAX_DEPTH) -> object:
+    """Return a parsed value unchanged."""
+    if depth == 0:
+        raise _MisfitError(f" is nested more than {_MAX_DEPTH} deep")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _shallow(inner, depth - 1)
+    return value
+
+
+def _expect(kind: type[T], value: object) -> T:
     if type(value) is not kind:
-        raise TypedJsonError(f"{at} is {_short(value)}, expected {kind.__name__}")
+        raise _MisfitError(f" is {_short(value)}, expected {kind.__name__}")
     return value
 
 

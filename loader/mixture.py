@@ -68,7 +68,7 @@ class WeightedStore:
         Raises:
             UsageError: if it is none of these, or `repeats` is not a number above 0.
         """
-        expect("a store", store if str(store) else None, Store | Path | str, "a path, a URL or an open Store")
+        expect("a store", None if store == "" else store, Store | Path | str, "a path, a URL or an open Store")
         where = store.place if isinstance(store, Store) else store
         if not _is_above_0(repeats):
             raise UsageError(f"{where} has {repeats!r:.80} repeats, expected {_REPEATS}")

@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -155,8 +155,7 @@ MAX_DIMENSIONS = 32  # per tensor
 METADATA = "__metadata__"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor's position in a file; `begin` and `end` count bytes from the end of the header."""
 
     name: str
@@ -180,6 +179,9 @@ def lay_out(columns: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[Tensor]
     return tensors
 
 
+_as_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode  # `json.dumps` would make one for each header
+
+
 def _json(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {METADATA: dict(metadata)}
     for tensor in tensors:
@@ -188,7 +190,7 @@ def _json(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
             "shape": list(tensor.shape),
             "data_offsets": [tensor.begin, tensor.end],
         }
-    return json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    return _as_json(entries).encode("ascii")
 
 
 def header_bytes_for(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
@@ -369,7 +371,7 @@ TARGET_BLOCK_BYTES = 1 << 20
 MAX_ROWS = (1 << 32) - 1  # per bucket and shard: index and dropped lists hold 32-bit row numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Column:
     """One tensor of fixed shape per row; `shape` excludes K, and `dtype` is a safetensors name."""
 
@@ -387,7 +389,7 @@ class Column:
     def item_bytes(self) -> int:
         return DTYPES[self.dtype].itemsize
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.item_bytes * math.prod(self.shape)
 

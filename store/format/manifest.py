@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import read_regular, why_no_store
+from bucketline.forks import cached_property
 from bucketline.store.format.block import LATENT, MAX_HEADER_BYTES, RAGGED_PREFIX, EntriesOf, bytes_digest
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text import (
@@ -288,30 +289,35 @@ class Manifest(Schema):
         """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
         if shard.is_of_column:
             raise ValueError(f"{shard.name!r} is not a shard name")
-        if unknown := {name for name in shard.groups if is_bucket(name)} - self.specs.keys():
-            raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
-        if TEXT_GROUP not in shard.groups:
-            raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
         # a sidecar entry is shorter than the block, row or caption that it describes
-        sidecars = (shard.meta.num_bytes,)
-        largest = shard.lmdb.num_bytes + 2 * MAX_HEADER_BYTES
-        if shard.lmdb.num_bytes >= _MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
+        lmdb_bytes, meta_bytes, samples = shard.lmdb.num_bytes, shard.meta.num_bytes, 0
+        if lmdb_bytes >= _MAX_SHARD_BYTES or not 0 < meta_bytes <= lmdb_bytes + 2 * MAX_HEADER_BYTES:
             raise ValueError(f"shard {shard.name} has files of impossible lengths")
         for name, group in shard.groups.items():
-            if not is_bucket(name) and name not in self.groups:
-                raise ValueError(f"shard {shard.name} holds entries of {name!r:.80}, which is not listed as a ragged group")
-            if not 0 < group.blocks <= group.rows:
-                raise ValueError(f"shard {shard.name} has {group.rows} rows of {name} in {group.blocks} blocks")
-            row_bytes = self.specs[name].row_bytes if is_bucket(name) else self.groups[name].entry_bytes
-            if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
-                raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
-            if (group.first_block + group.blocks) * EXTENT_BYTES > shard.meta.num_bytes:
+            rows, blocks, first_block, dropped = group
+            if name not in self._row_bytes:
+                what, listed = ("rows", "bucket") if is_bucket(name) else ("entries", "ragged group")
+                raise ValueError(f"shard {shard.name} holds {what} of {name!r:.80}, which is not listed as a {listed}")
+            if not 0 < blocks <= rows:
+                raise ValueError(f"shard {shard.name} has {rows} rows of {name} in {blocks} blocks")
+            if dropped > rows or rows * self._row_bytes[name] > lmdb_bytes:
+                raise ValueError(f"shard {shard.name} cannot hold {rows} rows of {name} in {blocks} blocks")
+            if (first_block + blocks) * EXTENT_BYTES > meta_bytes:
                 raise ValueError(f"shard {shard.name} has a sidecar too short for the blocks of {name}")
-        if sum(group.rows for name, group in shard.groups.items() if is_bucket(name)) != shard.samples:
+            samples += rows if name in self.specs else 0
+        if TEXT_GROUP not in shard.groups:
+            raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
+        if samples != shard.samples:
             raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets hold a different number")
         longest_bytes = shard.max_tokens * self.groups[TEXT_GROUP].token_bytes
         if not longest_bytes <= shard.caption_bytes <= shard.lmdb.num_bytes:
             raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
+
+    @cached_property
+    def _row_bytes(self) -> dict[str, int]:
+        """Return the bytes of a bucket's row, or at least of a group's entry, by the name in a shard's groups."""
+        of_groups = {name: spec.entry_bytes for name, spec in self.groups.items()}
+        return of_groups | {name: spec.row_bytes for name, spec in self.specs.items()}
 
     def _check_entries(self, shard: ShardEntry) -> None:
         """Check a shard's numbers of ragged entries, as `_check_shard`."""

@@ -6,9 +6,10 @@ all blocks from it. Its fields are those of the manifest's document.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgpack
 
@@ -57,6 +58,8 @@ AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 class ColumnEntry:
     """A column's dtype, as a safetensors name, and a row's shape."""
 
+    IS_SHARED: ClassVar = True  # most are those of each bucket
+
     dtype: str
     shape: tuple[int, ...]
 
@@ -64,6 +67,8 @@ class ColumnEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisEntry:
     """One axis of a bucket: its name and size."""
+
+    IS_SHARED: ClassVar = True
 
     name: str  # such as `frames`, `height_px`, `width_px`, `length`
     size: int
@@ -102,12 +107,9 @@ class BucketEntry:
             raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {'x'.join(map(str, sizes))}")
         if len(set(names)) != len(names) or not all(map(AXIS_NAME.fullmatch, names)):
             raise ValueError(f"bucket {self.name} has axes of the names {names}")
-        if self.spec().header_bytes != self.header_bytes:
-            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
 
     def spec(self) -> BlockSpec:
-        columns = (Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in self.columns.items())
-        return BlockSpec(bucket=self.name, columns=tuple(columns), axes=tuple(axis.name for axis in self.axes))
+        return BlockSpec(bucket=self.name, columns=_columns(self.columns), axes=tuple(axis.name for axis in self.axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +266,11 @@ class Schema:
 
     def _check_bucket(self, bucket: BucketEntry, common: Mapping[str, ColumnEntry]) -> None:
         """Check that a bucket's rows have exactly the columns of this schema, and mirror images the form of their images."""
-        if not self.columns and self.specs[bucket.name].axes != IMAGE_AXES:
+        spec = self.specs[bucket.name]
+        if not self.columns and spec.axes != IMAGE_AXES:
             raise ValueError(f"bucket {bucket.name} is not one of images")
+        if spec.header_bytes != bucket.header_bytes:
+            raise ValueError(f"header_bytes of {bucket.name} is {bucket.header_bytes}, its columns need {spec.header_bytes}")
         roles = self.columns.keys() or {LATENT, FLIPPED} & bucket.columns.keys()
         for name in sorted({*roles, *common, *bucket.columns}):
             if name not in bucket.columns:
@@ -345,7 +350,13 @@ def column_spec(bucket: str, axes: tuple[str, ...], name: str, form: ColumnEntry
 
 
 def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:
-    return tuple(Column(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items())
+    return tuple(_column(name, entry.dtype, entry.shape) for name, entry in entries.items())
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _column(name: str, dtype: str, shape: tuple[int, ...]) -> Column:
+    """Return a column. Each bucket has a few of its own, and the others of all."""
+    return Column(name=name, dtype=dtype, shape=shape)
 
 
 def column_entries(columns: tuple[Column, ...]) -> dict[str, ColumnEntry]:

@@ -80,9 +80,7 @@ class Bucket:
         self.split = entry.split
         self.spec = store.specs[entry.name]
         self._added = {name: own for name, own in store.added.items() if self.name in own.specs}
-        live = [group.live if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
-        self._ends = np.cumsum(live, dtype=np.int64)
-        self._starts = self._ends - np.array(live, dtype=np.int64)
+        self._starts, self._ends = store.live_bounds[entry.name]
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -325,6 +323,18 @@ class OpenShards:
         """Return the buckets that have live rows, sorted by name: those of one split, or all."""
         entries = [entry for entry in self._entries if split in (None, entry.split)]
         return [bucket for bucket in (self._buckets[entry.name] for entry in entries) if bucket.num_rows]
+
+    @cached_property
+    def live_bounds(self) -> dict[str, NDArray[np.int64]]:
+        """Return each bucket's live rows before every shard, and those up to its end, `[2, shards]`."""
+        numbers = {entry.name: number for number, entry in enumerate(self._entries)}
+        live = np.zeros((len(numbers), len(self.shards)), dtype=np.int64)
+        for ordinal, shard in enumerate(self.shards):
+            for name, group in shard.entry.groups.items():
+                if name in numbers:
+                    live[numbers[name], ordinal] = group.live
+        ends = live.cumsum(axis=1)
+        return dict(zip(numbers, np.stack([ends - live, ends], axis=1), strict=True))
 
     @cached_property
     def _buckets(self) -> Mapping[str, Bucket]:

@@ -63,7 +63,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a bucket under another name": (bucket_edit(name="train/8x8"), "'train/8x8' is not the name of a bucket"),
     "a bucket of another size": (bucket_edit(axes=[{"name": "height_px", "size": 8}]), "the name of a bucket of train, 8"),
     "a bucket of another split": (bucket_edit(split="../../etc"), "is not the name of a bucket"),
-    "another header": (bucket_edit(header_bytes=64), "header_bytes is 64, its columns need"),
+    "another header": (bucket_edit(header_bytes=64), "header_bytes of train/64x128 is 64, its columns need"),
     "a bucket without columns": (bucket_edit(columns={}), "header_bytes"),
     "a bucket twice": (lambda d: d["buckets"].append(d["buckets"][0]), "listed twice"),
     "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
