@@ -235,8 +235,11 @@ def test_cold_we_are_held_against_the_fastest_way_of_lmdb_and_of_direct_reads() 
     wall = {"O_DIRECT, 16 threads": 0.5, "O_DIRECT, 32 threads": 0.4, ONE_THREAD: 0.5, LMDB: 2.0, f"{BEST}, 2 workers": 1.0}
     results = cold_results({name: [[told(1.0, own)]] * 2 for name, own in wall.items()})
     assert by_subject(results, "peers, cold, delivered")[ONE_THREAD].limit_ratio == 0.8
-    ours = by_subject(results, "peers, cold, delivered, against LMDB")[ONE_THREAD]
+    assert by_subject(results, "peers, cold, delivered, against LMDB")[ONE_THREAD].limit_ratio == 2.0
+    ours = by_subject(results, "peers, cold, CPU, against LMDB")[ONE_THREAD]
     assert (ours.limit_ratio, ours.is_met) == (2.0, False)
+    first = by_subject(results, "peers, cold, first batch, against the first peer")
+    assert (set(first), first[ONE_THREAD].is_met) == ({LMDB, ONE_THREAD}, True)
 
 
 def test_a_ranking_that_turns_with_the_order_is_counted() -> None:
