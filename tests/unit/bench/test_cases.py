@@ -159,24 +159,10 @@ def results_of_case(case: type[Case], capsys: pytest.CaptureFixture[str], *args:
 
 
 def test_machines_fetch_a_share_of_the_shards_each(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = (
-        "--num-shards",
-        2,
-        "--rows-per-shard",
-        16,
-        "--row-kib",
-        8,
-        "--batch-size",
-        4,
-        "--ranks",
-        1,
-        2,
-        "--cache-share",
-        1000,
-    )
-    found = results_of_case(StreamMachines, capsys, *sizes)
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--ranks", 1, 2)
+    found = results_of_case(StreamMachines, capsys, *sizes, "--cache-share", 1000)
     assert found["stream, machines, epoch 1", "1 machine"]["median"] == pytest.approx(1.0, abs=0.1)
-    assert found["stream, machines, epoch 2", "1 machine"]["median"] == 0, "the cache holds the store"
+    assert found["stream, machines, epoch 2", "1 machine"]["median"] < 0.1, "the cache holds the store"
     assert {one["mark"] for one in found.values()} == {"at most 1.05"}
 
 
