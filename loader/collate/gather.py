@@ -82,7 +82,7 @@ class Gather:
             return True
         if not self._is_known[shard].all():
             with self._mapping:
-                for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
+                for ordinal in mapped.distinct(shard[~self._is_known[shard]]).tolist():
                     try:
                         self._range.map(np.array([ordinal]))
                     except MapRefusedError as error:  # other code has used up the maps since this was opened
@@ -182,13 +182,13 @@ class Gather:
             if is_small and not names.isdisjoint(column.name for column in adjacent):
                 begin = first_byte + located.data + located.rows * spec.prefix_bytes[adjacent[0].name]
                 num_bytes = sum(column.row_bytes for column in adjacent) * int(located.rows.max(initial=0))
-                self._range.ask_ahead(np.unique(begin), num_bytes)
+                self._range.ask_ahead(mapped.distinct(begin), num_bytes)
 
     def ahead_starts(self, located: LocatedEntries) -> None:
         """Ask the kernel to read captions' or entries' `starts`, which `ahead_tokens` needs, and their fixed columns."""
         if self.map(located.shard):
             first_byte = self._range.first_byte[located.shard]
-            self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
+            self._range.ask_ahead(mapped.distinct(first_byte + located.starts_offsets()), 16)
             for column in located.spec.delivered.fixed:
                 self._range.ask_ahead(first_byte + located.fixed_offsets(column.name), column.row_bytes)
 

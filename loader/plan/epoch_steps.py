@@ -22,6 +22,7 @@ from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
 from bucketline.loader.plan.order import extend_key, key_of, mix, mix_word, permute, permute_all
+from bucketline.store.shard.mapped import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -310,7 +311,7 @@ class Lanes:
         self.is_small = [n <= size for n, size in self._sizes]
         stride = 1 + max(int(bucket_runs.repeat.max()) for bucket_runs in runs)
         codes = [bucket_runs.shard * stride + bucket_runs.repeat for bucket_runs in runs]
-        units = np.unique(np.concatenate(codes))
+        units = distinct(np.concatenate(codes))
         hashed = mix((units // stride).astype(np.uint64) ^ np.uint64(key_of(seed, _DEAL)))
         places = np.empty(len(units), dtype=np.int64)
         places[np.lexsort((units % stride, hashed))] = np.arange(len(units))

@@ -33,6 +33,7 @@ from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.format.text import is_bucket
 from bucketline.store.read.store import Store
 from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
+from bucketline.store.shard.mapped import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -348,7 +349,7 @@ class PassRows:
             within = numbers[of_part] - (int(self._ends[at]) - part.per_pass)
             before, begin = divmod(pass_number * part.per_pass, part.num_rows)  # Python's integers: passes may be many
             rounds, places = np.divmod(within + begin, part.num_rows)
-            for number in np.unique(rounds).tolist() if self._is_mixed else ():
+            for number in distinct(rounds).tolist() if self._is_mixed else ():
                 of_round, key = rounds == number, extend_key(extend_key(extend_key(self._key, _ROUND), at), before + number)
                 places[of_round] = permute(places[of_round], part.num_rows, key)
             rows[of_part] = part.first + places

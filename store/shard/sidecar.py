@@ -30,7 +30,7 @@ from bucketline.store.format.block import (
     write_header,
 )
 from bucketline.store.format.manifest import dropped_path
-from bucketline.store.shard.mapped import AddressRange
+from bucketline.store.shard.mapped import AddressRange, distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,7 +202,7 @@ class Sidecars:
         """Map and check the files of some shards, `[B]`, unless already done."""
         if self._is_open[shard].all():
             return
-        new = np.unique(shard[~self._is_open[shard]]).tolist()
+        new = distinct(shard[~self._is_open[shard]]).tolist()
         if self._fetch is not None:
             self._fetch(new)
         for ordinal in new:

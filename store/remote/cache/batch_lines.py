@@ -11,6 +11,7 @@ import numpy as np
 
 from bucketline.store.format.block import LINE_BYTES
 from bucketline.store.remote.cache.cached_shard import PINNED
+from bucketline.store.shard.mapped import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ class LineTable:
 
     def hold(self, shard: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], priority: int) -> HeldLines:
         """Hold lines of byte ranges of shards' files, `[B]` each, until they are released; request those that are missing."""
-        for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
+        for ordinal in distinct(shard[~self._is_known[shard]]).tolist():
             self._look_at(ordinal)
         lines = self._lines_of(shard, begin, end)
         is_pinned = self._is_pinned[lines]
@@ -152,8 +153,7 @@ class LineTable:
         first, last = self._first[shard] + begin // LINE_BYTES, self._first[shard] + (end - 1) // LINE_BYTES
         most = int((last - first).max(initial=0))
         found = [first] + [np.minimum(first + n, last) for n in range(1, most + 1)]
-        lines: NDArray[np.int64] = np.unique(np.concatenate(found))
-        return lines
+        return distinct(np.concatenate(found))
 
     def forget(self, lines: list[int]) -> None:
         for line in lines:
