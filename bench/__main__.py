@@ -48,12 +48,17 @@ RUNS = {
         "--rows-per-shard 64 --batches 96 --repeats 3",
         "--rows-per-shard 256 --batches 512 --paced-batches 100",
     ),
-    "start": Run("start:Start", "--rows 1000 1000000 --shards 1 30 100"),
+    "hot --rows": Run("hot:HotRows", "--samples 256 --repeats 2"),
+    "hot --many": Run("hot:HotMany", "--rows 4000 --buckets 100 --shards 100 --batches 100 --repeats 2"),
+    "start": Run("start:Start", "--rows 1000 1000000 --shards 1 30 100 --many-rows 4000 --many 100"),
     "start --batch": Run("start:FirstBatch", "--rows 1000000", "--repeats 15"),
     "stream": Run("stream:Stream", "--rows-per-shard 64 --first-batch-rows 10000 100000 --repeats 3"),
+    "stream --machines": Run("stream:StreamMachines", "--rows-per-shard 128 --ranks 1 2 --repeats 1"),
     "stream --service": Run("stream:StreamService", "--rows-per-shard 64 --batches 64 --repeats 3", "--repeats 15"),
     "scale": Run("scale:Scale", full="--repeats 15"),
     "scale --listing": Run("scale:ScaleListing", "--samples 100000 200000 --shards 10 40 --repeats 3"),
+    "write": Run("writing:Write", "--rows 300 --tiny-rows 1000 --repeats 2"),
+    "write --memory": Run("writing:WriteMemory", "--rows 1000 4000"),
     "pack": Run("pack:Pack", "--repeats 3", "--images 400"),
     "pack --again": Run("pack:PackAgain", "--repeats 1", "--images 20000"),
     "pack --memory": Run("pack:PackMemory", "--repeats 1"),
@@ -70,8 +75,9 @@ class All:
     """Run every case and print all results.
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
-    its options. Cases: peers (--remote), hot (--text, --busy), start (--batch), stream (--service), scale (--listing),
-    pack (--again, --memory), import, train (--saves, --references). A flag selects another part of a case.
+    its options. Cases: peers (--remote), hot (--rows, --many, --text, --busy), start (--batch), stream (--machines, --service),
+    scale (--listing), write (--memory), pack (--again, --memory), import, train (--saves, --references). A flag selects another
+    part of a case.
 
     Example: python -m bucketline.bench --json
     """
@@ -79,7 +85,7 @@ class All:
     full: bool = False
     """Use the sizes that the targets refer to. Takes about 12 GiB of disk and an hour."""
     only: tuple[str, ...] = ()
-    """Run only these of peers, hot, start, stream, scale, pack, import and train. Default: all."""
+    """Run only these of peers, hot, start, stream, scale, write, pack, import and train. Default: all."""
     publish: Path | None = None
     """Also write results.json, RESULTS.md and plots to this folder after each case, replacing earlier ones. With --only, the
     other cases' published results stay, each with the commit that it was measured at."""

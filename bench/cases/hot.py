@@ -8,8 +8,10 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bucketline.bench.apart import apart
 from bucketline.bench.harness import (
     Case,
     Clock,
@@ -29,11 +31,15 @@ from bucketline.command_line import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
+    from bucketline.bench.peers.samples import SetShape
     from bucketline.loader import Loader, LoaderConfig
 
 PLAIN = "F16"
+WARM_BATCHES = 128  # until the loader is sure that nothing is read from the disk
+PASSES = 2  # over the samples, for a figure of `hot --rows`
+OF_LMDB, OF_ONE_BUCKET, FIRST_OF_LATER = (Mark(bound=bound, is_at_most=True) for bound in (0.5, 1.3, 1.3))
+US_OF_SMALL = {1: 100, 8: 150}  # rows, and the target in microseconds
 TEXT_WAYS = (  # name, dtype, how the tokens are delivered
     (PLAIN, PLAIN, "dequantised"),
     ("I8, dequantised by the loader", "I8", "dequantised"),
@@ -138,6 +144,151 @@ def _plain(name: str) -> tuple[str, ...]:
     return () if way == PLAIN else (f"{start}: {PLAIN}" if start else PLAIN,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HotRows(Case):
+    """Measure a batch by its rows, next to LMDB in a `DataLoader` without workers, in this process: wall and CPU microseconds.
+
+    The same samples, of one bucket, in both: large ones with latents of 128 KiB and 20 to 77 tokens, and small ones with
+    latents of 8 KiB and up to 4 tokens. Torch has one thread. Nothing touches the batches. The targets of small batches are
+    microseconds; those against LMDB are of CPU time, of large samples.
+
+    Example: python -m bucketline.bench hot --rows --sizes 1 32 --repeats 3
+    """
+
+    sizes: tuple[int, ...] = (1, 8, 32, 128)
+    """Rows per batch."""
+    samples: int = 1024
+    """Large samples; there are four times as many small ones. A multiple of every size."""
+    prefetch_mib: int = 16
+    """MiB of batches filled ahead."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.bench.peers.samples import SetShape
+
+        large = SetShape(buckets=((128, 128, self.samples),), batch_size=1)
+        small = SetShape(buckets=((32, 32, 4 * self.samples),), batch_size=1, tokens=(1, 4))
+        subjects = [
+            subject
+            for kind, shape in (("large", large), ("small", small))
+            for size in self.sizes
+            for subject in self._subjects(folder, kind, replace(shape, batch_size=size))
+        ]
+        found = compare("hot, rows", {"wall": "us", "CPU": "us"}, subjects, self.repeats)
+        most = {f"loader, {counted(size, 'small row')}": us for size, us in US_OF_SMALL.items()}
+        return found + [
+            replace(
+                one, case=f"{one.case}, itself", limit_ratio=one.median, mark=Mark(bound=most[one.subject], is_at_most=True)
+            )
+            for one in found
+            if one.subject in most
+        ]
+
+    def _subjects(self, folder: Path, kind: str, shape: SetShape) -> list[Subject]:
+        from bucketline.bench.fixtures.stores import kept
+        from bucketline.bench.peers.formats.bucketline_store import Ours
+        from bucketline.bench.peers.formats.torch_samples import Lmdb
+        from bucketline.bench.peers.registry import Way
+        from bucketline.loader import LoaderConfig
+
+        def written(peer: Ours | Lmdb) -> Path:
+            def write(path: Path) -> None:
+                path.mkdir()
+                peer.write(shape, path)
+
+            return kept(folder / f"rows-{kind}-{shape.num_samples}-{type(peer).__name__}", write)
+
+        (store,) = written(Ours()).iterdir()
+        asked = LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=self.prefetch_mib << 20)
+        batches = PASSES * shape.num_batches
+        loader = delivering(store, asked, shape.num_batches, batches)
+        folder_of_lmdb = written(Lmdb())
+
+        def by_lmdb() -> Delivery:
+            lmdb = Lmdb().open(shape, folder_of_lmdb, Way(threads=1))  # closed again: it can be open only once in a process
+            for _ in lmdb.begin():
+                pass
+            clock = Clock()
+            num_bytes = sum(batch.num_bytes for _ in range(PASSES) for batch in lmdb.begin())
+            return num_bytes, *clock.spent()
+
+        rows = counted(shape.batch_size, f"{kind} row")
+        marks = {"CPU": OF_LMDB} if kind == "large" and shape.batch_size > 1 else {}
+        limit = f"LMDB in a DataLoader, {rows}"
+        return [
+            Subject(name=limit, measure=_us(by_lmdb, batches)),
+            Subject(name=f"loader, {rows}", measure=_us(loader, batches), limit=limit, marks=marks),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotMany(Case):
+    """Measure a batch of a store of 1,000 buckets next to one of one bucket, and the first batches of a store of 1,000 shards.
+
+    CPU microseconds a batch of 32 rows, the stores of 32,000 rows of 8 KiB in the page cache. The first 600 batches of a loader
+    are held against the 600 after the first epoch, of 1,000 shards and of 10: each touches its pages for the first time in the
+    first epoch, whatever the number of shards.
+
+    Example: python -m bucketline.bench hot --many --repeats 3
+    """
+
+    buckets: int = 1000
+    """Buckets of the one store."""
+    shards: int = 1000
+    """Shards of the other."""
+    rows: int = 32_000
+    """Rows of each store."""
+    batch_size: int = 32
+    """Rows per batch."""
+    batches: int = 600
+    """Batches per figure."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.bench.fixtures.stores import kept_store, many_buckets, many_shards
+        from bucketline.loader import LoaderConfig
+
+        asked = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=16 << 20)
+        one_pass = self.rows // self.batch_size
+        stores = {n: kept_store(folder, many_buckets(n, self.rows)) for n in (1, self.buckets)}
+        one, many = (
+            Subject(name=counted(n, "bucket"), measure=_us(delivering(path, asked, one_pass, self.batches), self.batches))
+            for n, path in stores.items()
+        )
+        many = replace(many, limit=one.name, marks={"CPU": OF_ONE_BUCKET, "wall": OF_ONE_BUCKET})
+        found = compare("hot, many", dict.fromkeys(("CPU", "wall"), "us"), [one, many], self.repeats)
+        sharded = {n: kept_store(folder, many_shards(n, self.rows)) for n in (10, self.shards)}
+
+        def touched(path: Path) -> Callable[[int], list[float]]:
+            return lambda _: apart(first_and_later, path, self.batch_size, one_pass, self.batches)
+
+        touching = [Subject(name=counted(n, "shard"), measure=touched(path)) for n, path in sharded.items()]  # type: ignore[arg-type]
+        values = alternate(touching, self.repeats, warm_up=False)
+        for at, when in enumerate(("first", "later")):
+            found += [
+                Result.of(f"hot, many, {when} batches", name, "us", [one[at] for one in own]) for name, own in values.items()
+            ]
+        for name, own in values.items():
+            ratios = [first / later for first, later in own]
+            found.append(Result.of("hot, many, first of later", name, "", ratios, mark=FIRST_OF_LATER))
+        return found
+
+
+def first_and_later(path: str, batch_size: int, one_pass: int, batches: int) -> tuple[float, float]:
+    """Return the CPU microseconds of one of a loader's first batches, and of one after the first epoch, in a fresh process."""
+    from bucketline.loader import Loader, LoaderConfig
+
+    for file in Path(path).rglob("*"):
+        if file.is_file():
+            file.read_bytes()
+    with Loader(path, LoaderConfig(batch_size=batch_size, prefetch_bytes=16 << 20)) as loader:
+        own, found = loader.forever(), list[float]()
+        for skipped in (1, one_pass):
+            bytes_taken(own, skipped)
+            clock = Clock()
+            bytes_taken(own, batches)
+            found.append(clock.spent()[1] / batches * 1e6)
+    return found[0], found[1]
+
+
 Delivery = tuple[int, float, float]  # bytes of the tensors, seconds, CPU seconds
 
 
@@ -150,7 +301,6 @@ def delivering(
     the first time must enter its page table, and a batch of such pages takes 1.7 times as long.
     """
     from bucketline.loader import Loader
-    from bucketline.loader.prefetch.ahead import WARM_AFTER
 
     def deliver() -> Delivery:
         for file in path.rglob("*"):  # some systems drop pages that nobody has read for a minute
@@ -158,7 +308,7 @@ def delivering(
                 file.read_bytes()
         with Loader(path, asked, service=service) as loader:
             own = loader.forever()
-            for _ in range(WARM_AFTER + one_pass):
+            for _ in range(WARM_BATCHES + one_pass):
                 next(own)
             while loader.stats().ready:
                 next(own)
@@ -173,6 +323,14 @@ def _gb_s(deliver: Callable[[], Delivery]) -> Callable[[int], float]:
     def measure(_: int) -> float:
         num_bytes, seconds, _cpu_s = deliver()
         return num_bytes / seconds / 1e9
+
+    return measure
+
+
+def _us(deliver: Callable[[], Delivery], batches: int) -> Callable[[int], dict[str, float]]:
+    def measure(_: int) -> dict[str, float]:
+        _bytes, seconds, cpu_s = deliver()
+        return {"wall": seconds / batches * 1e6, "CPU": cpu_s / batches * 1e6}
 
     return measure
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.bench.apart import apart
-from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, summarise
+from bucketline.bench.harness import Case, Clock, Mark, Result, Subject, alternate, compare, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 MARK, BATCH_MARK = Mark(bound=1.5, is_at_most=True), Mark(bound=1.1, is_at_most=True)
 OPENS = 20  # per figure, because one open takes only a few ms
+OPEN_MANY = Mark(bound=50, is_at_most=True)  # ms of CPU
 RESUMED_AT = 0.9  # of the first epoch
 LOCATE = "open and locate a row of each shard"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Case):
-    """Measure opening a store and listing its buckets: with few and with many rows, and with 1, 30 and 300 shards.
+    """Measure opening a store and listing its buckets: few and many rows; 1, 30 and 300 shards; 1,000 buckets or shards.
 
     The stores have full-length sidecars and files that are mostly holes, so that ten million rows fit anywhere. Times are for
     one open in a process that has opened stores before, with the files in the page cache. Memory is that of a fresh process.
@@ -38,9 +39,13 @@ class Start(Case):
     """Shards of both stores."""
     shards: tuple[int, ...] = (1, 30, 300)
     """Numbers of shards to open, with ten rows each."""
+    many: int = 1000
+    """Buckets, and shards, of two more stores."""
+    many_rows: int = 32_000
+    """Rows of each of these."""
 
     def measure(self, folder: Path) -> list[Result]:
-        from bucketline.bench.fixtures.stores import kept_sparse_store
+        from bucketline.bench.fixtures.stores import kept_sparse_store, kept_store, many_buckets, many_shards
 
         stores = {f"{rows:,} rows, {self.num_shards} shards": (self.num_shards, rows) for rows in self.rows}
         sizes = {f"{n} shard{'s' if n > 1 else ''}": (n, 10 * n) for n in self.shards}
@@ -54,8 +59,15 @@ class Start(Case):
                 if names is stores:
                     grown.append(replace(one, measure=_memory_mib(path, locate=locate)))
                 limit = limit or one.name
+        shapes = {"buckets": many_buckets(self.many, self.many_rows), "shards": many_shards(self.many, self.many_rows)}
+        many = [
+            Subject(name=f"open: {self.many:,} {what}", measure=_cpu_ms(kept_store(folder, shape)))
+            for what, shape in shapes.items()
+        ]
+        opened = alternate(many, self.repeats)
         return [
             *summarise("start", "ms", timed, alternate(timed, self.repeats)),
+            *(Result.of("start, many, CPU", name, "ms", values, mark=OPEN_MANY) for name, values in opened.items()),
             *compare("start, memory", {"resident": "MiB", "private": "MiB"}, grown, self.repeats),
         ]
 
@@ -83,6 +95,15 @@ def _milliseconds(path: Path, *, locate: bool) -> Callable[[int], float]:
         for _again in range(OPENS):
             _open(path, locate=locate)
         return (time.perf_counter() - begin) / OPENS * 1e3
+
+    return measure
+
+
+def _cpu_ms(path: Path) -> Callable[[int], float]:
+    def measure(_: int) -> float:
+        clock = Clock()
+        _open(path, locate=False)
+        return clock.spent()[1] * 1e3
 
     return measure
 
@@ -119,7 +140,8 @@ class FirstBatch(Case):
     Each figure comes from a separate process, in alternation. The first is the time from creating the loader to holding a
     batch, with everything already imported. `process` is the time from the process's start to its end, imports included. The
     store has full-length sidecars and files that are mostly holes, in the page cache. The resumed process loads a state, and
-    the benchmark checks that it continued at the right step.
+    the benchmark checks that it continued at the right step. `CPU` is of all threads, from creating the loader to holding a
+    batch, of the first loader of a process and of a second one in the same process.
 
     Example: python -m bucketline.bench start --batch --rows 1000000 --repeats 15
     """
@@ -136,13 +158,13 @@ class FirstBatch(Case):
 
         path = kept_sparse_store(folder, self.num_shards, self.rows)
 
-        def begun(share: float) -> Callable[[int], dict[str, float]]:
+        def begun(share: float, loaders: int = 1) -> Callable[[int], dict[str, float]]:
             def measure(_: int) -> dict[str, float]:
                 begin = time.perf_counter()
-                loader_s, step = apart(first_batch, path, self.batch_size, share)
+                loader_s, cpu_s, step = apart(first_batch, path, self.batch_size, share, loaders)
                 if (step > 0) != (share > 0):
                     raise AssertionError(f"a run at {share} of an epoch began with step {step}")
-                return {"": loader_s * 1e3, "process": (time.perf_counter() - begin) * 1e3}
+                return {"": loader_s * 1e3, "CPU": cpu_s * 1e3, "process": (time.perf_counter() - begin) * 1e3}
 
             return measure
 
@@ -154,17 +176,27 @@ class FirstBatch(Case):
             mark=BATCH_MARK,
             marks={"process": BATCH_MARK},
         )
-        return compare("start, batch", {"": "ms", "process": "ms"}, [fresh, resumed], self.repeats)
+        second = Subject(name="a second loader of the process", measure=begun(0.0, loaders=2))
+        return [
+            *compare("start, batch", {"": "ms", "process": "ms"}, [fresh, resumed], self.repeats),
+            *compare("start, batch", {"CPU": "ms"}, [second, replace(fresh, limit=second.name)], self.repeats),
+        ]
 
 
-def first_batch(path: str, batch_size: int, share: float) -> tuple[float, int]:
-    """Take a loader's first batch, set to `share` of its first epoch if not 0; return the seconds and the batch's step."""
+def first_batch(path: str, batch_size: int, share: float, loaders: int) -> tuple[float, float, int]:
+    """Take the first batch of loaders, one after the other, set to `share` of the first epoch if not 0.
+
+    Return the last one's seconds and CPU seconds, and its batch's step.
+    """
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.loader import Loader
 
-    begin = time.perf_counter()
-    with Loader(Path(path), LoaderConfig(batch_size=batch_size)) as loader:
-        if share > 0:
-            loader.load_state_dict({**loader.state_dict(), "step": int(share * loader.plan.steps_before(1))})
-        batch = next(loader.forever())
-        return time.perf_counter() - begin, batch.step
+    for left in reversed(range(loaders)):
+        clock = Clock()
+        with Loader(Path(path), LoaderConfig(batch_size=batch_size)) as loader:
+            if share > 0:
+                loader.load_state_dict({**loader.state_dict(), "step": int(share * loader.plan.steps_before(1))})
+            batch = next(loader.forever())
+            if not left:
+                return *clock.spent(), batch.step
+    raise AssertionError("no loader was asked for")

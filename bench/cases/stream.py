@@ -9,11 +9,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.apart import apart
 from bucketline.bench.harness import Clock, Mark, Result, StoreCase, Subject, bytes_taken, compare
+from bucketline.command_line import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ OF_ROUND_TRIPS, CPU_OF_PLAIN = Mark(bound=1.5, is_at_most=True), Mark(bound=1.5,
 # of the first batch of a store without captions, one after the other: manifest; sidecars with the checksums of lines, and the
 # generation after it, which is not there; lines
 ROUND_TRIPS = 3
+OF_SHARDS = Mark(bound=1.05, is_at_most=True)
 MOST_BACKED = 1 << 30  # bytes of memory, for stores that are read in part
 UNITS = {"": "GB/s", "CPU": "s/GB"}
 PLAIN, CLIENT = "recv_into", "Loader over TCP"
@@ -223,6 +226,66 @@ def _steady(loader: Loader) -> Spent:
     clock = Clock()
     num_bytes = bytes_taken(batches, one_pass)
     return *clock.spent(), num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamMachines(StoreCase):
+    """Measure the bytes that leave a server for 1, 2 and 8 machines, each with a cache for half of the store, in two epochs.
+
+    A machine is a process with a cache of its own, and reads as one rank of the run, all of them at the same time. The store
+    has four buckets. Bytes are a share of the shards' bytes, of all machines together.
+
+    Example: python -m bucketline.bench stream --machines 2 --rows-per-shard 256 --repeats 1
+    """
+
+    repeats: int = 1
+    """Repeats. All are counted."""
+    num_shards: int = 4
+    """Shards of the store."""
+    rows_per_shard: int = 1024
+    """Rows per shard."""
+    batch_size: int = 32
+    """Rows per batch of all machines together."""
+    ranks: tuple[int, ...] = (1, 2, 8)
+    """Numbers of machines."""
+    cache_share: float = 0.5
+    """Bytes that each machine's cache may hold, as a share of the shards' bytes."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.bench.fixtures.server_process import ServerProcess
+        from bucketline.bench.fixtures.stores import pushed
+        from bucketline.store.format.manifest import read_manifest
+
+        store = self.kept_store(folder, bucket_shares=(0.25,) * 4)
+        pushed(store, folder / "served")
+        shards_bytes = sum(entry.lmdb.num_bytes for entry in read_manifest(store).shards)
+        cache_bytes = int(self.cache_share * shards_bytes)
+        found: dict[tuple[str, int], list[float]] = {}
+        with ServerProcess(folder / "served") as server:
+            for _, ranks in product(range(self.repeats), self.ranks):
+                with tempfile.TemporaryDirectory(prefix="cache-", dir=folder) as caches, ThreadPoolExecutor(ranks) as pool:
+                    for epoch in (1, 2):
+                        server.reset()
+                        asked = {"batch_size": self.batch_size // ranks, "cache_bytes": str(cache_bytes), "epochs": epoch}
+                        own = [(rank, ranks, {**asked, "cache": f"{caches}/{rank}"}) for rank in range(ranks)]
+                        list(pool.map(lambda one: apart(epoch_of_machine, server.url, store, *one), own))
+                        sent = server.reset().num_bytes / shards_bytes
+                        found.setdefault((counted(ranks, "machine"), epoch), []).append(sent)
+        return [
+            Result.of(f"{CASE}, machines, epoch {epoch}", name, "of the shards", values, mark=OF_SHARDS)
+            for (name, epoch), values in sorted(found.items(), key=lambda one: one[0][1])
+        ]
+
+
+def epoch_of_machine(server: str, store: str, rank: int, ranks: int, asked: dict[str, Any]) -> None:
+    """Take a rank's batches of the last of `asked["epochs"]` from a server, through a cache that may be empty."""
+    from bucketline.loader import Loader, LoaderConfig
+
+    url, config = f"{server}/{Path(store).name}", LoaderConfig(**asked)
+    with Loader(url, config, rank=rank, world_size=ranks, generation=1) as loader:
+        loader.set_epoch(asked["epochs"] - 1)
+        for _ in loader:
+            pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,6 @@ import bucketline.bench
 REQUIREMENTS = Path(__file__).parent / "requirements"
 NAMES = tuple(sorted(path.stem for path in REQUIREMENTS.glob("*.txt")))
 _MADE = "made.json"
-_BY_ITSELF = (
-    "# by itself: "  # before packages that are installed without what they require: only a few modules of theirs are used
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +74,6 @@ def _make(name: str, own: Path, file: Path) -> Failure | None:
     commands = [[sys.executable, "-P", "-m", "venv", "--without-pip", str(own)], [*pip, "-r", str(file)]]
     if pins:  # first and separately: a range would let pip choose a newer build with gigabytes of CUDA packages
         commands.insert(1, [*pip, *pins])
-    if own_only := _by_itself(file.read_text(encoding="utf-8")):
-        commands.append([*pip, "--no-deps", *own_only])
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
@@ -87,13 +82,9 @@ def _make(name: str, own: Path, file: Path) -> Failure | None:
     return None
 
 
-def _by_itself(wanted: str) -> list[str]:
-    return [line.removeprefix(_BY_ITSELF) for line in wanted.splitlines() if line.startswith(_BY_ITSELF)]
-
-
 def _versions(own: Path, wanted: str) -> dict[str, str]:
     code = "import importlib.metadata, sys\nfor n in sys.argv[1:]: print(n, importlib.metadata.version(n))"
-    names = [line.partition("==")[0] for line in (*wanted.splitlines(), *_by_itself(wanted)) if "==" in line and line[0] != "#"]
+    names = [line.partition("==")[0] for line in wanted.splitlines() if "==" in line and line[0] != "#"]
     done = subprocess.run([str(own / "bin" / "python"), "-P", "-c", code, *names], capture_output=True, text=True, check=True)
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 

@@ -1,14 +1,11 @@
-"""Import what peers' packages import although nothing here uses it, or leave it out."""
+"""Import what peers' packages import although nothing here uses it."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
 import re
-import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 _DECLARED: list[object] = []  # an operator stays registered as long as its library is kept
 
@@ -34,23 +31,3 @@ def make_torchvision_importable() -> None:
         for name in sorted(set(re.findall(r"torchvision::(\w+)", described))):
             own.define(f"{name}(Tensor first) -> Tensor")  # type: ignore[no-untyped-call]
         _DECLARED.append(own)
-
-
-def without_init(*packages: str) -> None:
-    """Let modules of these packages be imported without running the packages' `__init__`, which may import every model."""
-    for name in packages:
-        outer, _, own = name.rpartition(".")
-        spec = None if outer else importlib.util.find_spec(name)
-        found = spec.submodule_search_locations if spec is not None else None
-        folders = list(found) if found else [f"{path}/{own}" for path in sys.modules[outer].__path__]
-        module = ModuleType(name)
-        module.__path__ = folders
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = module
-
-
-def left_out(module: str, *names: str) -> None:
-    """Stand in for a module that is not needed, whose own needs are not installed; its names cannot be called."""
-    own = ModuleType(module)
-    own.__dict__.update(dict.fromkeys(names))
-    sys.modules[module] = own

@@ -65,18 +65,19 @@ class Evictor:
         self._locks: dict[Path, RangeLocks] = {}
         self._freeing = threading.Lock()
 
-    def free(self, count: int) -> int:
-        """Free up to `count` lines; return how many."""
-        freed, is_new = 0, False
+    def free(self) -> bool:
+        """Free the least recently used line that may be; return False if there is none.
+
+        One at a time: of a ring of 30 lines, eight at once were fetched again.
+        """
+        is_new = False
         with self._freeing:
-            while freed < count:
-                if self._victims:
-                    freed += self._free(self._victims.pop())
-                elif is_new:
-                    break
-                else:
+            while self._victims or not is_new:
+                if not self._victims:
                     self._victims, is_new = self._search(), True
-        return freed
+                elif self._free(self._victims.pop()):
+                    return True
+        return False
 
     def _search(self) -> list[_Victim]:
         found: list[_Victim] = []
@@ -145,7 +146,6 @@ _IN_USE = 1 << 62  # number of the lock that every process which has a store ope
 _FOLDER = re.compile(r"[0-9A-Za-z_]{1,64}")  # of a store
 _OWN_FOLDER = re.compile(rf"[0-9a-f]{{32}}|{_REMOVED}[0-9a-f]{{8}}")
 _LOOK_AGAIN_S = 10.0  # after no store could be removed
-_EVICT_AT_ONCE = 8  # lines
 _BOOKKEEPING = (PRESENT_SUFFIX, ".lmdb", ".tmp")  # not counted as whole files: 9 bytes a line; lines are counted by their lists
 
 
@@ -321,7 +321,7 @@ class CacheFolder:
     def make_room(self) -> bool:
         """Free something in the cache that nobody uses; return False if there is nothing."""
         with self._making_room:
-            if self.remove_oldest() or self.evictor.free(_EVICT_AT_ONCE) > 0:
+            if self.remove_oldest() or self.evictor.free():
                 return True
         count = len(self._opened)
         if count > 1 and time.monotonic() > self._collects_at:

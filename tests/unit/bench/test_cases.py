@@ -15,14 +15,15 @@ import torch
 from PIL import Image
 
 from bucketline.bench import harness
-from bucketline.bench.cases.hot import Hot, HotBusy, HotText
+from bucketline.bench.cases.hot import Hot, HotBusy, HotMany, HotRows, HotText
 from bucketline.bench.cases.importing import Import
 from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
 from bucketline.bench.cases.references import TrainReferences
 from bucketline.bench.cases.scale import Scale, ScaleListing
 from bucketline.bench.cases.start import FirstBatch, Start
-from bucketline.bench.cases.stream import Stream, StreamService
+from bucketline.bench.cases.stream import Stream, StreamMachines, StreamService
 from bucketline.bench.cases.train import Train, TrainSaves, Window, interval, results_of, results_of_saves
+from bucketline.bench.cases.writing import Write, WriteMemory
 from bucketline.bench.fixtures.trained_model import MODELS, ModelShape, Pieces, kept_photographs, kept_random_model, kept_store
 from bucketline.bench.harness import Case, run_case
 from bucketline.errors import BucketlineError
@@ -86,7 +87,9 @@ def test_quantised_text_is_compared_with_f16_on_disk_and_delivered(capsys: pytes
 
 
 def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(Start, capsys, "--rows", 40, 4000, "--num-shards", 3, "--shards", 1, 2, "--repeats", 1)
+    small = ("--rows", 40, 4000, "--num-shards", 3, "--shards", 1, 2, "--many", 3, "--many-rows", 24)
+    results = measured(Start, capsys, *small, "--repeats", 1)
+    assert {results[f"open: 3 {what}, many, CPU"]["mark"] for what in ("buckets", "shards")} == {"at most 50"}
     large = results["open: 4,000 rows, 3 shards"]
     assert (large["mark"], large["unit"]) == ("at most 1.5", "ms")
     assert results["open and locate a row of each shard: 4,000 rows, 3 shards"]["limit_ratio"] > 0
@@ -119,6 +122,7 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
         resumed = results[f"resumed at 90% of an epoch{part}"]
         assert (resumed["mark"], resumed["unit"]) == ("at most 1.1", "ms")
     assert results["fresh start, process"]["median"] > results["fresh start"]["median"]
+    assert {"fresh start, CPU", "a second loader of the process, CPU"} <= set(results)
 
 
 def test_network_delivery_compares_the_clients_cost_with_that_of_receiving(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +150,41 @@ def test_remote_delivery_compares_with_its_limits(capsys: pytest.CaptureFixture[
     assert by_case["stream, first epoch, CPU", "loader"]["mark"] == "at most 1.3"
     assert by_case["stream, in the cache", "loader"]["mark"] == "at least 0.95"
     assert by_case["stream, first batch", "100 rows"]["median"] >= 2 * 4, "four answers, one after the other"
+
+
+def results_of_case(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object) -> dict[tuple[str, str], Any]:
+    """Run a case whose results have no common start."""
+    assert run_case(case, [*map(str, args), "--repeats", "1", "--json"]) == 0
+    return {(one["case"], one["subject"]): one for one in read_results(capsys)[1]}
+
+
+def test_machines_fetch_a_share_of_the_shards_each(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--ranks", 1, 2)
+    found = results_of_case(StreamMachines, capsys, *sizes, "--cache-share", 1000)
+    assert found["stream, machines, epoch 1", "1 machine"]["median"] == pytest.approx(1.0, abs=0.1)
+    assert found["stream, machines, epoch 2", "1 machine"]["median"] < 0.1, "the cache holds the store"
+    assert {one["mark"] for one in found.values()} == {"at most 1.05"}
+
+
+def test_writing_is_held_against_puts_of_lmdb_and_a_tiny_row_against_microseconds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = results_of_case(Write, capsys, "--rows", 4, "--tiny-rows", 8)
+    assert found["write, rows of 70 KiB, CPU", "StoreWriter"]["mark"] == "at most 1.5"
+    assert found["write, tiny rows, CPU, itself", "StoreWriter"]["mark"] == "at most 30"
+    found = results_of_case(WriteMemory, capsys, "--rows", 10, 20)
+    assert found["write, memory", "20 rows"]["mark"] == "at most 1.1"
+
+
+def test_small_batches_are_held_against_lmdb_and_microseconds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = results_of_case(HotRows, capsys, "--sizes", 1, 8, "--samples", 16)
+    assert found["hot, rows, CPU", "loader, 8 large rows"]["mark"] == "at most 0.5"
+    itself = found["hot, rows, wall, itself", "loader, 1 small row"]
+    assert (itself["mark"], itself["limit_ratio"]) == ("at most 100", itself["median"])
+
+
+def test_many_buckets_and_shards_are_held_against_few(capsys: pytest.CaptureFixture[str]) -> None:
+    found = results_of_case(HotMany, capsys, "--buckets", 40, "--shards", 20, "--rows", 400, "--batch-size", 4, "--batches", 5)
+    assert found["hot, many, CPU", "40 buckets"]["mark"] == "at most 1.3"
+    assert found["hot, many, first of later", "20 shards"]["mark"] == "at most 1.3"
 
 
 TINY = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--prefetch-mib", 1)
