@@ -1,8 +1,6 @@
 """Where an epoch's steps are: the bucket of each, and the rows of lanes and windows.
 
-All is computed per step, from only the sizes of the buckets.
-
-So a machine that has no store and no plan knows the steps, too.
+All is computed per step, from only the sizes of the buckets: a machine that has no store and no plan knows the steps, too.
 
 Letters: n rows of a bucket, G its global batch, E the number of epochs if it is finite.
 """

@@ -316,8 +316,7 @@ class Manifest(Schema):
     @cached_property
     def _row_bytes(self) -> dict[str, int]:
         """Return the bytes of a bucket's row, or at least of a group's entry, by the name in a shard's groups."""
-        of_groups = {name: spec.entry_bytes for name, spec in self.groups.items()}
-        return of_groups | {name: spec.row_bytes for name, spec in self.specs.items()}
+        return {name: s.entry_bytes for name, s in self.groups.items()} | {name: s.row_bytes for name, s in self.specs.items()}
 
     def _check_entries(self, shard: ShardEntry) -> None:
         """Check a shard's numbers of ragged entries, as `_check_shard`."""

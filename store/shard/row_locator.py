@@ -91,8 +91,7 @@ class BlockTable:
         """Reserve addresses for the sidecars; nothing is opened yet.
 
         They are mapped, except with `plain_reads` or if maps are scarce: the shards' own files need as many. `sources` has
-        each shard's, if any has one;
-        `dropped` those of their stores: None for a shard without dropped rows.
+        each shard's, if any has one; `dropped` those of their stores: None for a shard without dropped rows.
         """
         self._sources = sources if any(source is not None for source in sources) else ()
         plain_reads = plain_reads or not mapped.fits(2 * len(entries))
