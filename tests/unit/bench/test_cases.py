@@ -19,7 +19,7 @@ from bucketline.bench.cases.hot import Hot, HotBusy, HotMany, HotRows, HotText
 from bucketline.bench.cases.importing import Import
 from bucketline.bench.cases.pack import Pack, PackAgain, PackMemory, pack_apart, together
 from bucketline.bench.cases.references import TrainReferences
-from bucketline.bench.cases.scale import Scale, ScaleListing
+from bucketline.bench.cases.scale import Scale
 from bucketline.bench.cases.start import FirstBatch, Start
 from bucketline.bench.cases.stream import Stream, StreamMachines, StreamService
 from bucketline.bench.cases.train import Train, TrainSaves, Window, interval, results_of, results_of_saves
@@ -266,22 +266,6 @@ def test_a_run_again_is_held_against_a_walk_of_the_folder_in_time_and_in_cpu_tim
             assert again["ratios"] == {one["subject"]: pytest.approx(again["median"] / one["median"], rel=1e-2)}
             assert again["limit_ratio"] == pytest.approx(again["median"] / walk["median"], rel=1e-2)
     assert len(results) == 10
-
-
-def test_a_listing_is_compared_with_stores_of_each_size_and_its_memory_told(capsys: pytest.CaptureFixture[str]) -> None:
-    results = measured(ScaleListing, capsys, "--samples", 200, 400, "--shards", 2, 4, "--ranks", 4, "--repeats", 1)
-    steps = ("which are new", "which are gone", "what a rank looks up in", "which rows give way")
-    for step in steps:
-        least = results[f"{step}: 200 samples, 2 shards"]
-        for name in (f"{step}: {samples} samples, {shards} shards" for samples in (200, 400) for shards in (2, 4)):
-            assert results[name]["limit_ratio"] == pytest.approx(results[name]["median"] / least["median"], rel=1e-2)
-            assert results[name]["mark"] == "at most 2.5"
-    whole, first, other = (
-        results[f"listing {name}"]["median"]
-        for name in ("as it comes from a source", "kept by rank 0 of 1", "kept by rank 1 of 4")
-    )
-    assert other < first < whole
-    assert len(results) == 4 * len(steps) + 4
 
 
 def test_a_run_that_did_something_else_is_no_figure(tmp_path: Path) -> None:
