@@ -47,7 +47,6 @@ class Gather:
     def __init__(self, store: Store | Mixture, *, plain_reads: bool = False) -> None:
         """Reserve addresses for all files. With `plain_reads`, or if the system refuses, use plain reads for everything."""
         self._store = store
-        self.files = FileGather(store)  # of plain reads, without the map
         self._is_mapped = np.ones(len(store.files), dtype=bool)  # False once the system refuses a shard's map
         self._is_known = np.zeros(len(store.files), dtype=bool)
         self._are_all_mapped = False
@@ -67,6 +66,7 @@ class Gather:
         except StoreError as error:
             self._warn(str(error))
             self._range, plain_reads = AddressRange([], opened), True
+        self.files = FileGather(store, keep_open=not plain_reads)  # on a medium that may fail, it sees that a file is gone
         if plain_reads:
             self._is_mapped[:], self._is_known[:] = False, True
         view = self._range.bytes_view()

@@ -64,10 +64,10 @@ class _KeptFile:
 
 
 class FileGather:
-    """Gathers rows and captions of one open store. The files read last stay open: opening took a quarter of a cold batch."""
+    """Gathers rows and captions of one open store. `keep_open`: the files read last, which saves a fifth of a cold batch."""
 
-    def __init__(self, store: ReadableShards) -> None:
-        self._store, self._kept = store, lru_cache(KEPT_FILES)(_KeptFile)
+    def __init__(self, store: ReadableShards, *, keep_open: bool = False) -> None:
+        self._store, self._kept = store, lru_cache(KEPT_FILES)(_KeptFile) if keep_open else None
 
     def rows(self, located: Located, column: Column, out: NDArray[Any]) -> None:
         """Read one column of B rows into `out`, `[B, …]`, C-contiguous.
@@ -104,7 +104,7 @@ class FileGather:
             by_shard.setdefault(ordinal, []).append((offset, out))
         for ordinal, ranges in by_shard.items():
             one = self._store.files[ordinal]
-            if one.source is not None:
+            if self._kept is None or one.source is not None:
                 one.read_into(*map(list, zip(*ranges, strict=True)))
                 continue
             file = self._kept(one)

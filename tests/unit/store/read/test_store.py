@@ -316,7 +316,7 @@ def test_files_stay_open_between_reads_but_only_so_many_and_no_longer_than_their
     bucket = (opened := Store.open(tmp_path)).bucket(BUCKET)
     rows = np.arange(bucket.num_rows)
     expected, located = bucket.read(rows, "latent"), bucket.locate(rows)
-    before, gather = len(list(Path("/proc/self/fd").iterdir())), FileGather(opened)
+    before, gather = len(list(Path("/proc/self/fd").iterdir())), FileGather(opened, keep_open=True)
     for _ in range(2):
         out = np.empty_like(expected)
         gather.rows(located, bucket.spec.column("latent"), out)
