@@ -201,9 +201,9 @@ class Readahead:
         self._window = 1  # then eight times as many, then all: the first batch does not wait for many
         self._most = max(WINDOW, WINDOW_ROWS // builder.most_rows)
         self._stages: list[tuple[int, Callable[[PendingBatch], None]]] = [
-            (3 * self._ahead, builder.ask_rows),
-            (2 * self._ahead, builder.ask_starts),
-            (self._ahead, builder.ask_tokens),
+            (3, builder.ask_rows),  # batches ahead, in units of `_ahead`
+            (2, builder.ask_starts),
+            (1, builder.ask_tokens),
         ]
         self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage, the first stage's the most
         lines = builder.open_lines()
@@ -230,14 +230,14 @@ class Readahead:
         self._locate(0)
         if self._pending and not self._have_lines(begun):  # lines that have just arrived are in the page cache
             return
-        cold = ColdDetector(is_warm=self._is_resident())
+        cold, ahead = ColdDetector(is_warm=self._is_resident()), 0  # the first batch waits for what it reads itself
         while True:
             is_cold = cold.is_cold
-            self._locate(3 * self._ahead if is_cold else 0)
+            self._locate(3 * ahead if is_cold else 0)
             if not self._pending or not self._have_lines(begun):
                 return
             if is_cold:
-                self._ask()
+                self._ask(ahead)
             if not self._planned:
                 self._plan()
             pending = self._pending.popleft()
@@ -246,7 +246,7 @@ class Readahead:
             if self._asked[0]:
                 self._asked = [max(0, count - 1) for count in self._asked]
             yield self._planned.popleft()
-            begun = time.monotonic()
+            begun, ahead = time.monotonic(), self._ahead
             cold.note()
 
     def _is_resident(self) -> bool:
@@ -297,9 +297,9 @@ class Readahead:
     def _num_ready(self) -> int:
         return len(self._pending) if self._lines is None else self._lines.num_ready
 
-    def _ask(self) -> None:
+    def _ask(self, ahead: int) -> None:
         for number, (distance, ask) in enumerate(self._stages):
-            end = min(distance + 1, self._num_ready)
+            end = min(distance * ahead + 1, self._num_ready)
             for pending in islice(self._pending, self._asked[number], end):
                 if not isinstance(pending, StoreError):
                     with suppress(StoreError):  # raised again when the copy is planned
