@@ -43,7 +43,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder with old files of names that a store's commands remove."""
     folder = tmp_path / "outside"
     folder.mkdir()
-    own = ("precious", "x.123.tmp", "x.tmp", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "left.sealing", "g7.lmdb", "run")
+    own = ("precious", "x.123.tmp", "x.tmp", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "left.records", "g7.lmdb", "run")
     for name in own:
         (folder / name).write_text('["g7"]', encoding="ascii")
         os.utime(folder / name, (OLD_S, OLD_S))
