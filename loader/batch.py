@@ -400,6 +400,15 @@ _TENSORS = (
     *("tokens", "token_mask", "original_size", "crop", "target_size"),
     *("weight", "keys", "ids", "flipped"),
 )
+_WITHOUT: dict[str, object] = {"ragged": {}, "class_labels": None, "tokens_scale": None, "image_tokens": None}
+
+
+def checked_batch(values: Mapping[str, object]) -> Batch:
+    """Return a batch of values whose form is known, with `latent_kind` and `recorded_scale`, without looking at each tensor."""
+    batch = object.__new__(Batch)
+    for name, value in {**_WITHOUT, **values}.items():
+        object.__setattr__(batch, name, value)
+    return batch
 
 
 def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bucketline.errors import DeliveryError, StateError, UsageError
 from bucketline.forks import OwnerProcess
-from bucketline.loader.batch import Batch, as_fields, with_seen_images
+from bucketline.loader.batch import as_fields, checked_batch, with_seen_images
 from bucketline.loader.collate.buffers import carve
 from bucketline.loader.config import LEAST_WINDOW
 from bucketline.loader.mixture import StoreId  # noqa: TC001 - `decode` reads the annotations at run time
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from bucketline.loader.batch import RecordedScale
+    from bucketline.loader.batch import Batch, RecordedScale
     from bucketline.loader.collate.buffers import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.epoch_steps import EpochSteps
@@ -443,12 +443,5 @@ def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind, sc
     fields = as_fields(carve(flat, filled.fields))
     if SEEN_IMAGES in fields.get("ragged", {}):
         fields = with_seen_images(fields)
-    return Batch(
-        step=filled.step,
-        micro_step=filled.micro_step,
-        epoch=filled.epoch,
-        bucket=filled.bucket,
-        latent_kind=latent_kind,
-        recorded_scale=scale,
-        **fields,
-    )
+    fields |= {"step": filled.step, "micro_step": filled.micro_step, "epoch": filled.epoch, "bucket": filled.bucket}
+    return checked_batch({**fields, "latent_kind": latent_kind, "recorded_scale": scale})

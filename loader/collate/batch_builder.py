@@ -133,6 +133,7 @@ class BatchBuilder:
         self._added = sorted(names & store.added.keys())
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = self._planner.longest()
+        self.most_rows = max(map(config.rows_of, self._buckets.values()))  # of a micro-batch
         self.buffer_bytes = max(
             self._planner.layout(bucket, config.rows_of(bucket), longest).buffer_bytes for bucket in self._buckets.values()
         )

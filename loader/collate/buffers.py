@@ -12,8 +12,8 @@ import queue
 import threading
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -86,6 +86,11 @@ class Field:
     shape: tuple[int, ...]
     begin: int  # a multiple of ALIGN_BYTES
     num_bytes: int
+    seen_dtype: np.dtype[Any] = field(init=False, compare=False)  # that numpy sees it with
+
+    def __post_init__(self) -> None:
+        seen = _NUMPY_DTYPES.get(self.dtype)
+        object.__setattr__(self, "seen_dtype", np.dtype(f"i{self.dtype.itemsize}") if seen is None else seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +119,16 @@ def buffer_offsets(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tu
 def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
     """Return the fields of a buffer (or of its copy on a device) as tensors that share its memory.
 
-    In the host's memory numpy makes the views: torch would release Python's lock at each of two dozen calls, and another
-    Python thread might keep the lock for 5 ms each time (`bench/cases/hot.py`).
+    In the host's memory numpy makes the views: torch would release Python's lock at each call, and another thread might keep
+    it for 5 ms each time (`bench/cases/hot.py`).
     """
     if flat.device.type == "cpu":
         memory = flat.numpy()
-        return {field.name: _seen_by_numpy(memory, field) for field in fields}
+        tensors = {}
+        for field in fields:
+            seen = torch.from_numpy(np.ndarray(field.shape, field.seen_dtype, memory, field.begin))
+            tensors[field.name] = seen if field.dtype in _NUMPY_DTYPES else seen.view(field.dtype)
+        return tensors
     whole = len(flat) // ALIGN_BYTES * ALIGN_BYTES  # a buffer may be longer than its fields need
     if whole != len(flat):
         flat = flat[:whole]
@@ -132,14 +141,6 @@ def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
             items = by_dtype[dtype] = flat.view(dtype)
         tensors[field.name] = items.as_strided(field.shape, _strides(field.shape), field.begin // dtype.itemsize)
     return tensors
-
-
-def _seen_by_numpy(memory: NDArray[np.uint8], field: Field) -> Tensor:
-    dtype = _NUMPY_DTYPES.get(field.dtype)
-    if dtype is not None:
-        return torch.from_numpy(np.ndarray(field.shape, dtype, memory, field.begin))
-    bits = np.ndarray(field.shape, f"i{field.dtype.itemsize}", memory, field.begin)
-    return torch.from_numpy(bits).view(field.dtype)
 
 
 @functools.lru_cache(maxsize=1024)

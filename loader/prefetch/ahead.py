@@ -152,6 +152,7 @@ def _is_ready(batch: PendingBatch | StoreError) -> bool:
 # ------------------------------------------------------------------------------------------------------------------- readahead
 
 WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one
+WINDOW_ROWS = 128  # of micro-batches of a few rows, as many as have these rows
 AHEAD_BYTES = 8 << 20  # between two stages: 64 requests of 128 KiB; twice as many and more gave less
 _MAX_AHEAD = 32  # micro-batches between two stages
 WARM_AFTER = 64  # micro-batches without a read from the disk
@@ -162,8 +163,7 @@ class ColdDetector:
     """Detects if batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
 
     Asking ahead costs a tenth of a hot batch, and at batch size 1 several times as much as one. So it ends after a while
-    without reads, and begins again with the first ones, for a while that grows with each: now and then even a cached store
-    has one.
+    without reads, and begins again with the first ones, for a while that grows with each: even a cached store has some.
     """
 
     def __init__(self, *, is_warm: bool = False) -> None:
@@ -198,7 +198,8 @@ class Readahead:
         self._ahead = min(_MAX_AHEAD, max(1, AHEAD_BYTES // builder.buffer_bytes))
         self._pending: deque[PendingBatch | StoreError] = deque()  # a failure is raised in its turn, after all before it
         self._planned: deque[CopyPlan] = deque()  # of the first of those that are pending
-        self._window = 1  # then 8, then all: the first batch does not wait for many
+        self._window = 1  # then eight times as many, then all: the first batch does not wait for many
+        self._most = max(WINDOW, WINDOW_ROWS // builder.most_rows)
         self._stages: list[tuple[int, Callable[[PendingBatch], None]]] = [
             (3 * self._ahead, builder.ask_rows),
             (2 * self._ahead, builder.ask_starts),
@@ -249,10 +250,7 @@ class Readahead:
             cold.note()
 
     def _is_resident(self) -> bool:
-        """Return whether the next batch is in the page cache.
-
-        To treat a cached store as cold costs a first pass more than all other one-time work.
-        """
+        """Return whether the next batch is in the page cache: to treat a cached store as cold is dear."""
         return (
             bool(self._pending) and not isinstance(self._pending[0], StoreError) and self._builder.is_resident(self._pending[0])
         )
@@ -267,8 +265,8 @@ class Readahead:
                 self._pending.extend(map(self._locate_one, pairs))
             if len(pairs) < self._window:
                 return
-            self._window = min(8 * self._window, WINDOW)
-            if count == 0 or self._window < WINDOW:
+            self._window = min(8 * self._window, self._most)
+            if count == 0 or self._window < self._most:
                 return
 
     def _locate_one(self, pair: tuple[int, int]) -> PendingBatch | StoreError:
@@ -312,7 +310,7 @@ class Readahead:
         """Plan the copies of the next micro-batches together, as many as have passed the same stages."""
         rows, _, tokens = self._asked
         batches: list[PendingBatch] = []
-        for pending in islice(self._pending, min(tokens or rows or WINDOW, self._num_ready, WINDOW)):
+        for pending in islice(self._pending, min(tokens or rows or self._most, self._num_ready, self._most)):
             if isinstance(pending, StoreError):
                 if not batches:
                     raise pending

@@ -202,11 +202,11 @@ class Sidecars:
         """Map and check the files of some shards, `[B]`, unless already done."""
         if self._is_open[shard].all():
             return
-        new = distinct(shard[~self._is_open[shard]]).tolist()
+        missing = distinct(shard[~self._is_open[shard]])
         if self._fetch is not None:
-            self._fetch(new)
-        for ordinal in new:
-            self._range.map(np.array([ordinal]))  # or reads it into its place
+            self._fetch(missing.tolist())
+        self._range.map(missing)  # or reads them into their places
+        for ordinal in missing.tolist():
             path, listed = self._listed[ordinal]
             begin = int(self._range.first_byte[ordinal])
             file = Sidecar(path, self._bytes[begin : begin + (listed.num_bytes if listed else 0)].data, self._kind, listed)

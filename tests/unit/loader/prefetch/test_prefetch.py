@@ -38,6 +38,7 @@ class Recorder:
     """Takes the place of a builder, and notes what it is asked to do, in order."""
 
     buffer_bytes = ahead.AHEAD_BYTES // 2  # two batches between stages
+    most_rows = ahead.WINDOW_ROWS
 
     def __init__(self, bad: int | None = None) -> None:
         self.bad = bad
