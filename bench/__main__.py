@@ -56,7 +56,6 @@ RUNS = {
     "stream --machines": Run("stream:StreamMachines", "--rows-per-shard 128 --ranks 1 2 --repeats 1"),
     "stream --service": Run("stream:StreamService", "--rows-per-shard 64 --batches 64 --repeats 3", "--repeats 15"),
     "scale": Run("scale:Scale", full="--repeats 15"),
-    "scale --listing": Run("scale:ScaleListing", "--samples 100000 200000 --shards 10 40 --repeats 3"),
     "write": Run("writing:Write", "--rows 300 --tiny-rows 1000 --repeats 2"),
     "write --memory": Run("writing:WriteMemory", "--rows 1000 4000"),
     "pack": Run("pack:Pack", "--repeats 3", "--images 400"),
@@ -76,7 +75,7 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: peers (--remote), hot (--rows, --many, --text, --busy), start (--batch), stream (--machines, --service),
-    scale (--listing), write (--memory), pack (--again, --memory), import, train (--saves, --references). A flag selects another
+    scale, write (--memory), pack (--again, --memory), import, train (--saves, --references). A flag selects another
     part of a case.
 
     Example: python -m bucketline.bench --json

@@ -47,7 +47,7 @@ class StoredIds:
     """The live samples of a store's generation by the digest of their id; 24 bytes of memory each.
 
     The digests of all shards are sorted together, so comparing them with a listing takes a single search, whatever the number
-    of shards (`python -m bucketline.bench scale --listing`).
+    of shards.
     """
 
     def __init__(self, store: Store, columns: Sequence[str] = (), share: Share | None = None) -> None:

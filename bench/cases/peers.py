@@ -203,7 +203,7 @@ def cold_results(timings: Timings) -> list[Result]:
 def remote_results(case: str, timings: Timings, samples: int, payload: int) -> list[Result]:
     """Return each pass's figures next to ours, and the seconds to the first batch."""
     ours = FROM_SERVER if FROM_SERVER in timings else None
-    results = first_batch_results(f"{case}, {FIRST}", timings, ours)
+    results = first_batch_results(f"{case}, {FIRST}", timings, ours, "WebDataset")
     for part in range(min((len(one) for own in timings.values() for one in own), default=0)):
         at = f"{case}, pass {part + 1}"
         results += _held(f"{at}, samples", "samples/s", _values(timings, lambda one: samples / one.wall_s, part), ours)
@@ -221,16 +221,15 @@ def remote_results(case: str, timings: Timings, samples: int, payload: int) -> l
     return results
 
 
-def first_batch_results(case: str, timings: Timings, ours: str | None) -> list[Result]:
-    """Return the seconds to the first batch next to ours, and ours next to those of the peer that was first."""
+def first_batch_results(case: str, timings: Timings, ours: str | None, among: str = "") -> list[Result]:
+    """Return the seconds to the first batch next to ours, and ours next to those of the first peer of those `among`."""
     first = _values(timings, lambda one: one.first_batch_s)
     results = _held(case, "s", first, ours)
-    others = {name: statistics.median(own) for name, own in first.items() if not name.startswith((OURS, *LIMITS))}
+    others = {name: own for name, own in first.items() if name.startswith(among) and not name.startswith((OURS, *LIMITS))}
     if ours is not None and others:
-        best = min(others, key=lambda name: others[name])
-        results += _held(
-            f"{case}, against the first peer", "s", {name: first[name] for name in (best, ours)}, best, {ours: NO_MORE}
-        )
+        best = min(others, key=lambda name: statistics.median(others[name]))
+        held = {name: first[name] for name in (best, ours)}
+        results += _held(f"{case}, against the first peer", "s", held, best, {ours: NO_MORE})
     return results
 
 

@@ -125,7 +125,7 @@ class TrainReferences(Case):
         return encode
 
     def _write_store(self, path: Path, count: int) -> None:
-        from bucketline.bench.fixtures.stores import random_f16
+        from bucketline.bench.fixtures.values import random_f16
         from bucketline.store import Column, LatentColumn, ReferenceColumn, StoreWriter
 
         random, side = np.random.default_rng(0), self.side_px // PX

@@ -90,7 +90,7 @@ def _us_a_row(
 def _rows(count: int, shape: tuple[int, ...]) -> list[NDArray[Any]]:
     import numpy as np
 
-    from bucketline.bench.fixtures.stores import random_f16
+    from bucketline.bench.fixtures.values import random_f16
 
     random = np.random.default_rng(0)
     return [random_f16(random, shape) for _ in range(count)]

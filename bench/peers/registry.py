@@ -101,6 +101,7 @@ _OURS = {**_ONE, "2 threads": Way(threads=2)}
 _WORKERS = {"0 workers": Way(), "2 workers": Way(workers=2)}
 _LOCAL = {"hot": _WORKERS, "cold": _WORKERS}
 _SHARDS = {**_LOCAL, "remote": _WORKERS}
+_STREAMED = {place: {"0 workers": Way()} for place in ("hot", "cold", "remote")}
 
 ENTRIES: tuple[Entry, ...] = (
     Entry(name="resident batches", peer="limits:Resident", hot={"touched": Way()}),
@@ -128,6 +129,8 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(name="WebDataset", peer="packages:WebDataset", environment="webdataset", **_SHARDS),
     Entry(name="ArrayRecord with Grain", peer="packages:ArrayRecord", environment="grain", **_LOCAL),
     Entry(name="Hugging Face datasets", peer="packages:HfDatasets", environment="datasets", **_LOCAL),
+    Entry(name="datasets over Parquet", peer="packages:HfParquet", environment="datasets", **_STREAMED),
+    Entry(name="Lance", peer="packages:Lance", environment="lance", **_STREAMED),
 )
 OURS, OURS_REMOTE = "bucketline", "bucketline, pushed"
 ONE_FILE_EACH = ("a .pt file each", "an .npz file each", "a .safetensors file each")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bucketline.bench.fixtures.stores import random_f16
+from bucketline.bench.fixtures.values import random_f16
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bucketline.bench.apart import cpu_s, read_bytes
 from bucketline.bench.fixtures.server_process import control
-from bucketline.bench.harness import cpu_s, read_bytes
 from bucketline.bench.peers.registry import BY_NAME, Opened, Remote, Way
 from bucketline.bench.peers.samples import Expected, GateError, SetShape, check, sums_up, touch
 

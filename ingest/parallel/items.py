@@ -46,7 +46,7 @@ class Share:
 # Split a listing: each rank keeps the items that it packs, as JSON; rank 0 keeps an outline of all items.
 #
 # An item takes 430 to 610 bytes as Python objects, about the size of its id and captions when packed, and about 24 bytes in
-# the outline (`python -m bucketline.bench scale --listing`).
+# the outline.
 
 _PART_ITEMS = 1000  # items per part
 

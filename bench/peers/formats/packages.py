@@ -149,7 +149,7 @@ class WebDataset(Importing):
     Each bucket is batched in a pipeline, and the pipelines are mixed at random.
     """
 
-    needs = ("webdataset", TORCH_SAMPLES)
+    needs: tuple[str, ...] = ("webdataset", TORCH_SAMPLES)
     shards = 2  # per bucket, at least: one for each worker process
     shard_batches = 8  # maximum per shard
     shuffle_buffer = 256  # samples
@@ -319,6 +319,127 @@ class _Buckets:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return self.__getitems__([number])[0]
+
+
+class Lance(Importing):
+    """One data set per bucket, whose rows `take` reads by number: latents of a batch are one array of lists of one length."""
+
+    needs = ("lance", TORCH_SAMPLES)
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        import lance
+        import pyarrow as pa
+
+        for bucket, (height, width, _) in enumerate(shape.buckets):
+            size, sizes = shape.channels * height * width, pa.list_(pa.int32(), 2)
+            types = {"latent": pa.list_(pa.float16(), size), "tokens": pa.binary(), "original_size": sizes, "crop": sizes}
+            schema = pa.schema({"number": pa.int64(), **types})
+            rows = _record_batches(shape, bucket, schema)
+            lance.write_dataset(pa.RecordBatchReader.from_batches(schema, rows), str(folder / str(bucket)))
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        """Open its data sets, which read in threads of their own; by S3, nothing is kept on the disk."""
+        import lance
+
+        from bucketline.bench.peers.formats.torch_samples import BucketBatches
+
+        del way
+        root, options = str(place), dict[str, Any]()
+        if isinstance(place, Remote):
+            client = {name.lower(): value for name, value in S3_CLIENT.items() if "KEY" in name or name == "AWS_REGION"}
+            root, options = place.s3, {"storage_options": {**client, "aws_endpoint": place.endpoint, "allow_http": "true"}}
+        buckets, order = [lance.dataset(f"{root}/{at}", **options) for at in range(len(shape.buckets))], BucketBatches(shape)
+
+        def taken(numbers: list[int]) -> PeerBatch:
+            bucket, height, width = shape.bucket_of(numbers[0])
+            table, rows = buckets[bucket].take([number - shape.numbers(bucket)[0] for number in numbers]), len(numbers)
+            columns = {name: table[name].combine_chunks() for name in table.column_names}
+            tokens, mask = np.zeros((rows, shape.max_tokens, shape.token_width), "f2"), np.zeros((rows, shape.max_tokens), "?")
+            for row, own in enumerate(columns["tokens"]):
+                caption = np.frombuffer(own.as_buffer(), "f2").reshape(-1, shape.token_width)
+                tokens[row, : len(caption)], mask[row, : len(caption)] = caption, True
+            latent = columns["latent"].flatten().to_numpy().reshape(rows, shape.channels, height, width)
+            sizes = {name: columns[name].flatten().to_numpy().reshape(rows, 2) for name in ("original_size", "crop")}
+            return PeerBatch(number=columns["number"].to_numpy(), latent=latent, tokens=tokens, mask=mask, **sizes)
+
+        return Opened(begin=lambda: map(taken, order))
+
+
+class HfParquet(WebDataset):
+    """Parquet files of values as bytes, uncompressed, a row group per batch; streamed by `datasets`, which mixes a buffer.
+
+    Opened as a map, they would be converted to the Arrow files of `HfDatasets` first.
+    """
+
+    needs = ("datasets", "pyarrow.parquet", TORCH_SAMPLES)
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        sizes = pa.list_(pa.int32())
+        names = {"latent": pa.binary(), "tokens": pa.binary(), "original_size": sizes, "crop": sizes}
+        schema = pa.schema({"number": pa.int64(), **names})
+        for bucket, (_, _, rows) in enumerate(shape.buckets):
+            own = list(_record_batches(shape, bucket, schema))
+            step = self._rows_of_shard(shape, rows) // shape.batch_size
+            for at in range(0, len(own), step):
+                path = folder / f"{bucket}-{at // step:06d}.parquet"
+                with parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+                    for group in own[at : at + step]:
+                        writer.write_batch(group)
+
+    def open(self, shape: SetShape, place: Path | Remote, way: Way) -> Opened:
+        """Open its files, by HTTP from a server; nothing is kept on the disk."""
+        import datasets
+        from torch.utils.data import DataLoader
+
+        from bucketline.bench.peers.formats.torch_samples import StackArrays, opened
+
+        del way
+        datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0  # else 5 s at the end of each stream
+        random, buckets = np.random.default_rng(0), []
+        for bucket, (_, _, rows) in enumerate(shape.buckets):
+            root = place.http if isinstance(place, Remote) else place
+            urls = [f"{root}/{bucket}-{n:06d}.parquet" for n in range(-(-rows // self._rows_of_shard(shape, rows)))]
+            streamed = datasets.load_dataset("parquet", data_files=urls, split="train", streaming=True)
+            buckets.append(streamed.shuffle(seed=bucket, buffer_size=self.shuffle_buffer))
+
+        def collated(samples: list[dict[str, Any]]) -> dict[str, Any]:
+            _, height, width = shape.bucket_of(samples[0]["number"])
+            sides = {"latent": (shape.channels, height, width), "tokens": (-1, shape.token_width)}
+            arrays = [{name: np.frombuffer(own[name], "f2").reshape(side) for name, side in sides.items()} for own in samples]
+            return StackArrays(shape)([{**own, **array} for own, array in zip(samples, arrays, strict=True)])
+
+        def mixed() -> Iterator[PeerBatch]:
+            batches = [iter(opened(DataLoader(one, shape.batch_size, collate_fn=collated)).begin()) for one in buckets]
+            order = np.repeat(np.arange(len(buckets)), [rows // shape.batch_size for _, _, rows in shape.buckets])
+            for one in buckets:
+                one.set_epoch(one.epoch + 1)
+            for bucket in random.permutation(order):
+                yield next(batches[bucket])
+
+        return Opened(begin=mixed)
+
+
+def _record_batches(shape: SetShape, bucket: int, schema: Any) -> Iterator[Any]:  # noqa: ANN401 - of an optional package
+    """Iterate over a bucket's samples as Arrow's record batches of the schema, a batch of the loader each."""
+    import pyarrow as pa
+
+    for first in range(0, len(shape.numbers(bucket)), shape.batch_size):
+        own = [sample(shape, number) for number in shape.numbers(bucket)[first : first + shape.batch_size]]
+        arrays = []
+        for field in schema:
+            values = [getattr(one, field.name) for one in own]
+            if field.name == "number":
+                arrays.append(pa.array(values, field.type))
+            elif pa.types.is_binary(field.type):
+                arrays.append(pa.array([value.tobytes() for value in values], field.type))
+            elif pa.types.is_fixed_size_list(field.type):
+                arrays.append(pa.FixedSizeListArray.from_arrays(np.concatenate(values, axis=None), type=field.type))
+            else:
+                arrays.append(pa.array([value.tolist() for value in values], field.type))
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _samples(shape: SetShape, bucket: int) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bucketline.bench.apart import cpu_s, descendants, read_bytes
 from bucketline.bench.cases.peers import (
     BEST,
     FROM_SERVER,
@@ -24,7 +26,7 @@ from bucketline.bench.cases.peers import (
     hot_results,
     order_results,
 )
-from bucketline.bench.harness import Result, cpu_s, descendants, read_bytes, run_case
+from bucketline.bench.harness import Result, run_case
 from bucketline.bench.peers import environments
 from bucketline.bench.peers.environments import Environment, Failure, environment
 from bucketline.bench.peers.formats.limits import Resident
@@ -254,6 +256,16 @@ def test_a_ranking_that_turns_with_the_order_is_counted() -> None:
 
 def test_disk_bytes_are_told_of_those_who_write_any() -> None:
     assert [(one.subject, one.median) for one in disk_results({"a": 0, "b": 150}, 100)] == [("b", 1.5)]
+
+
+def test_what_runs_in_a_peers_environment_imports_nothing_else_of_ours_and_only_numpy() -> None:
+    """Only `bucketline/__init__.py` and `bench` are linked into it, and some have no torch."""
+    code = "import sys, bucketline.bench.apart, bucketline.bench.peers.worker; print(*sys.modules)"
+    loaded = spawn([sys.executable, "-P", "-c", code]).done().out.split()
+    assert {name for name in loaded if name.startswith("bucketline.")} == {
+        name for name in loaded if name.startswith("bucketline.bench")
+    }
+    assert not {"torch", "lmdb", "cyclopts", "xxhash"} & set(loaded)
 
 
 def test_a_name_that_is_no_peer_is_refused() -> None:
