@@ -361,7 +361,7 @@ def test_what_a_local_writer_has_committed_is_not_removed_with_notes_of_packs(pl
     (place / "pending" / "run").write_text(json.dumps(["g0"]), encoding="ascii")
     (place / "pending" / "odd").write_text("no list", encoding="ascii")
     remove_pending(folder, {"g0"})
-    assert sorted(path.name for path in (place / "pending").iterdir()) == ["left.lmdb", "odd"]
+    assert sorted(path.name for path in (place / "pending").iterdir()) == ["left.lmdb", "left.records", "odd"]
     drop(place, [SAMPLES[1].id])
     assert Store.open(place).manifest.samples == 3
     drop(folder, [SAMPLES[2].id])
