@@ -160,13 +160,17 @@ def commit_often() -> None:
 
 
 def note_commits(path: str) -> None:
+    from bucketline.store.format.schema import decode_record
+    from bucketline.store.write.seal import RECORD_HEAD
+
     writer: Any = importlib.import_module("bucketline.store.write.shard_writer").ShardWriter
     write = writer._write
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def noted(self: Any, chosen: list[Any]) -> None:
         write(self, chosen)
-        ids = [sample.record.id for _, samples in chosen for sample in samples]
+        records = [record[RECORD_HEAD.size :] for own in chosen for record in own.records]
+        ids = [decode_record(record, "a record that was committed").id for record in records]
         os.write(fd, "".join(f"{sample_id}\n" for sample_id in ids).encode())
 
     writer._write = noted
