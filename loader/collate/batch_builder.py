@@ -20,6 +20,7 @@ from bucketline.loader.plan.order import keys_of_rows
 from bucketline.store.format.block import CAPTIONS, ID, TOKENS, TOKENS_SCALE
 from bucketline.store.format.text import delivered
 from bucketline.store.read.files import FileGather, check_added, check_rows
+from bucketline.store.read.store import locate_all
 from bucketline.store.remote.cache.batch_lines import LineTable
 
 if TYPE_CHECKING:
@@ -149,18 +150,21 @@ class BatchBuilder:
         by_bucket: dict[str, list[int]] = {}
         for number, part in enumerate(planned):
             by_bucket.setdefault(part.bucket, []).append(number)
+        requests = [
+            (self._buckets[name], np.concatenate([planned[number].rows for number in numbers]))
+            for name, numbers in by_bucket.items()
+        ]
+        try:
+            located_by_bucket = locate_all(requests, self._added)
+        except StoreError as error:  # of several micro-batches, each is located alone then
+            raise type(error)(f"step {planned[0].step}, bucket {planned[0].bucket}: {error}") from error
         pending: dict[int, PendingBatch] = {}
-        for name, numbers in by_bucket.items():
-            bucket = self._buckets[name]
-            try:
-                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]), self._added)
-            except StoreError as error:
-                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
+        for (bucket, _), numbers, whole in zip(requests, by_bucket.values(), located_by_bucket, strict=True):
             end = 0
             for number in numbers:
                 part = planned[number]
                 begin, end = end, end + len(part.rows)
-                located = whole.part(begin, end)
+                located = whole if len(numbers) == 1 else whole.part(begin, end)
                 pending[number] = PendingBatch(
                     step=part.step,
                     micro_step=steps[number][1],

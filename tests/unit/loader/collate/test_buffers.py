@@ -183,9 +183,9 @@ def test_verify_in_the_loader_ends_the_iteration_at_the_bad_row_and_names_its_sa
 
 def test_verify_in_the_loader_finds_a_bad_caption(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples_of({"train/64x64": 30}))
-    located = store.locate_captions(np.array([0]), np.array([1]))
+    located = store.locate_entries(store.text, np.array([0]), np.array([1]))
     first = np.frombuffer(store.shards[0].read(int(located.starts_offsets()[0]), 8), "<i8")
-    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", first)[0]))
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(located.token_offsets("tokens", first)[0]))
     with (
         Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=3, verify=True)) as loader,
         pytest.raises(

@@ -73,10 +73,10 @@ class Recorder:
 
 def run(recorder: Recorder, steps: int) -> list[Pair]:
     delivered: list[Pair] = []
-    for copy_plan in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
-        pair = cast("Pair", copy_plan)
-        recorder.done.append(("fill", pair))
-        delivered.append(pair)
+    for copy_plans in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
+        for pair in cast("list[Pair]", copy_plans):
+            recorder.done.append(("fill", pair))
+            delivered.append(pair)
     return delivered
 
 
