@@ -107,10 +107,6 @@ class CopyPlanner:
         self._layouts: dict[tuple[str, int, tuple[int, ...]], BufferLayout] = {}
         self._column_sizes: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def longest(self) -> tuple[int, ...]:
-        """Return the largest L of each group."""
-        return tuple(self.conditioning.padded(group, group.longest) for group in self.conditioning.groups)
-
     def sizes(self, column: str, bucket: str) -> tuple[int, int]:
         """Return the bytes before a column in each of a block's rows, and its own; 0 if the bucket's rows lack it."""
         if (sizes := self._column_sizes.get((column, bucket))) is None:
@@ -146,17 +142,10 @@ class Window:
         self._added: dict[str, _Places] = {}  # the values of added columns, once they are needed
         self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]
 
-    def _each_row(self, values: Sequence[int]) -> NDArray[np.int64]:
-        every: NDArray[np.int64] = np.repeat(np.array(values, dtype=np.int64), self._sizes)
-        return every
-
     def _offsets(self, column: str) -> NDArray[np.int64]:
         """Return the byte offset in its file of each row's value of a column, `[N]`."""
         places = self._places_of(column)
         sizes = [self._planner.sizes(column, batch.bucket.name) for batch in self.batches]
-        if len({*sizes}) == 1:
-            ((prefix, row_bytes),) = sizes[:1]
-            return places.data + places.rows * prefix + places.row_in_block * row_bytes
         prefixes, widths = np.repeat(np.array(sizes, dtype=np.int64), self._sizes, axis=0).T
         offsets: NDArray[np.int64] = places.data + places.rows * prefixes + places.row_in_block * widths
         return offsets
@@ -346,10 +335,8 @@ class Window:
         return sources
 
     def _small_values(self, stored: Mapping[str, NDArray[np.uint8]], flipped: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        buckets = [batch.bucket for batch in self.batches]
-        target = np.stack(
-            [self._each_row([b.height_px for b in buckets]), self._each_row([b.width_px for b in buckets])], axis=1
-        )
+        sizes = [(batch.bucket.height_px, batch.bucket.width_px) for batch in self.batches]
+        target = np.repeat(np.array(sizes, dtype=np.int64), self._sizes, axis=0)
         source = stored[ORIGINAL_SIZE].view("<i4")
         crop = stored[CROP].view("<i4")
         # rows without a size have no crop, and an unknown crop is at -1, -1, mirrored or not

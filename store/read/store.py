@@ -266,14 +266,8 @@ def _find(
         path = store.files[int(shard[worst])].paths.meta
         name = np.repeat([bucket.name for bucket, _, _ in parts], counts)[worst]
         raise CorruptError(f"{path}: a block of {name} has an impossible length; run `store verify`")
-    whole = Located(
-        bucket="",
-        shard=shard,
-        row=row,
-        data=ranges.offset + header,
-        rows=ranges.rows,
-        row_in_block=ranges.row_in_block,
-    )
+    data = ranges.offset + header
+    whole = Located(bucket="", shard=shard, row=row, data=data, rows=ranges.rows, row_in_block=ranges.row_in_block)
     ends = np.cumsum(counts).tolist()
     return [
         whole.where(slice(end - count, end), bucket=bucket.name) for (bucket, _, count), end in zip(parts, ends, strict=True)

@@ -223,11 +223,8 @@ class Located:
         """Return the byte offset of each row's value of a column in the shard's file, `[B]`."""
         return self.data + self.rows * spec.prefix_bytes[column] + self.row_in_block * spec.column(column).row_bytes
 
-    def part(self, begin: int, end: int) -> Located:
-        """Return the entries from `begin` to `end`: many batches are located at once and then used one by one."""
-        return self.where(slice(begin, end))
-
     def where(self, chosen: slice | NDArray[np.bool_], bucket: str = "") -> Located:
+        """Return some of the entries: many batches are located at once and then used one by one."""
         return Located(
             bucket=bucket or self.bucket,
             shard=self.shard[chosen],
@@ -254,8 +251,7 @@ class LocatedEntries:
 
     def ends(self) -> NDArray[np.int64]:
         """Return the end of each entry's block in the shard's file, `[B]`."""
-        ends: NDArray[np.int64] = self.data + 8 + self.entries * self.spec.entry_bytes + self.tokens * self.spec.token_bytes
-        return ends
+        return self.data + 8 + self.entries * self.spec.entry_bytes + self.tokens * self.spec.token_bytes
 
     def starts_offsets(self) -> NDArray[np.int64]:
         """Return the byte offset of each entry's two `starts`, `[B]`."""
