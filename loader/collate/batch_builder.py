@@ -284,7 +284,7 @@ class BatchBuilder:
                 field = layout.gathered[name]
                 if isinstance(source, PlainRead):
                     out = memory[field.begin : field.begin + field.num_bytes].reshape(len(batch.keys), -1)
-                    self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
+                    self._gather.files.read(source.shard, source.offsets, source.num_bytes, out)
                 else:
                     self._gather.copy(source, memory, field.begin)
             if layout.is_dequantised:

@@ -47,7 +47,6 @@ class Gather:
     def __init__(self, store: Store | Mixture, *, plain_reads: bool = False) -> None:
         """Reserve addresses for all files. With `plain_reads`, or if the system refuses, use plain reads for everything."""
         self._store = store
-        self._files = FileGather(store)
         self._is_mapped = np.ones(len(store.files), dtype=bool)  # False once the system refuses a shard's map
         self._is_known = np.zeros(len(store.files), dtype=bool)
         self._are_all_mapped = False
@@ -67,6 +66,7 @@ class Gather:
         except StoreError as error:
             self._warn(str(error))
             self._range, plain_reads = AddressRange([], opened), True
+        self.files = FileGather(store, keep_open=not plain_reads)  # on a medium that may fail, it sees that a file is gone
         if plain_reads:
             self._is_mapped[:], self._is_known[:] = False, True
         view = self._range.bytes_view()
@@ -98,16 +98,10 @@ class Gather:
         """Return equally long values at byte offsets in shards' files, `[B, row_bytes]`. `shard` and `offsets`: `[B]` each."""
         out = np.empty((len(shard), row_bytes), dtype=np.uint8)
         if not self.map(shard):
-            self._files.read(shard, offsets, row_bytes, out)
+            self.files.read(shard, offsets, row_bytes, out)
         elif out.size:
             self.copy(self.index_of(shard, offsets, row_bytes), out)
         return out
-
-    def read_plainly(
-        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[np.uint8]
-    ) -> None:
-        """Read values at byte offsets in shards' files, `[B]` each, into `out`, `[B, …]`, zero-padded; without the map."""
-        self._files.read(shard, offsets, num_bytes, out)
 
     def index_of(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> GatherIndex:
         """Return the gather index of equally long values at byte offsets, `[B]`, in mapped shards' files."""

@@ -142,10 +142,7 @@ class AddressRange:
             self.is_mapped[ordinal] = True
 
     def ask_ahead(self, begin: NDArray[np.int64], num_bytes: NDArray[np.int64] | int) -> None:
-        """Start asynchronous readahead of byte ranges in the address range, `[B]`; return at once.
-
-        It is advisory (MADV_WILLNEED): the kernel reads ignored ranges on access.
-        """
+        """Ask the kernel to read byte ranges of the address range ahead, `[B]`; return at once."""
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         for address, length in zip((self._base + first).tolist(), (begin - first + num_bytes).tolist(), strict=True):
             _libc.madvise(address, length, mmap.MADV_WILLNEED)

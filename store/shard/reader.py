@@ -24,7 +24,6 @@ from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -320,14 +319,11 @@ class SealedShard:
     def read_into(self, offsets: list[int], outs: list[memoryview]) -> None:
         """Read byte ranges into `outs`, one each, with plain reads: a failing medium raises an error."""
         _ = self.meta  # first: a damaged one is an error at once, and lines of a remote shard are checked by it
-        with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
+        ranges = [(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]
+        with self.opened() as fd, nullcontext() if self.source is None else self.source.reading(self.entry, ranges):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
-            path = self.paths.lmdb
             for offset, out in zip(offsets, outs, strict=True):
-                read_exactly(path, fd, offset, out)
-
-    def _reading(self, ranges: list[tuple[int, int]]) -> AbstractContextManager[None]:
-        return nullcontext() if self.source is None else self.source.reading(self.entry, ranges)
+                read_exactly(self.paths.lmdb, fd, offset, out)
 
     @contextmanager
     def opened(self) -> Iterator[int]:

@@ -92,11 +92,6 @@ class LineTable:
         return min([LOOKAHEAD_BYTES, *own])
 
     @property
-    def bytes_fetched(self) -> int:
-        """Bytes that this process has fetched of these shards' stores, for all who read them."""
-        return sum(source.stats().bytes_fetched for source in self._own_sources)
-
-    @property
     def is_cache_shared(self) -> bool:
         """True if another process uses a cache of these shards."""
         return any(source.is_cache_shared for source in self._own_sources)

@@ -308,6 +308,24 @@ def test_a_file_truncated_while_the_store_is_open_is_an_error_not_the_end_of_the
         gather.rows(located, bucket.spec.column("latent"), np.empty((23, 2, 8, 8), dtype="<f2"))
 
 
+def test_files_stay_open_between_reads_but_only_so_many_and_no_longer_than_their_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bucketline.store.read.files.KEPT_FILES", 3)
+    make_store(tmp_path, *(samples_of({BUCKET: 1}, prefix=f"{n}-") for n in range(5)))
+    bucket = (opened := Store.open(tmp_path)).bucket(BUCKET)
+    rows = np.arange(bucket.num_rows)
+    expected, located = bucket.read(rows, "latent"), bucket.locate(rows)
+    before, gather = len(list(Path("/proc/self/fd").iterdir())), FileGather(opened, keep_open=True)
+    for _ in range(2):
+        out = np.empty_like(expected)
+        gather.rows(located, bucket.spec.column("latent"), out)
+        assert np.array_equal(out, expected)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
+    del gather
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_failing_medium_is_an_error_that_says_where(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
         raise OSError(5, "Input/output error")
