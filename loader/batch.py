@@ -199,7 +199,7 @@ class RaggedBatch:
     present: Tensor | None = None  # [B] bool, rows that have an entry; only of an optional group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """One rank's micro-batch of a step. `accumulation` of them, all of one bucket, make up the rank's share of the step.
 
@@ -400,14 +400,12 @@ _TENSORS = (
     *("tokens", "token_mask", "original_size", "crop", "target_size"),
     *("weight", "keys", "ids", "flipped"),
 )
-_WITHOUT: dict[str, object] = {"ragged": {}, "class_labels": None, "tokens_scale": None, "image_tokens": None}
 
 
 def checked_batch(values: Mapping[str, object]) -> Batch:
     """Return a batch of values whose form is known, with `latent_kind` and `recorded_scale`, without looking at each tensor."""
     batch = object.__new__(Batch)
-    for name, value in {**_WITHOUT, **values}.items():
-        object.__setattr__(batch, name, value)
+    vars(batch).update(values)
     return batch
 
 
@@ -431,8 +429,7 @@ def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:
             batch_fields["columns"][TARGET] = tensor
         else:
             batch_fields[name] = tensor
-    if ragged:
-        batch_fields["ragged"] = {name: RaggedBatch(**entry) for name, entry in ragged.items()}
+    batch_fields["ragged"] = {name: RaggedBatch(**entry) for name, entry in ragged.items()}
     return batch_fields
 
 

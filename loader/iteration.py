@@ -441,7 +441,8 @@ class EpochLoader(ABC):
 def filled_batch(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind, scale: RecordedScale) -> Batch:
     """Make a batch from a filled buffer's description and its bytes on the caller's device."""
     fields = as_fields(carve(flat, filled.fields))
-    if SEEN_IMAGES in fields.get("ragged", {}):
+    if SEEN_IMAGES in fields["ragged"]:
         fields = with_seen_images(fields)
-    fields |= {"step": filled.step, "micro_step": filled.micro_step, "epoch": filled.epoch, "bucket": filled.bucket}
-    return checked_batch({**fields, "latent_kind": latent_kind, "recorded_scale": scale})
+    fields.update(step=filled.step, micro_step=filled.micro_step, epoch=filled.epoch, bucket=filled.bucket)
+    fields.update(latent_kind=latent_kind, recorded_scale=scale)
+    return checked_batch(fields)

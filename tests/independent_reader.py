@@ -110,7 +110,8 @@ def read_file(store: Path, name: str, entry: Json, manifest: Json, about: Json) 
             elif key.startswith(b"sample/"):
                 records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
             else:
-                group, number = key[:-9].decode(), int(key[-8:])
+                assert key.startswith(b"block/")
+                group, number = key[6:-9].decode(), int(key[-8:])
                 offset, length, first_row, count = places[entry["groups"][group][2] + number]
                 rows = groups.setdefault(group, [])
                 assert (data[offset : offset + length], first_row) == (value, len(rows))

@@ -609,9 +609,9 @@ def flip_row(store: Store | Path, bucket_name: str, row: int, column: str = "lat
 def flip_caption(store: Store | Path, caption: int) -> None:
     """Flip a bit of the first token of one of the first shard's captions."""
     store = store if isinstance(store, Store) else Store.open(store)
-    located = store.locate_captions(np.array([0]), np.array([caption]))
+    located = store.locate_entries(store.text, np.array([0]), np.array([caption]))
     first = np.frombuffer(store.shards[0].read(int(located.starts_offsets()[0]), 8), "<i8")
-    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", first)[0]))
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(located.token_offsets("tokens", first)[0]))
 
 
 def without_locks(store: Path) -> dict[str, bytes]:

@@ -295,10 +295,10 @@ class Run:
             with failures_recorded(self):
                 if start.checkpoint is None:
                     self._begin()
+                self.loader.start()  # to read ahead while the model loads and compiles
                 self.training, self._weights, self._prompts = self._build(config)
                 self.config = self.training.config
                 self._tell_start()
-                self.loader.start()  # to read ahead while the rest compiles
                 from bucketline.train.compile import compile_and_count, step_work_of
                 from bucketline.train.memory import expect_disk
 

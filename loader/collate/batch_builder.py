@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.loader.collate.buffers import FilledBuffer, carve, dequantise_field, make_conditioning
+from bucketline.loader.collate.buffers import ALIGN_BYTES, FilledBuffer, carve, dequantise_field, make_conditioning
 from bucketline.loader.collate.gather import Gather, PlainRead, as_bytes
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
 from bucketline.loader.plan.order import keys_of_rows
 from bucketline.store.format.block import CAPTIONS, ID, TOKENS, TOKENS_SCALE
 from bucketline.store.format.text import delivered
 from bucketline.store.read.files import FileGather, check_added, check_rows
+from bucketline.store.read.store import locate_all
 from bucketline.store.remote.cache.batch_lines import LineTable
 
 if TYPE_CHECKING:
@@ -132,11 +133,16 @@ class BatchBuilder:
         names = {name for column in conditioning.columns for name in (column.name, column.mirrored)}
         self._added = sorted(names & store.added.keys())
         self._planner = CopyPlanner(store, self._gather, conditioning)
-        longest = self._planner.longest()
-        self.most_rows = max(map(config.rows_of, self._buckets.values()))  # of a micro-batch
-        self.buffer_bytes = max(
-            self._planner.layout(bucket, config.rows_of(bucket), longest).buffer_bytes for bucket in self._buckets.values()
-        )
+        longest = tuple(conditioning.padded(group, group.longest) for group in self._groups)
+
+        def column_lines(bucket: Bucket) -> int:
+            sizes = (bucket.column(column.name).row_bytes for column in conditioning.columns_of(bucket))
+            return sum(-(-config.rows_of(bucket) * row_bytes // ALIGN_BYTES) for row_bytes in sizes)
+
+        # by the rows of a micro-batch: all but the columns have as many bytes in each bucket
+        largest = {config.rows_of(bucket): bucket for bucket in sorted(self._buckets.values(), key=column_lines)}
+        self.most_rows = max(largest)
+        self.buffer_bytes = max(self._planner.layout(own, rows, longest).buffer_bytes for rows, own in largest.items())
 
     def locate(self, steps: Sequence[tuple[int, int]]) -> list[PendingBatch]:
         """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one."""
@@ -149,18 +155,21 @@ class BatchBuilder:
         by_bucket: dict[str, list[int]] = {}
         for number, part in enumerate(planned):
             by_bucket.setdefault(part.bucket, []).append(number)
+        requests = [
+            (self._buckets[name], np.concatenate([planned[number].rows for number in numbers]))
+            for name, numbers in by_bucket.items()
+        ]
+        try:
+            located_by_bucket = locate_all(requests, self._added)
+        except StoreError as error:  # of several micro-batches, each is located alone then
+            raise type(error)(f"step {planned[0].step}, bucket {planned[0].bucket}: {error}") from error
         pending: dict[int, PendingBatch] = {}
-        for name, numbers in by_bucket.items():
-            bucket = self._buckets[name]
-            try:
-                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]), self._added)
-            except StoreError as error:
-                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
+        for (bucket, _), numbers, whole in zip(requests, by_bucket.values(), located_by_bucket, strict=True):
             end = 0
             for number in numbers:
                 part = planned[number]
                 begin, end = end, end + len(part.rows)
-                located = whole.part(begin, end)
+                located = whole if len(numbers) == 1 else whole.where(slice(begin, end))
                 pending[number] = PendingBatch(
                     step=part.step,
                     micro_step=steps[number][1],
@@ -305,7 +314,7 @@ class BatchBuilder:
     def _read_row(self, batch: PendingBatch, n: int) -> None:
         """Read one row of a micro-batch, its caption and its entries with plain reads, only to check that they are readable."""
         only = slice(n, n + 1)
-        located = batch.located.part(n, n + 1)
+        located = batch.located.where(only)
         weight, keys = batch.weight[only], batch.keys[only]
         single = replace(batch, rows=batch.rows[only], weight=weight, keys=keys, located=located, entries=None, window=None)
         files = FileGather(self._store)

@@ -123,8 +123,7 @@ def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
     it for 5 ms each time (`bench/cases/hot.py`).
     """
     if flat.device.type == "cpu":
-        memory = flat.numpy()
-        tensors = {}
+        memory, tensors = flat.numpy(), {}
         for field in fields:
             seen = torch.from_numpy(np.ndarray(field.shape, field.seen_dtype, memory, field.begin))
             tensors[field.name] = seen if field.dtype in _NUMPY_DTYPES else seen.view(field.dtype)

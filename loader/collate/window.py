@@ -105,10 +105,16 @@ class CopyPlanner:
     def __init__(self, store: Store | Mixture, gather: Gather, conditioning: Conditioning) -> None:
         self.store, self.gather, self.conditioning = store, gather, conditioning
         self._layouts: dict[tuple[str, int, tuple[int, ...]], BufferLayout] = {}
+        self._column_sizes: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def longest(self) -> tuple[int, ...]:
-        """Return the largest L of each group."""
-        return tuple(self.conditioning.padded(group, group.longest) for group in self.conditioning.groups)
+    def sizes(self, column: str, bucket: str) -> tuple[int, int]:
+        """Return the bytes before a column in each of a block's rows, and its own; 0 if the bucket's rows lack it."""
+        if (sizes := self._column_sizes.get((column, bucket))) is None:
+            spec = self.store.spec_with(column, bucket)
+            is_there = column in spec.prefix_bytes  # of those that lack it, it is not copied
+            sizes = (spec.prefix_bytes[column], spec.column(column).row_bytes) if is_there else (0, 0)
+            self._column_sizes[column, bucket] = sizes
+        return sizes
 
     def layout(self, bucket: Bucket, num_rows: int, lengths: tuple[int, ...]) -> BufferLayout:
         """Return the buffer layout of a bucket's micro-batch of `num_rows` rows, and `lengths`: L of each group."""
@@ -136,23 +142,11 @@ class Window:
         self._added: dict[str, _Places] = {}  # the values of added columns, once they are needed
         self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]
 
-    def _each_row(self, values: Sequence[int]) -> NDArray[np.int64]:
-        every: NDArray[np.int64] = np.repeat(np.array(values, dtype=np.int64), self._sizes)
-        return every
-
     def _offsets(self, column: str) -> NDArray[np.int64]:
         """Return the byte offset in its file of each row's value of a column, `[N]`."""
         places = self._places_of(column)
-        specs = {batch.bucket.name: self._store.spec_with(column, batch.bucket.name) for batch in self.batches}
-        sizes = {  # a window's buckets need not all have it: of the others it is not copied
-            name: (spec.prefix_bytes[column], spec.column(column).row_bytes) if column in spec.prefix_bytes else (0, 0)
-            for name, spec in specs.items()
-        }
-        if len(specs) == 1:
-            ((prefix, row_bytes),) = sizes.values()
-            return places.data + places.rows * prefix + places.row_in_block * row_bytes
-        of_batches = [sizes[batch.bucket.name] for batch in self.batches]
-        prefixes, widths = (self._each_row(values) for values in zip(*of_batches, strict=True))
+        sizes = [self._planner.sizes(column, batch.bucket.name) for batch in self.batches]
+        prefixes, widths = np.repeat(np.array(sizes, dtype=np.int64), self._sizes, axis=0).T
         offsets: NDArray[np.int64] = places.data + places.rows * prefixes + places.row_in_block * widths
         return offsets
 
@@ -216,7 +210,7 @@ class Window:
         stored = self._stored(CAPTIONS).view("<i4").astype(np.int64)  # [N, V]
         chosen = choose_captions((stored >= 0).sum(axis=1), self._keys, self._planner.conditioning.caption_dropout)
         caption = np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, stored[np.arange(len(stored)), chosen])
-        return self._store.locate_captions(self._shard, caption)
+        return self._store.locate_entries(self._store.text, self._shard, caption)
 
     def copy_plans(self, *, plainly: bool) -> list[CopyPlan]:
         """Return the micro-batches' copy plans, in the order of steps. `plainly`: read large columns with plain reads."""
@@ -341,10 +335,8 @@ class Window:
         return sources
 
     def _small_values(self, stored: Mapping[str, NDArray[np.uint8]], flipped: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-        buckets = [batch.bucket for batch in self.batches]
-        target = np.stack(
-            [self._each_row([b.height_px for b in buckets]), self._each_row([b.width_px for b in buckets])], axis=1
-        )
+        sizes = [(batch.bucket.height_px, batch.bucket.width_px) for batch in self.batches]
+        target = np.repeat(np.array(sizes, dtype=np.int64), self._sizes, axis=0)
         source = stored[ORIGINAL_SIZE].view("<i4")
         crop = stored[CROP].view("<i4")
         # rows without a size have no crop, and an unknown crop is at -1, -1, mirrored or not
@@ -402,10 +394,10 @@ class _Places:
     """The files and blocks of located rows, one after another, `[N]` each."""
 
     def __init__(self, located: Sequence[Located]) -> None:
-        self.shard: NDArray[np.int64] = np.concatenate([of_batch.shard for of_batch in located])
-        self.data: NDArray[np.int64] = np.concatenate([of_batch.data for of_batch in located])  # byte of the block's columns
-        self.rows: NDArray[np.int64] = np.concatenate([of_batch.rows for of_batch in located])  # K of the block
-        self.row_in_block: NDArray[np.int64] = np.concatenate([of_batch.row_in_block for of_batch in located])
+        names = ("shard", "data", "rows", "row_in_block")
+        self.shard, self.data, self.rows, self.row_in_block = (
+            np.concatenate([getattr(of_batch, name) for of_batch in located]) for name in names
+        )
 
 
 def _runs(values: Sequence[object]) -> Iterator[tuple[int, int]]:

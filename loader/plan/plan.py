@@ -205,10 +205,12 @@ class Plan:
             count = self.buckets[bucket].global_batch // num_parts
             shapes.append((part * count, count, self._add_spans(spans, bucket, number, part * count, count)))
         rows, at, drawn = self._rows_of(spans), 0, []
+        weights = np.ones(len(rows), dtype=np.float32)
         for (step, _), (first, count, real) in zip(parts, shapes, strict=True):
             epoch, bucket, _ = placed[step]
-            weight = np.ones(count, dtype=np.float32)
-            weight[max(real, 0) :] = 0.0
+            weight = weights[at : at + count]
+            if real < count:
+                weight[max(real, 0) :] = 0.0
             drawn.append(
                 PlannedStep(
                     step=step,

@@ -151,12 +151,17 @@ def _is_ready(batch: PendingBatch | StoreError) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------------- readahead
 
-WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one
-WINDOW_ROWS = 128  # of micro-batches of a few rows, as many as have these rows
+WINDOW, WINDOW_ROWS, _MOST_WINDOW = 32, 512, 128  # micro-batches located or planned at once: more of few rows; and at most
 AHEAD_BYTES = 8 << 20  # between two stages: 64 requests of 128 KiB; twice as many and more gave less
 _MAX_AHEAD = 32  # micro-batches between two stages
+FILLED_BYTES, _MAX_FILLED = 1 << 18, 16  # of micro-batches that a thread fills at once, and wakes their reader once
 WARM_AFTER = 64  # micro-batches without a read from the disk
 COLD_FOR = 8  # of these that one read stands for: a store is cold if more than one in nine micro-batches read
+
+
+def at_once(buffer_bytes: int) -> int:
+    """Return how many micro-batches a thread fills at once: each wake of another thread costs as much as a small one."""
+    return min(_MAX_FILLED, max(1, FILLED_BYTES // buffer_bytes))
 
 
 class ColdDetector:
@@ -190,16 +195,17 @@ def _reads() -> int:
 
 
 class Readahead:
-    """Yields the copy plans of an order's micro-batches one by one, each requested from the disk in time if it is cold."""
+    """Yields the copy plans of an order's micro-batches in turn, each requested from the disk in time if it is cold."""
 
     def __init__(self, builder: BatchBuilder, order: Iterator[tuple[int, int]]) -> None:
         """`order` yields (step, micro step). It is consumed as far ahead as batches are located."""
         self._builder, self._order = builder, order
         self._ahead = min(_MAX_AHEAD, max(1, AHEAD_BYTES // builder.buffer_bytes))
+        self._at_once = at_once(builder.buffer_bytes)
         self._pending: deque[PendingBatch | StoreError] = deque()  # a failure is raised in its turn, after all before it
         self._planned: deque[CopyPlan] = deque()  # of the first of those that are pending
         self._window = 1  # then eight times as many, then all: the first batch does not wait for many
-        self._most = max(WINDOW, WINDOW_ROWS // builder.most_rows)
+        self._most = min(max(WINDOW, WINDOW_ROWS // builder.most_rows), _MOST_WINDOW)
         self._stages: list[tuple[int, Callable[[PendingBatch], None]]] = [
             (3, builder.ask_rows),  # batches ahead, in units of `_ahead`
             (2, builder.ask_starts),
@@ -214,8 +220,8 @@ class Readahead:
         if self._lines is not None:
             self._lines.stop()
 
-    def __iter__(self) -> Generator[CopyPlan, None, None]:
-        """Yield the copy plan of the next micro-batch to fill."""
+    def __iter__(self) -> Generator[list[CopyPlan], None, None]:
+        """Yield the copy plans of the next micro-batches to fill at once: of a cold store only one."""
         try:
             yield from self._copy_plans()
         finally:
@@ -225,12 +231,14 @@ class Readahead:
             if self._lines is not None:
                 self._lines.close()
 
-    def _copy_plans(self) -> Iterator[CopyPlan]:
+    def _copy_plans(self) -> Iterator[list[CopyPlan]]:
         begun = time.monotonic()
         self._locate(0)
         if self._pending and not self._have_lines(begun):  # lines that have just arrived are in the page cache
             return
-        cold, ahead = ColdDetector(is_warm=self._is_resident()), 0  # the first batch waits for what it reads itself
+        first = [pending for pending in islice(self._pending, 1) if not isinstance(pending, StoreError)]
+        cold = ColdDetector(is_warm=any(map(self._builder.is_resident, first)))  # to treat a cached store as cold is dear
+        ahead = 0  # the first batch waits for what it reads itself
         while True:
             is_cold = cold.is_cold
             self._locate(3 * ahead if is_cold else 0)
@@ -240,20 +248,15 @@ class Readahead:
                 self._ask(ahead)
             if not self._planned:
                 self._plan()
-            pending = self._pending.popleft()
-            if self._lines is not None and not isinstance(pending, StoreError):
-                self._lines.pop()
+            count = 1 if is_cold else min(len(self._planned), self._at_once)
+            for _ in range(count):
+                if not isinstance(self._pending.popleft(), StoreError) and self._lines is not None:
+                    self._lines.pop()
             if self._asked[0]:
-                self._asked = [max(0, count - 1) for count in self._asked]
-            yield self._planned.popleft()
+                self._asked = [max(0, asked - count) for asked in self._asked]
+            yield [self._planned.popleft() for _ in range(count)]
             begun, ahead = time.monotonic(), self._ahead
             cold.note()
-
-    def _is_resident(self) -> bool:
-        """Return whether the next batch is in the page cache: to treat a cached store as cold is dear."""
-        return (
-            bool(self._pending) and not isinstance(self._pending[0], StoreError) and self._builder.is_resident(self._pending[0])
-        )
 
     def _locate(self, count: int) -> None:
         """Locate more until more than `count` are."""

@@ -17,7 +17,7 @@ import torch
 from bucketline.errors import DeliveryError
 from bucketline.forks import JoinableThread, OwnerProcess
 from bucketline.loader.collate.buffers import BufferPool
-from bucketline.loader.prefetch.ahead import Readahead
+from bucketline.loader.prefetch.ahead import Readahead, at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.buffers import FilledBuffer
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.epoch_steps import Cursor
     from bucketline.store.remote.cache.fetch import FetchStats
@@ -87,7 +88,7 @@ class Stats:
 # -------------------------------------------------------------------------------------------------------------- reorder buffer
 # A bounded reorder buffer between the prefetch threads and the training thread; either side can end it cleanly.
 #
-# Each prefetch thread fills the next micro-batch that no other one fills. None waits for another: a micro-batch that is
+# Each prefetch thread fills the next micro-batches that no other one fills. None waits for another: a micro-batch that is
 # finished early stays in the buffer until the turns before it are popped.
 
 T = TypeVar("T")
@@ -124,12 +125,13 @@ class ReorderBuffer(Generic[T]):
         """Set how much is ready at this moment, and how often the consumer had to wait."""
         stats.ready, stats.depth, stats.waits, stats.is_waiting = len(self), self.depth, self._waits, self._consumer_waits
 
-    def put(self, turn: int, item: T) -> bool:
-        """Add the item of a turn, counted from 0, waiting for room. Return False if it is no longer needed."""
+    def put(self, turn: int, item: T, *, more: bool = False) -> bool:
+        """Add the item of a turn, counted from 0, waiting for room; see `Sink.put`."""
         if turn >= self._next + self.depth:
             with self._changed:
                 self._producers_waiting += 1
                 self._was_full = True
+                self._changed.notify_all()
                 try:
                     self._changed.wait_for(lambda: self._is_over(turn) or turn < self._next + self.depth)
                 finally:
@@ -137,7 +139,7 @@ class ReorderBuffer(Generic[T]):
         if self._is_over(turn):
             return False
         self._items[turn] = item
-        if self._consumer_waits and turn == self._next:
+        if self._consumer_waits and not more and self._next in self._items:
             with self._changed:
                 self._changed.notify_all()
         return True
@@ -167,7 +169,7 @@ class ReorderBuffer(Generic[T]):
         # in this order, so that Ctrl-C in between leaves no turn that is awaited and that nobody fills
         self._next = turn + 1
         self._items.pop(turn, None)
-        if self._producers_waiting:
+        if self._producers_waiting and len(self._items) <= self.depth // 2:  # they fill several then
             with self._changed:
                 self._changed.notify_all()
         return item
@@ -263,8 +265,11 @@ class Sink(Protocol):
     def acquire(self) -> Tensor:
         """Return a buffer to fill, `[buffer_bytes]` uint8; never waits."""
 
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Deliver the buffer of a turn, counted from 0; waits for room. Return False if nobody needs it any more."""
+    def put(self, turn: int, filled: FilledBuffer, *, more: bool = False) -> bool:
+        """Deliver the buffer of a turn, counted from 0; waits for room. Return False if nobody needs it any more.
+
+        `more`: the reader need not wake before the next turn's, which comes soon from the same thread.
+        """
 
     def end(self, turn: int, failure: BaseException | None) -> None:
         """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
@@ -336,28 +341,34 @@ class PrefetchThreads:
         torch.get_num_threads()
         torch.set_num_threads(1)
         self._started.release()
-        while self._fill_one():
+        while self._fill_some():
             pass
 
-    def _fill_one(self) -> bool:
-        """Fill the next micro-batch; return False if there is nothing more to do."""
+    def _fill_some(self) -> bool:
+        """Fill the next micro-batches, one or a few small ones; return False if there is nothing more to do."""
         turn = None
+        copy_plans: list[CopyPlan] = []
         try:
             with self._order:
                 turn, self._next_turn = self._next_turn, self._next_turn + 1
-                copy_plan = next(self._copy_plans, None)
-            if copy_plan is not None:
-                try:
-                    filled = self._builder.fill(self._sink.acquire(), copy_plan)
-                finally:
-                    copy_plan.batch.release()
-                del copy_plan  # or its window's arrays would be held while this waits for room
-                return self._sink.put(turn, filled)
+                copy_plans = next(self._copy_plans, copy_plans)
+                self._next_turn += max(len(copy_plans) - 1, 0)
+            while copy_plans:
+                filled = self._builder.fill(self._sink.acquire(), copy_plans[0])
+                copy_plans.pop(0).batch.release()  # and its window's arrays are not held while this waits for room
+                if not self._sink.put(turn, filled, more=bool(copy_plans)):
+                    return False
+                turn += 1
+                if not copy_plans:
+                    return True
             failure: BaseException | None = None
         except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
             failure = error
         except BaseException as error:  # noqa: BLE001 - what is meant for this thread must not end the caller's too
             failure = DeliveryError(f"a prefetch thread was ended by {error!r}; start a new iteration")
+        finally:
+            for copy_plan in copy_plans:
+                copy_plan.batch.release()
         self._sink.end(self._next_turn if turn is None else turn, failure)
         return False
 
@@ -377,7 +388,7 @@ def _end_all() -> None:
 # The caller's end of an iteration: filled buffers, and their copies on a CUDA device, each waiting for its turn.
 
 _Ready: TypeAlias = "tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]"  # with the copy on a CUDA device
-FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
+FIRST_DEPTH = 2  # of what is filled at once, ahead as long as the caller never has to wait
 
 
 class Buffers:
@@ -407,7 +418,7 @@ class Stream:
         self.fillers: Fillers | None = None
         self.pool, self._copier = buffers.get(buffer_bytes, depth + 1 + num_threads)
         self._copying = threading.Lock()
-        self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
+        self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH * at_once(buffer_bytes))
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
         """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end."""
@@ -435,12 +446,12 @@ class Stream:
     def acquire(self) -> Tensor:
         return self.pool.acquire()
 
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
+    def put(self, turn: int, filled: FilledBuffer, *, more: bool = False) -> bool:
         if self._copier is not None:
             with self._copying:
                 copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self.pool.release, filled.buffer))
-            return self._ready.put(turn, (filled, copy))
-        is_needed = self._ready.put(turn, (filled, None))
+            return self._ready.put(turn, (filled, copy), more=more)
+        is_needed = self._ready.put(turn, (filled, None), more=more)
         if not is_needed:
             self.pool.release(filled.buffer)
         return is_needed

@@ -212,13 +212,14 @@ class Ring:
             self._number_at[tensors.data_ptr()] = number
             return tensors
 
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Hand over a filled buffer, waiting for room; return False if it is no longer needed."""
+    def put(self, turn: int, filled: FilledBuffer, *, more: bool = False) -> bool:
+        """Hand over a filled buffer, waiting for room; return False if it is no longer needed. See `Sink.put`."""
         head = wire.head_of(filled, wire.layout_of(filled))
         if len(head) > HEAD_BYTES:
             raise DeliveryError(f"the head of a batch of {filled.bucket} has {len(head)} bytes, more than there is room for")
         with self._changed:
             if not self._has_room(turn):
+                self._wake_client()
                 self._wait_for_room(turn)
             if self._is_done(turn):
                 return False
@@ -227,7 +228,7 @@ class Ring:
             self._filled[turn] = number
             self._client.count(filled)
             is_news = self._announce()
-        if is_news:
+        if is_news and not more:
             self._wake_client()
         return True
 

@@ -26,7 +26,7 @@ from bucketline.store.read.samples import caption_entries, compare_with_record, 
 from bucketline.store.shard.meta import read_meta
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.write.column import ids_by_row, write_column_shard
-from bucketline.store.write.seal import SEALING
+from bucketline.store.write.seal import RECORDS
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class RowCopier:
             name = f"{self._prefix}-{number:04d}"
             pending, paths = pending_path(self._path, name), shard_paths(self._path, name)
             added = paths.folder.glob(f"{name}.*.*")
-            for path in (pending, pending.with_suffix(SEALING), paths.lmdb, paths.meta, *added):
+            for path in (pending, pending.with_suffix(RECORDS), paths.lmdb, paths.meta, *added):
                 path.unlink(missing_ok=True)
 
     def _group(self, ordinal: int, group: str, positions: NDArray[np.int64]) -> None:

@@ -366,6 +366,7 @@ def file_digest(path: Path) -> tuple[int, str]:
 CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID = "checksum", "captions", "original_size", "crop", "id"
 BLOCK_FORMAT = "bucketline.block/1"
 IMAGE_AXES = ("height_px", "width_px")
+_JOINED_BYTES = 4096  # rows up to this size are joined to be hashed
 _SMALL_BYTES = 256  # columns up to this size are concatenated with a small neighbour before hashing
 TARGET_BLOCK_BYTES = 1 << 20
 MAX_ROWS = (1 << 32) - 1  # per bucket and shard: index and dropped lists hold 32-bit row numbers
@@ -470,19 +471,19 @@ class BlockSpec:
 Row = dict[str, bytes]  # column name → the row's bytes, copied; without the checksum
 
 
-def make_row(spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> Row:
-    """Return a copy of one sample's values, checked against the bucket's columns."""
+def make_row(spec: BlockSpec, values: Mapping[str, NDArray[Any] | bytes]) -> Row:
+    """Return a copy of one sample's values, checked against the bucket's columns: arrays, or what is packed already."""
     row: Row = {}
     for column in spec.columns:
         if column.name == CHECKSUM:
             continue
         value = values[column.name]
-        if value.shape != column.shape or value.dtype != column.numpy_dtype:
+        if not isinstance(value, bytes) and (value.shape != column.shape or value.dtype != column.numpy_dtype):
             raise ValueError(
                 f"column {column.name!r} of bucket {spec.bucket} takes {column.dtype} {list(column.shape)}, "
                 f"got {value.dtype} {list(value.shape)}"
             )
-        row[column.name] = value.tobytes()
+        row[column.name] = value if isinstance(value, bytes) else value.tobytes()
     return row
 
 
@@ -491,8 +492,7 @@ def encode_block(spec: BlockSpec, rows: Sequence[Row], first_row: int) -> bytes:
     data: list[bytes] = [write_header(lay_out(spec._shapes(len(rows))), spec._metadata(first_row), spec.header_bytes)]
     for column in spec.columns:
         if column.name == CHECKSUM:
-            sums = [row_checksum(spec, row) for row in rows]
-            data.append(np.array(sums, dtype="<u8").tobytes())
+            data.append(np.array([row_checksum(spec, row) for row in rows], dtype="<u8").tobytes())
         else:
             data.extend(row[column.name] for row in rows)
     block = b"".join(data)
@@ -505,7 +505,8 @@ def encode_block(spec: BlockSpec, rows: Sequence[Row], first_row: int) -> bytes:
 
 def row_checksum(spec: BlockSpec, row: Mapping[str, bytes | memoryview]) -> int:
     """Return a row's checksum: over its columns' bytes in file order, except the checksum itself."""
-    return checksum(*(row[column.name] for column in spec.columns if column.name != CHECKSUM))
+    parts = [row[column.name] for column in spec.columns if column.name != CHECKSUM]
+    return xxhash.xxh3_64_intdigest(b"".join(parts)) if spec.row_bytes <= _JOINED_BYTES else checksum(*parts)
 
 
 def decode_block(spec: BlockSpec, block: bytes | memoryview, item: str) -> tuple[int, dict[str, NDArray[Any]]]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # The file layout of a store, and the keys in a shard.
 
 FORMAT_VERSION = 1
+BLOCK_PREFIX = b"block/"  # blocks come before records, which are appended when all are known
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
 TEXT_ERROR = "text_error"  # in the value of META_KEY: what quantising the shard's captions cost
@@ -82,14 +83,14 @@ def pending_path(store: Path, name: str) -> Path:
 
 
 def block_key(group: str, block: int) -> bytes:
-    """Return a block's key, `train/256x192/00000042`; caption blocks are `text/00000042`."""
-    return f"{group}/{block:08d}".encode("ascii")
+    """Return a block's key, `block/train/256x192/00000042`; caption blocks are `block/text/00000042`."""
+    return BLOCK_PREFIX + f"{group}/{block:08d}".encode("ascii")
 
 
 def split_block_key(key: bytes) -> tuple[str, int] | None:
     """Return a block key's group and number; None for other keys."""
-    group, _, number = key.rpartition(b"/")
-    if not number.isdigit() or key.startswith(SAMPLE_PREFIX):
+    group, _, number = key.removeprefix(BLOCK_PREFIX).rpartition(b"/")
+    if not number.isdigit() or not key.startswith(BLOCK_PREFIX):
         return None
     name = group.decode("ascii", "replace")
     return (name, int(number)) if name == TEXT_GROUP or "/" in name else None

@@ -157,45 +157,30 @@ class Bucket:
             CorruptError: if a shard's sidecars do not cover a row.
             StoreError: if a row is out of range, or a shard's file is missing.
         """
+        (located,) = locate_all([(self, rows)], added)
+        return located
+
+    def _place(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the shards of rows, and their numbers there, `[B]` each."""
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise StoreError(
                 f"{self.name} has the rows 0 to {self.num_rows - 1}, requested were {int(rows.min())} to "
                 f"{int(rows.max())}; number a bucket's rows from 0 to num_rows - 1"
             )
-        located = self._locate_live(self._live(rows))
-        return replace(located, added={name: self._locate_added(name, located) for name in added}) if added else located
+        live = self._live(rows)
+        shard = np.searchsorted(self._ends, live, side="right").astype(np.int64)
+        return shard, self._store.table.live_rows(self.name, shard, live - self._starts[shard])
 
     def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the live row, counted over all shards, for each row number; rows of a repeated store share one."""
         return rows
 
-    def _locate_live(self, rows: NDArray[np.int64]) -> Located:
-        shard = np.searchsorted(self._ends, rows, side="right").astype(np.int64)
-        own = self._store.table.live_rows(self.name, shard, rows - self._starts[shard])
-        return self._locate_in(shard, own, self.spec)
-
     def _locate_added(self, name: str, located: Located) -> Located:
         self.column(name)  # which raises if some rows lack it
         added = self._added[name]
-        return replace(
-            self._locate_in(added.shard[located.shard], located.row, added.specs[self.name]), spec=added.specs[self.name]
-        )
-
-    def _locate_in(self, shard: NDArray[np.int64], row: NDArray[np.int64], spec: BlockSpec) -> Located:
-        """Locate rows by the ordinals of their files and by their numbers there."""
-        ranges = self._store.table.find(self.name, shard, row)
-        wrong = ranges.length != spec.header_bytes + ranges.rows * spec.row_bytes
-        if wrong.any():
-            path = self._store.files[int(shard[np.argmax(wrong)])].paths.meta
-            raise CorruptError(f"{path}: a block of {self.name} has an impossible length; run `store verify`")
-        return Located(
-            bucket=self.name,
-            shard=shard,
-            row=row,
-            data=ranges.offset + spec.header_bytes,
-            rows=ranges.rows,
-            row_in_block=ranges.row_in_block,
-        )
+        spec = added.specs[self.name]
+        (own,) = _find(self._store, [(self, spec, len(located.row))], added.shard[located.shard], located.row)
+        return replace(own, spec=spec)
 
     def read(
         self, rows: NDArray[np.int64], column: str, *, out: NDArray[Any] | None = None, verify: bool = False
@@ -252,6 +237,41 @@ class Bucket:
             self._store.record_of(int(shard), digest.tobytes()).id
             for shard, digest in zip(located.shard, self.read(rows, ID), strict=True)
         ]
+
+
+def locate_all(parts: Sequence[tuple[Bucket, NDArray[np.int64]]], added: Sequence[str] = ()) -> list[Located]:
+    """Locate rows of several buckets of a store together, which costs little more than one bucket's; see `Bucket.locate`."""
+    store = parts[0][0]._store
+    places = [bucket._place(rows) for bucket, rows in parts]
+    shard, row = places[0] if len(places) == 1 else map(np.concatenate, zip(*places, strict=True))
+    located = _find(store, [(bucket, bucket.spec, len(rows)) for bucket, rows in parts], shard, row)
+    if not added:
+        return located
+    return [
+        replace(own, added={name: bucket._locate_added(name, own) for name in added})
+        for (bucket, _), own in zip(parts, located, strict=True)
+    ]
+
+
+def _find(
+    store: OpenShards, parts: Sequence[tuple[Bucket, BlockSpec, int]], shard: NDArray[np.int64], row: NDArray[np.int64]
+) -> list[Located]:
+    """Locate rows by the ordinals of their files and by their numbers there; `parts`: whose they are, and how many of each."""
+    ranges = store.table.find([(bucket.name, count) for bucket, _, count in parts], shard, row)
+    counts = [count for _, _, count in parts]
+    header, widths = np.repeat([(spec.header_bytes, spec.row_bytes) for _, spec, _ in parts], counts, axis=0).T
+    wrong = ranges.length != header + ranges.rows * widths
+    if wrong.any():
+        worst = int(np.argmax(wrong))
+        path = store.files[int(shard[worst])].paths.meta
+        name = np.repeat([bucket.name for bucket, _, _ in parts], counts)[worst]
+        raise CorruptError(f"{path}: a block of {name} has an impossible length; run `store verify`")
+    data = ranges.offset + header
+    whole = Located(bucket="", shard=shard, row=row, data=data, rows=ranges.rows, row_in_block=ranges.row_in_block)
+    ends = np.cumsum(counts).tolist()
+    return [
+        whole.where(slice(end - count, end), bucket=bucket.name) for (bucket, _, count), end in zip(parts, ends, strict=True)
+    ]
 
 
 class OpenShards:
@@ -391,21 +411,13 @@ class OpenShards:
             ids.append(found[1].id)
         return ids
 
-    def locate_captions(self, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedEntries:
-        """Locate captions by shard and caption row, `[B]` each.
-
-        Raises:
-            CorruptError: if a shard's sidecars do not cover a caption.
-        """
-        return self.locate_entries(self.text, shard, rows)
-
     def locate_entries(self, spec: RaggedSpec, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedEntries:
         """Locate entries of one of the `groups` by shard and number, `[B]` each.
 
         Raises:
             CorruptError: if a shard's sidecars do not cover an entry.
         """
-        ranges = self.table.find(spec.group, shard, rows)
+        ranges = self.table.find([(spec.group, len(rows))], shard, rows)
         fixed = spec.header_bytes + 8 + ranges.rows * spec.entry_bytes
         tokens = (ranges.length - fixed) // spec.token_bytes
         wrong = (ranges.length != fixed + tokens * spec.token_bytes) | (tokens < 0)
@@ -421,13 +433,6 @@ class OpenShards:
             tokens=tokens,
             row_in_block=ranges.row_in_block,
         )
-
-    def token_offsets(self, located: LocatedEntries, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the byte offset of each entry's tokens of a column in the shard's file, `[B]`; see `LocatedEntries`."""
-        try:
-            return located.token_offsets(column, first_token)
-        except KeyError as error:
-            raise StoreError(f"{self.where} has no text column {column!r}") from error
 
     def check_starts(self, located: LocatedEntries, starts: NDArray[np.int64], max_tokens: int) -> None:
         """Check the `starts` pairs that were read for entries, `[B, 2]`, before they are used as offsets.

@@ -228,7 +228,7 @@ class SealedShard:
 
     def block_ranges(self, group: str, rows: NDArray[np.int64]) -> BlockRanges:
         table, ordinal = self._table
-        return table.find(group, np.full_like(rows, ordinal), rows)
+        return table.find([(group, len(rows))], np.full_like(rows, ordinal), rows)
 
     def keys(self) -> NDArray[np.bytes_]:
         """Return the sorted digests of the shard's samples, as `as_keys` does, `[samples]`."""

@@ -59,15 +59,6 @@ class BlockRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """The manifest's entries of one bucket (or of the captions), by shard."""
-
-    rows: NDArray[np.int64]
-    first_block: NDArray[np.int64]
-    blocks: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Dropped:
     """The dropped rows of one bucket, shard after shard."""
 
@@ -99,7 +90,7 @@ class BlockTable:
         metas = [(path.meta, entry.meta) for entry, path in zip(entries, paths, strict=True)]
         fetch = self._fetch if self._sources else None
         self.meta = Sidecars(META_FORMAT, _FIELDS, metas, self._check_meta, plain_reads=plain_reads, fetch=fetch)
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, NDArray[np.int64]] = {}
         self._dropped: dict[str, _Dropped] = {}
         self._num_bytes = np.array([entry.lmdb.num_bytes for entry in entries], dtype=np.int64)
 
@@ -122,14 +113,12 @@ class BlockTable:
         if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
             raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest has; run `store verify`")
 
-    def _group(self, name: str) -> _Group:
+    def _group(self, name: str) -> NDArray[np.int64]:
+        """Return the manifest's rows, first block and blocks of a bucket (or of the captions) in each shard, `[shards, 3]`."""
         if name not in self._groups:
             groups = [entry.groups.get(name) for entry in self._entries]
-            self._groups[name] = _Group(
-                rows=np.array([group.rows if group else 0 for group in groups], dtype=np.int64),
-                first_block=np.array([group.first_block if group else 0 for group in groups], dtype=np.int64),
-                blocks=np.array([group.blocks if group else 0 for group in groups], dtype=np.int64),
-            )
+            own = [(group.rows, group.first_block, group.blocks) if group else (0, 0, 0) for group in groups]
+            self._groups[name] = np.array(own, dtype=np.int64).reshape(-1, 3)
         return self._groups[name]
 
     def _dropped_in(self, group: str) -> _Dropped:
@@ -151,6 +140,8 @@ class BlockTable:
         The n-th live row is n + j if j dropped rows come before it: those with `dropped[j] - j <= n`.
         """
         gone = self._dropped_in(group)
+        if not len(gone.rows):
+            return ranks
         with_dropped = np.flatnonzero(gone.count[shard])
         if len(with_dropped) == 0:
             return ranks
@@ -166,25 +157,27 @@ class BlockTable:
         rows[with_dropped] += j
         return rows
 
-    def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
-        """Return the blocks that contain rows of a group (a bucket, or `text`)."""
+    def find(self, groups: Sequence[tuple[str, int]], shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
+        """Return the blocks that contain rows of groups, given with the number of rows of each: buckets, or `text`."""
         self.meta.open(shard)
-        entry = self._group(group)
-        first = entry.first_block[shard]
+        ends = np.cumsum([count for _, count in groups]).tolist()
+        own = [self._group(name)[shard[end - count : end]] for (name, count), end in zip(groups, ends, strict=True)]
+        most, first, blocks = own[0].T if len(own) == 1 else np.concatenate(own).T
 
         def not_after(block: NDArray[np.int64]) -> NDArray[np.bool_]:
             return self.meta.values("first_row", shard, first + block, _I8) <= rows
 
-        at = first + np.maximum(_first_false(not_after, entry.blocks[shard]) - 1, 0)
+        at = first + np.maximum(_first_false(not_after, blocks) - 1, 0)
         offset, length, first_row, num_rows = (self.meta.values(name, shard, at, _I8) for name in _FIELDS)
         row_in_block = rows - first_row
-        bad = (entry.blocks[shard] == 0) | (row_in_block < 0) | (row_in_block >= num_rows)
+        bad = (blocks == 0) | (row_in_block < 0) | (row_in_block >= num_rows)
         # at most the manifest's row count, which fits the file, so that no product of rows and bytes below can overflow
-        bad |= (first_row < 0) | (num_rows > entry.rows[shard] - first_row)
+        bad |= (first_row < 0) | (num_rows > most - first_row)
         bad |= (offset < 0) | (length < 0) | (length > self._num_bytes[shard] - offset)
         if bad.any():
             worst = int(np.argmax(bad))
             path = self._paths[int(shard[worst])].meta
+            group = next(name for (name, _), end in zip(groups, ends, strict=True) if worst < end)
             raise CorruptError(f"{path}: no block of {group} holds row {int(rows[worst])}; run `store verify`")
         return BlockRanges(offset=offset, length=length, rows=num_rows, row_in_block=row_in_block)
 
@@ -230,13 +223,10 @@ class Located:
         """Return the byte offset of each row's value of a column in the shard's file, `[B]`."""
         return self.data + self.rows * spec.prefix_bytes[column] + self.row_in_block * spec.column(column).row_bytes
 
-    def part(self, begin: int, end: int) -> Located:
-        """Return the entries from `begin` to `end`: many batches are located at once and then used one by one."""
-        return self.where(slice(begin, end))
-
-    def where(self, chosen: slice | NDArray[np.bool_]) -> Located:
+    def where(self, chosen: slice | NDArray[np.bool_], bucket: str = "") -> Located:
+        """Return some of the entries: many batches are located at once and then used one by one."""
         return Located(
-            bucket=self.bucket,
+            bucket=bucket or self.bucket,
             shard=self.shard[chosen],
             row=self.row[chosen],
             data=self.data[chosen],
@@ -259,16 +249,9 @@ class LocatedEntries:
     tokens: NDArray[np.int64]  # [B] T of the block
     row_in_block: NDArray[np.int64]  # [B]
 
-    def part(self, begin: int, end: int) -> LocatedEntries:
-        return self.where(slice(begin, end))
-
-    def where(self, chosen: slice | NDArray[np.bool_]) -> LocatedEntries:
-        return LocatedEntries(spec=self.spec, **{name: getattr(self, name)[chosen] for name in ARRAYS})
-
     def ends(self) -> NDArray[np.int64]:
         """Return the end of each entry's block in the shard's file, `[B]`."""
-        ends: NDArray[np.int64] = self.data + 8 + self.entries * self.spec.entry_bytes + self.tokens * self.spec.token_bytes
-        return ends
+        return self.data + 8 + self.entries * self.spec.entry_bytes + self.tokens * self.spec.token_bytes
 
     def starts_offsets(self) -> NDArray[np.int64]:
         """Return the byte offset of each entry's two `starts`, `[B]`."""
@@ -294,12 +277,10 @@ class LocatedEntries:
         raise KeyError(column)
 
 
-ARRAYS = ("shard", "row", "data", "entries", "tokens", "row_in_block")  # of `LocatedEntries`
-
-
 def joined(parts: Sequence[LocatedEntries]) -> LocatedEntries:
     """Return the entries of several located ones of one group, one after another."""
     if len(parts) == 1:
         return parts[0]
-    own = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    names = ("shard", "row", "data", "entries", "tokens", "row_in_block")
+    own = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     return LocatedEntries(spec=parts[0].spec, **own)

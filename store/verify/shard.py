@@ -127,10 +127,7 @@ class BlockPlace(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Damage:
-    """A damaged caption, or another group's entry; `number` is that in the shard, None of a block that cannot be read.
-
-    The blocks of captions and entries precede those of rows, so that the rows that use one are found after it.
-    """
+    """A damaged caption, or another group's entry; `number` is that in the shard, None of a block that cannot be read."""
 
     error: str
     place: BlockPlace
@@ -178,6 +175,7 @@ class ShardCheck:
         self.blocks = self.rows = 0
         self._read_bytes = self._told_bytes = 0
         self._damage: list[_Damage] = []  # of captions and entries
+        self._uses: list[tuple[BlockPlace, dict[str, NDArray[np.int32]], list[int]]] = []  # by rows' blocks; and bad rows
         self._has_meta = False  # whether the sidecar is intact
 
     @property
@@ -192,6 +190,8 @@ class ShardCheck:
             self._tell(entry.lmdb.num_bytes)  # also if the file ends early
             if sums is not None:
                 self._describe(sums)
+        for use in self._uses if self._damage else ():
+            self._note_users(*use)
         for damage in self._damage:
             damage.fault(self._faults)
 
@@ -295,7 +295,7 @@ class ShardCheck:
         if not self._shard.entry.is_of_column:
             numbers, beyond = self._numbers(columns)
             found += [(k, error) for k, error in (*beyond, *strange_rows(columns)) if k not in bad]
-            self._note_users(place, numbers, bad)
+            self._uses.append((place, numbers, bad))
         names = self._names(place, [k for k, _ in found])
         for k, error in found:
             self._faults.add(error, place.group, place.block, first_row + k, names.get(first_row + k))
@@ -303,7 +303,7 @@ class ShardCheck:
     def _numbers(self, columns: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[np.int32]], list[tuple[int, str]]]:
         """Return which captions and ragged entries a block's rows use, `[K, V]`, and of which rows the shard lacks one."""
         sizes = {group: entry.rows for group, entry in self._shard.entry.groups.items()}
-        captions, beyond = columns[CAPTIONS], list[tuple[int, str]]()
+        captions, beyond = columns[CAPTIONS].copy(), list[tuple[int, str]]()
         numbers: dict[str, NDArray[np.int32]] = {}
         has = sizes[TEXT_GROUP]
         wrong = np.flatnonzero(((captions < -1) | (captions >= has)).any(axis=1)).tolist()
@@ -312,7 +312,7 @@ class ShardCheck:
             if spec.of is EntriesOf.CAPTIONS:
                 numbers[group] = captions
                 continue
-            own, has = columns[group], sizes.get(group, 0)
+            own, has = columns[group].copy(), sizes.get(group, 0)
             wrong = np.flatnonzero((own < (-1 if spec.optional else 0)) | (own >= has)).tolist()
             beyond += [(k, f"the row has {spec.label} {int(own[k])}, the shard has {has}") for k in wrong]
             numbers[group] = own[:, None]
@@ -320,8 +320,6 @@ class ShardCheck:
 
     def _note_users(self, place: BlockPlace, numbers: Mapping[str, NDArray[np.int32]], bad: list[int]) -> None:
         """Record the live rows that use a damaged caption or entry."""
-        if not self._damage:
-            return
         skipped = set(bad)
         with suppress(StoreError):  # a damaged list of dropped rows is reported elsewhere
             skipped |= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())

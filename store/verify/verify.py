@@ -33,6 +33,7 @@ from bucketline.store.transfer import Downloader
 from bucketline.store.verify.shard import ColumnCheck, Fault, Faults, ShardCheck, mismatch
 from bucketline.store.write.column import MAKING
 from bucketline.store.write.publish import KEPT_CAPTIONS, RUNS_FOLDER
+from bucketline.store.write.seal import RECORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -160,7 +161,7 @@ def _what_is(name: str) -> str | None:
     folder = name.rpartition("/")[0]
     path = PurePosixPath(name)
     is_manifest = folder == "generations" and path.suffix == ".json" and path.stem.isdecimal()
-    if name in (MANIFEST, *_KNOWN) or is_manifest or (folder == "pending" and path.suffix == ".lock"):
+    if name in (MANIFEST, *_KNOWN) or is_manifest or (folder == "pending" and path.suffix in (".lock", RECORDS)):
         return None
     if folder == "pending" and path.suffix in (".lmdb", MAKING, ""):
         return "is being written or sent, or an interrupted run left it; the next writer takes it over, or removes it"

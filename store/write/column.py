@@ -86,8 +86,6 @@ def _buckets(shard: SealedShard) -> list[str]:
 
 def _write_blocks(path: Path, name: str, shard_id: bytes, shard: SealedShard, column: str, values: ColumnValues) -> None:
     with lmdb.open(str(path), subdir=False, lock=False, map_size=SPARE_BYTES, sync=False) as env:
-        with env.begin(write=True) as txn:
-            txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name, "shard_id": shard_id}))
         map_bytes = SPARE_BYTES
         for bucket in _buckets(shard):
             blocks = _blocks(column, values, bucket, ids_by_row(shard, bucket))
@@ -97,6 +95,8 @@ def _write_blocks(path: Path, name: str, shard_id: bytes, shard: SealedShard, co
                 if sum(len(own) for _, own in waiting) >= TRANSACTION_BYTES:
                     map_bytes = _put(env, waiting, map_bytes)
             map_bytes = _put(env, waiting, map_bytes)
+        with env.begin(write=True) as txn:  # which all keys of blocks come before
+            txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name, "shard_id": shard_id}))
         env.sync(True)
 
 

@@ -67,7 +67,7 @@ from bucketline.store.shard.reader import (
 )
 from bucketline.store.shard.sidecar import DroppedRows, dropped_counts, encode_dropped, refuse_other
 from bucketline.store.write.column import MAKING
-from bucketline.store.write.seal import SEALING, may_have_commits, read_lmdb, seal_apart
+from bucketline.store.write.seal import RECORDS, committed_records, may_have_commits, read_lmdb, seal_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -365,7 +365,8 @@ def unpublished(store: Path, manifest: Manifest) -> Unpublished:
             if is_held(lock.fileno()):
                 return Unpublished(rows=0, is_being_written=True)
     for path in found:  # which no later run changes
-        with suppress(lmdb.Error, OSError), read_lmdb(path) as (_, txn), txn.cursor() as cursor:
+        with suppress(lmdb.Error, OSError, StoreError), read_lmdb(path) as (_, txn), txn.cursor() as cursor:
+            rows += committed_records(txn)[1]
             keys = cursor.iternext(values=False) if cursor.set_range(SAMPLE_PREFIX) else ()
             rows += sum(1 for _ in takewhile(lambda key: bytes(key).startswith(SAMPLE_PREFIX), keys))
     return Unpublished(rows=rows, is_being_written=False)
@@ -403,7 +404,7 @@ def remove_unfinished(store: Path) -> None:
             is_pending, is_copy = folder.name == "pending", path.name.startswith(COPY_PREFIX)
             if is_aside(path.name) or (is_pending and path.suffix == MAKING):
                 remove_unless_held(path)
-            elif is_pending and (path.suffix == SEALING or (is_copy and path.suffix == ".lmdb")):
+            elif is_pending and path.suffix in (".lmdb", RECORDS) and (is_copy or not path.with_suffix(".lmdb").exists()):
                 remove_unless_held(path, path.with_suffix(".lock"))
 
 
@@ -490,8 +491,8 @@ def replaced(
     changed: dict[tuple[str, str], NDArray[np.uint32]] = {}
     left, gone = list(entries), set[bytes]()
     for ordinal, found in enumerate(base.find(entries, newer) if len(newer) else ()):
-        if len(found):
-            older = found[last_holder[positions_of(keys_of(found["digest"]), newer)] > ordinal]
+        older = found[last_holder[positions_of(keys_of(found["digest"]), newer)] > ordinal]
+        if len(older):
             left[ordinal] = _without(base.dropped, entries[ordinal], older, changed, gone)
     return tuple(left), changed, gone
 

@@ -5,6 +5,7 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import UsageError
+from bucketline.forks import cached_property
 from bucketline.option_value import expect, unlike
 from bucketline.store.format.block import (
     DIGEST_BYTES,
@@ -59,14 +61,14 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, Any]  # column name → numpy array or torch tensor
 
 # Bits of NaN and infinite values, as (mask, value): a value is one if its bits under the mask are all of `value`.
-_NOT_FINITE = {
-    "F16": (0x7C00, 0x7C00),
-    "BF16": (0x7F80, 0x7F80),
-    "F8_E4M3": (0x7F, 0x7F),
-    "F8_E5M2": (0x7C, 0x7C),
-    "F8_E8M0": (0xFF, 0xFF),
-    "F8_E4M3FNUZ": (0xFF, 0x80),
-    "F8_E5M2FNUZ": (0xFF, 0x80),
+_NOT_FINITE: dict[str, tuple[Any, Any]] = {
+    "F16": (np.uint16(0x7C00), np.uint16(0x7C00)),
+    "BF16": (np.uint16(0x7F80), np.uint16(0x7F80)),
+    "F8_E4M3": (np.uint8(0x7F), np.uint8(0x7F)),
+    "F8_E5M2": (np.uint8(0x7C), np.uint8(0x7C)),
+    "F8_E8M0": (np.uint8(0xFF), np.uint8(0xFF)),
+    "F8_E4M3FNUZ": (np.uint8(0xFF), np.uint8(0x80)),
+    "F8_E5M2FNUZ": (np.uint8(0xFF), np.uint8(0x80)),
 }
 # Names that torch and ml_dtypes have for the dtypes that numpy lacks.
 _BITS = {
@@ -81,8 +83,8 @@ _BITS = {
 
 def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays, finite: set[str]) -> dict[str, NDArray[Any]]:
     """Return the values of exactly these columns, (name, dtype) each, as arrays. Shapes are compared where they are stored."""
-    expected = sorted(name for name, _ in columns)
-    if sorted(values) != expected:
+    if len(values) != len(columns) or not all(name in values for name, _ in columns):
+        expected = sorted(name for name, _ in columns)
         raise UsageError(f"{item} has the columns {sorted(values)}, expected {expected}; give each of them, and no other")
     arrays = {}
     for name, dtype in columns:
@@ -92,7 +94,7 @@ def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays
             raise UsageError(
                 f"{item}: a column is not an array ({error}); give numpy arrays or tensors, and BF16 as its bits, uint16"
             ) from error
-        if np.ma.is_masked(values[name]):
+        if type(given := values[name]) is not np.ndarray and isinstance(given, np.ndarray) and np.ma.is_masked(given):
             raise UsageError(f"{item}: column {name!r} has masked values; give what is to be stored, such as its `filled(0)`")
         if arrays[name].dtype.kind in "OUS":
             raise unlike(f"{item}: column {name!r}", values[name], "an array of numbers; give a numpy array or a tensor")
@@ -107,6 +109,8 @@ def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays
 def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything that numpy takes, or a tensor
     """Return a value as a numpy array; of a dtype that numpy lacks, from torch or ml_dtypes, its bits if it is `dtype`."""
     bits = DTYPES[dtype]
+    if type(value) is np.ndarray and value.dtype == bits:
+        return value
     if hasattr(value, "detach"):  # a torch tensor, so that torch is there
         value = value.detach().cpu().contiguous()
         if _BITS.get(str(value.dtype).removeprefix("torch.")) == dtype:
@@ -133,9 +137,8 @@ def is_finite(values: NDArray[Any], dtype: str) -> bool:
     if values.dtype != bits:
         return True  # not what is stored: refused for its dtype
     if dtype in _NOT_FINITE:
-        unsigned = np.dtype(f"<u{bits.itemsize}")
-        mask, value = (unsigned.type(number) for number in _NOT_FINITE[dtype])
-        return not bool(((values.view(unsigned) & mask) == value).any())
+        mask, value = _NOT_FINITE[dtype]
+        return not np.count_nonzero((values.view(mask.dtype) & mask) == value)
     return values.dtype.kind not in "fc" or bool(np.isfinite(values).all())
 
 
@@ -320,7 +323,7 @@ def with_flipped(columns: Sequence[RowColumn]) -> tuple[RowColumn, ...]:
     return tuple(own for column in columns for own in (column, replace(column, role=flipped_role(column.role))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RowForm:
     """A writer's rows, captions and ragged entries: a schema, and the shapes of its columns by axis."""
 
@@ -329,14 +332,18 @@ class RowForm:
     ragged: Mapping[str, RaggedGroup]  # by name
     empty: Mapping[str, Entry] = field(default_factory=dict)  # of the empty caption, by group
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes of all columns, in the order of a bucket's name."""
         return tuple(dict.fromkeys(axis.name for column in self.columns for axis in column.axes))
 
-    @property
+    @cached_property
+    def _optional(self) -> frozenset[str]:
+        return frozenset(column.name for column in self.columns if column.optional)
+
+    @cached_property
     def _no_reference(self) -> dict[str, NDArray[Any]]:
-        """The values of a row without references, by their columns' names."""
+        """Return the values of a row without references, by their columns' names."""
         own = (column for column in self.columns if column.role.startswith(REFERENCE_PREFIX) and not column.optional)
         return {
             column.name: np.empty([0 if isinstance(n, Axis) else n for n in column.dimensions], dtype=DTYPES[column.dtype])
@@ -377,10 +384,12 @@ class RowForm:
 
         References that are not given have sizes 0.
         """
-        expect(f"{item}: columns", given, Mapping, f"a mapping from roles to arrays, {self._example()}")
+        if type(given) is not dict:
+            example = f"{{{self.columns[0].role!r}: array}}"
+            expect(f"{item}: columns", given, Mapping, f"a mapping from roles to arrays, {example}")
         named = {stored_name(role): value for role, value in given.items()}
         named |= {name: empty for name, empty in self._no_reference.items() if name not in named}
-        lacking = {column.name for column in self.columns if column.optional} - named.keys()
+        lacking = self._optional - named.keys()
         own = [column for column in self.columns if column.name not in lacking]
         for column in own:
             if column.optional and column.role.endswith(FLIPPED_SUFFIX):
@@ -392,9 +401,6 @@ class RowForm:
         finite = {column.name for column in own if not column.allow_nonfinite}
         return checked_arrays(item, [(column.name, column.dtype) for column in own], named, finite)
 
-    def _example(self) -> str:
-        return f"{{{self.columns[0].role!r}: array}}"
-
     def caption(self, item: str, text: str, given: Arrays, digest: bytes) -> dict[str, Entry]:
         """Return a caption's entries by group: `text`, its embedding, and those of ragged groups of captions.
 
@@ -402,11 +408,11 @@ class RowForm:
 
         Where the text columns are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale.
         """
-        spec = self.schema.groups[TEXT_GROUP]
-        example = ", ".join(f"{column.name!r}: array" for column in (*spec.delivered.tokens, *spec.delivered.fixed))
-        expect(
-            f"{item}: the embedding of caption {text!r:.80}", given, Mapping, f"a mapping from names to arrays, {{{example}}}"
-        )
+        if type(given) is not dict:
+            spec = self.schema.groups[TEXT_GROUP].delivered
+            example = ", ".join(f"{column.name!r}: array" for column in (*spec.tokens, *spec.fixed))
+            expected = f"a mapping from names to arrays, {{{example}}}"
+            expect(f"{item}: the embedding of caption {text!r:.80}", given, Mapping, expected)
         item = f"{item}, caption {text!r:.80}"
         of_captions = [name for name, group in self.ragged.items() if group.of == EntriesOf.CAPTIONS]
         embedding = {k: v for k, v in given.items() if k not in of_captions}
@@ -415,6 +421,8 @@ class RowForm:
 
     def row_entries(self, item: str, given: Mapping[str, Any]) -> dict[str, Entry | None]:
         """Return a row's entries of all groups of rows, None where it has none; `given` by name."""
+        if not self.ragged and not given:
+            return {}
         own = [name for name, group in self.ragged.items() if group.of == EntriesOf.ROWS]
         if strange := sorted(given.keys() - set(own)):
             where = "what belongs to a caption is given with it" if strange[0] in self.ragged else "leave it out"
@@ -440,9 +448,8 @@ class RowForm:
         spec = self.schema.groups[group]
         is_whole = spec.is_quantised and TOKENS_SCALE not in values
         given = spec.delivered if is_whole else spec
-        columns = (*given.tokens, *given.fixed)
-        finite = set() if allow_nonfinite else {column.name for column in columns}
-        own = checked_arrays(item, [(column.name, column.dtype) for column in columns], values, finite)
+        columns = [(column.name, column.dtype) for column in (*given.tokens, *given.fixed)]
+        own = checked_arrays(item, columns, values, set() if allow_nonfinite else {*values})
         try:
             if is_whole and digest is not None:
                 return quantised_caption(spec, digest, _to_quantise(spec, own[TOKENS]), own)
@@ -454,7 +461,7 @@ class RowForm:
     def with_presence(self, spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return a row's arrays with those of its optional columns that say whether it has them; zeros where it does not."""
         found = dict(values)
-        for column in self.columns:
+        for column in self.columns if self._optional else ():
             if column.optional:
                 found[PRESENT_PREFIX + column.name] = np.array(column.name in values, dtype="u1")
                 if column.name not in values:
@@ -463,6 +470,7 @@ class RowForm:
         return found
 
 
+@functools.lru_cache(maxsize=4096)
 def sizes_of(bucket: str, axes: tuple[str, ...]) -> dict[str, int]:
     """Return the sizes in a bucket's name by axis."""
     sizes = bucket_sizes(bucket, axes)

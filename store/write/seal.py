@@ -1,4 +1,4 @@
-"""Seal a shard: rewrite it in key order, locate and verify every block's byte range, write its sidecar.
+"""Seal a shard: append its records in key order, locate and verify every block's byte range, write its sidecar.
 
 `python -m bucketline.store.write.seal STORE NAME` seals a shard that an interrupted run left. It is a separate process because
 LMDB follows pointers in a file that has not been checked yet: if that crashes, only this process dies.
@@ -6,8 +6,8 @@ LMDB follows pointers in a file that has not been checked yet: if that crashes, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import mmap
 import os
 import signal
 import struct
@@ -25,7 +25,8 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
-from bucketline.files.atomic_write import CREATE, FILE_MODE, FileLock, move_durably, remedy_for_failed_write, write_durably
+from bucketline.files.atomic_write import FileLock, move_durably, remedy_for_failed_write, write_durably
+from bucketline.files.paths import open_regular
 from bucketline.store.format.block import (
     CAPTIONS,
     CHECKSUM,
@@ -53,6 +54,7 @@ from bucketline.store.format.manifest import (
     SHARD_ID_BYTES,
     TEXT_ERROR,
     pending_path,
+    sample_key,
     shard_paths,
     split_block_key,
 )
@@ -69,8 +71,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import ShardPaths
-
 
 # -------------------------------------------------------------------------------------------------------------- shard contents
 # Describe a shard's file: walk it through LMDB, check that its rows and records go together, make its sidecar.
@@ -79,9 +79,7 @@ if TYPE_CHECKING:
 # compares.
 
 _KEPT = (ID, CAPTIONS, ORIGINAL_SIZE, CROP, DIGEST)  # columns of blocks that records, or other groups, repeat
-_PLACE = struct.Struct("<QQQ")  # a value's offset, length and address
-_memcmp = ctypes.CDLL(None).memcmp  # comparing memoryviews goes element by element: twenty times slower
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_from_buffer, _BYTE = np.frombuffer, np.dtype("u1")  # looked up for each record
 _SAMPLE = np.dtype(
     [
         ("digest", "u1", (DIGEST_BYTES,)),
@@ -100,10 +98,6 @@ _SAMPLE = np.dtype(
 )
 _AS_NOTED = ("digest", "content", "record_offset", "source_bytes", "source_mtime_ns", "captions", "record_bytes", "row")
 _PACKED = struct.Struct("<16s16sQQqQIIII2i2i")  # the same, packed
-
-
-class _UnconfirmedError(Exception):
-    """A value is not at its expected file offset."""
 
 
 @dataclass(slots=True)
@@ -209,7 +203,7 @@ class ShardContents:
         rows, buckets = np.frombuffer(self.caption_rows, dtype="<i4"), list(self.buckets)
         ends = np.cumsum(samples["num_captions"], dtype=np.int64)
         beyond = np.searchsorted(ends, np.flatnonzero((rows < 0) | (rows >= len(captions))), side="right")
-        for at in np.union1d(beyond, np.flatnonzero(samples["num_captions"] == 0)).tolist():
+        for at in sorted({*beyond.tolist(), *np.flatnonzero(samples["num_captions"] == 0).tolist()}):
             error = "the sample's record names captions that the shard does not have"
             self.report(error, buckets[samples["bucket"][at]], None, int(samples["row"][at]))
         for bucket in filter(is_bucket, self.blocks):
@@ -278,7 +272,7 @@ class ShardContents:
             raise CorruptError(
                 f"shard {self.name}: the record of {sample.id!r:.200} has a number out of range ({error})"
             ) from error
-        for encoder, count in Counter(cut[0] for cut in sample.cuts).items():
+        for encoder, count in Counter(cut[0] for cut in sample.cuts).items() if sample.cuts else ():
             self.cuts.setdefault(encoder, {})[len(self.samples) // _PACKED.size] = min(count, (1 << 16) - 1)
         self.samples += packed
 
@@ -287,7 +281,7 @@ class ShardContents:
         entries = self.blocks.setdefault(group, [])
         tensors, metadata, header_bytes = read_header(block[: LENGTH_BYTES + MAX_HEADER_BYTES], len(block), item)
         place = {tensor.name: tensor for tensor in tensors}
-        first_row, expected = metadata.get("first_row", ""), sum(entry[3] for entry in entries)
+        first_row, expected = metadata.get("first_row", ""), sum(entries[-1][2:]) if entries else 0
         if number != len(entries) or first_row != str(expected) or CHECKSUM not in place:
             raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
         entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
@@ -313,15 +307,6 @@ def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
     return np.argsort(keys_of(digests), kind="stable")
 
 
-def walked(values: Iterator[tuple[bytes, memoryview, int]], contents: ShardContents) -> ShardContents:
-    """Return a shard's contents, by its keys and values in key order, each with its offset in the file."""
-    for key, value, offset in values:
-        contents.note(key, value, offset)
-    if contents.blocks and not contents.shard_id:
-        raise CorruptError(f"shard {contents.name} has no id: the value of {META_KEY!r} is missing")
-    return contents
-
-
 def refusing(name: str) -> ShardContents:
     """Return the contents of a file that is not walked yet, whose first fault is raised as a CorruptError."""
 
@@ -338,74 +323,43 @@ def read_contents(
 ) -> FileSums:
     """Walk a file through LMDB, and return its checksums; `on_value` can end the walk by raising.
 
-    Unless these `sums` are given, by a caller who compares each value's place himself, the file is read once more for them,
-    and each value confirmed to be at its offset.
+    Unless the caller has taken these `sums`, the file is read once for them.
     """
-    own, placed = FileSums(), bytearray()
-    try:
-        with read_lmdb(path, readahead=sums is None) as (env, txn), path.open("rb", buffering=0) as file:
-            contents.page_bytes = env.stat()["psize"]
-            num_bytes = os.fstat(file.fileno()).st_size
-            walked(_located(txn, num_bytes, contents.page_bytes, placed, on_value), contents)
-            if sums is None:
-                _read_back(file, placed, own)
-    except _UnconfirmedError as error:
-        raise StoreError(
-            f"shard {contents.name} cannot be sealed: a read of {path.name} gives other bytes than LMDB "
-            f"{'.'.join(map(str, lmdb.version()))} does, expected the same; what is committed stays in pending/: check the "
-            "disk, install the lmdb package that bucketline requires, and rerun"
-        ) from error
-    return own if sums is None else sums
+    found = sums or FileSums()
+    with read_lmdb(path, readahead=sums is None) as (env, txn), path.open("rb", buffering=0) as file:
+        contents.page_bytes = env.stat()["psize"]
+        for key, value, offset in _located(txn, file, contents):
+            on_value()
+            contents.note(key, value, offset)
+        if contents.blocks and not contents.shard_id:
+            raise CorruptError(f"shard {contents.name} has no id: the value of {META_KEY!r} is missing")
+        buffer = memoryview(bytearray(READ_BYTES))
+        while sums is None and (count := file.readinto(buffer)):
+            found.update(buffer[:count])
+    return found
 
 
-def _located(
-    txn: Any,  # noqa: ANN401 - lmdb has no types
-    num_bytes: int,
-    page_bytes: int,
-    placed: bytearray,
-    on_value: Callable[[], object],
-) -> Iterator[tuple[bytes, memoryview, int]]:
-    """Yield a shard's keys and values in key order, each with its file offset, which `_read_back` verifies from `placed`.
+def _located(txn: Any, file: FileIO, contents: ShardContents) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401
+    """Yield a shard's keys and values in key order, each with its file offset.
 
-    A page begins with its own number (LMDB 0.9 format), so a value's offset follows from its address.
+    LMDB maps the file as a whole, so that all offsets follow from that of the first value. Its page begins with its own number
+    (LMDB 0.9 format); what a read finds there is compared.
     """
+    num_bytes, page_bytes, begin, is_there = os.fstat(file.fileno()).st_size, contents.page_bytes, -1, False
     for key, value in txn.cursor():
-        on_value()
-        address = np.frombuffer(value, dtype="u1").ctypes.data
-        in_page = address % page_bytes
-        page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
-        offset = page * page_bytes + in_page
-        if offset + len(value) > num_bytes:
-            raise _UnconfirmedError
-        placed += _PLACE.pack(offset, len(value), address)
+        address = _from_buffer(value, _BYTE).__array_interface__["data"][0]
+        if begin < 0:
+            head, page = value[:page_bytes], address - address % page_bytes
+            begin = page - int.from_bytes(ctypes.string_at(page, 8), sys.byteorder) * page_bytes
+            is_there = begin > 0 and os.pread(file.fileno(), len(head), address - begin) == head
+        offset = address - begin
+        if not is_there or not 0 <= offset <= num_bytes - len(value):
+            raise StoreError(
+                f"shard {contents.name} cannot be sealed: a read of {file.name} gives other bytes than LMDB "
+                f"{'.'.join(map(str, lmdb.version()))} does, expected the same; what is committed stays in pending/: check the "
+                "disk, install the lmdb package that bucketline requires, and rerun"
+            )
         yield bytes(key), value, offset
-
-
-def _read_back(file: FileIO, packed: bytearray, sums: FileSums) -> None:
-    """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `sums`.
-
-    `packed` has each value's offset in the file, its length and its address, as _PLACE.
-    """
-    placed: NDArray[np.uint64] = np.frombuffer(packed, dtype="<u8").reshape(-1, 3)
-    offsets, lengths, addresses = (column.tolist() for column in placed[np.argsort(placed[:, 0], kind="stable")].T)
-    if any(offset + length > other for offset, length, other in zip(offsets, lengths, offsets[1:], strict=False)):
-        raise _UnconfirmedError
-    buffer = memoryview(bytearray(READ_BYTES))
-    address = np.frombuffer(buffer, dtype="u1").ctypes.data
-    at = n = 0
-    while count := file.readinto(buffer):
-        end = at + count
-        while n < len(offsets) and offsets[n] < end:
-            begin, stop = max(offsets[n], at), min(offsets[n] + lengths[n], end)
-            if _memcmp(address + begin - at, addresses[n] + begin - offsets[n], stop - begin):
-                raise _UnconfirmedError
-            if stop < offsets[n] + lengths[n]:
-                break  # it continues in what is read next
-            n += 1
-        sums.update(buffer[:count])
-        at = end
-    if n < len(offsets):  # the file is shorter than it was
-        raise _UnconfirmedError
 
 
 @contextmanager
@@ -422,7 +376,10 @@ def read_lmdb(path: Path, *, readahead: bool = True) -> Iterator[tuple[Any, Any]
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
-SEALING = ".sealing"  # the suffix of what becomes a sealed shard, in `pending/`
+RECORDS = ".records"  # the suffix of a pending shard's records, in the order in which they were added
+RECORDS_KEY = b"records"  # in a pending shard: how much of that file is committed, as RECORDS_END
+RECORDS_END = struct.Struct("<QQ")  # bytes, and records
+RECORD_HEAD = struct.Struct(f"<{DIGEST_BYTES}sI")  # before each record: the digest of its id, and its length
 TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
 MIN_PAGE_BYTES = 4096  # of supported systems
 _MAX_PAGE_BYTES = 1 << 15  # that LMDB takes
@@ -435,32 +392,35 @@ _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that 
 def seal(store: Path, name: str) -> bool:
     """Seal the pending shard `name`, which its writer has closed. Return False if it was empty and was removed.
 
-    The order makes every crash harmless: the sidecar is written first, the shard's file last, and only a shard's file under
-    `shards/` makes a shard. If it exists already, a crash came before the pending file was removed; it is removed now.
+    The order makes every crash harmless: the sidecar is written first, then the shard's file moves, and only a file under
+    `shards/` makes a shard. If it is there already, a crash came before the records' file was removed; it is removed now.
     """
     pending, paths = pending_path(store, name), shard_paths(store, name)
-    copy = pending.with_suffix(SEALING)
+    records = pending.with_suffix(RECORDS)
     if os.path.lexists(paths.lmdb):
         if os.path.lexists(pending):  # if not, a sealer that outlived its command has just finished
-            _refuse_another(pending, paths, name)
-            _remove(pending)
+            raise StoreError(
+                f"{paths.lmdb} exists, and {pending} would become another shard of its name; a sealed shard never changes: "
+                f"rename the pending file to {pending.with_stem(f'{name}-2').name}, or another name that no shard has, its "
+                f"{RECORDS} file likewise, and rerun the command, which adopts it as a shard of its own"
+            )
+        records.unlink(missing_ok=True)
         return True
     try:
         paths.folder.mkdir(exist_ok=True)
-        _write_anew(pending, copy)
-        sums = read_contents(copy, found := refusing(name))
+        _append_records(pending, records)
+        sums = read_contents(pending, found := refusing(name))
         if not found.samples:
-            _remove(pending, copy)
+            pending.unlink()
+            records.unlink(missing_ok=True)
             return False
         write_durably(paths.meta, found.meta(sums))
-        move_durably(copy, paths.lmdb)
-        _remove(pending)
+        move_durably(pending, paths.lmdb)
+        records.unlink(missing_ok=True)
     except _NOT_LMDB as error:
-        _remove_if_possible(copy)
         raise CorruptError(f"{pending} is damaged: {error}") from error
     except (lmdb.Error, OSError) as error:
-        remedy = remedy_for_failed_write(pending.parent)  # before the copy is removed, which frees space
-        _remove_if_possible(copy)
+        remedy = remedy_for_failed_write(pending.parent)
         raise StoreError(f"{pending} cannot be sealed: {error}; {remedy}") from error
     return True
 
@@ -479,25 +439,6 @@ def may_have_commits(pending: Path) -> bool:
         magic, said = _PAGE_HEAD.unpack_from(head)
         page_bytes = max(said, MIN_PAGE_BYTES) if magic == _MAGIC else MIN_PAGE_BYTES
     return num_bytes > 2 * page_bytes and (num_bytes > len(head) or any(head))
-
-
-def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
-    """Check that the sealed shard of the same name holds every block, record and caption of a pending one."""
-    is_same = False
-    with contextlib.suppress(*_NOT_LMDB, lmdb.Error, OSError, StoreError):
-        is_same = paths.meta.is_file() and paths.lmdb.is_file() and _walk_file(paths.lmdb, name) == _walk_file(pending, name)
-    if not is_same:
-        raise StoreError(
-            f"{paths.lmdb} exists and differs from what {pending} would become; a sealed shard never changes: "
-            f"rename the pending file to {pending.with_stem(f'{name}-2').name}, or another name that no shard has, and rerun "
-            "the command, which adopts it as a shard of its own"
-        )
-
-
-def _walk_file(path: Path, name: str) -> ShardContents:
-    """Walk a shard's file without its offsets, which may differ for equal keys and values."""
-    with read_lmdb(path) as (_, txn):
-        return walked(((bytes(key), value, 0) for key, value in txn.cursor()), refusing(name))
 
 
 def seal_apart(store: Path, name: str) -> None:
@@ -535,26 +476,54 @@ def rebuilt_meta(path: Path, column: Mapping[str, object] | None = None) -> byte
     return found.meta(sums, column)
 
 
-def _write_anew(pending: Path, copy: Path) -> None:
-    """Rewrite a shard's values to a new file in key order.
+def _append_records(pending: Path, records: Path) -> None:
+    """Append a pending shard's records to its blocks, in key order, which fills the leaf pages.
 
-    LMDB's own compacting copy keeps leaf pages as full as random-order writes left them, two thirds; appending in key order
-    fills them: 1.6 % of the payload at rows of 8 KiB.
+    If this was interrupted, it continues after the last record. A shard that was sealed before has them all.
     """
-    copy.unlink(missing_ok=True)
-    os.close(os.open(copy, CREATE, FILE_MODE))
-    map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
-    with (
-        read_lmdb(pending) as (_, reading),
-        lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False) as target,
-    ):
-        items = reading.cursor().iternext()
-        while _append(target, items):
+    with read_lmdb(pending) as (_, txn), txn.cursor() as cursor:
+        num_bytes, num_records = committed_records(txn)
+        last = bytes(cursor.key()) if cursor.last() else b""
+    if not num_records:
+        return
+    map_bytes = pending.stat().st_size + 2 * num_bytes + SPARE_BYTES
+    with lmdb.open(str(pending), subdir=False, lock=False, map_size=map_bytes) as env:
+        items = (item for item in _records(records, num_bytes, num_records) if item[0] > last)
+        while _append(env, items):
             pass
-        target.sync(True)
+        with env.begin(write=True) as txn:
+            txn.delete(RECORDS_KEY)
 
 
-def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool:  # noqa: ANN401 - lmdb has no types
+def committed_records(txn: Any) -> tuple[int, int]:  # noqa: ANN401 - lmdb has no types
+    """Return how many bytes of a pending shard's file of records are committed, and how many records."""
+    end: tuple[int, int] = RECORDS_END.unpack(txn.get(RECORDS_KEY, bytes(RECORDS_END.size)))
+    return end
+
+
+def _records(path: Path, num_bytes: int, num_records: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the keys and values of committed records, in key order."""
+    digests, begins, at = bytearray(), array("Q"), 0
+    missing = f"{path} does not have the {num_records} records, {num_bytes} bytes, that were committed"
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - opens a descriptor
+        if os.fstat(file.fileno()).st_size < num_bytes:
+            raise CorruptError(missing)
+        data = mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
+    with data:
+        while at <= num_bytes - RECORD_HEAD.size:
+            digest, length = RECORD_HEAD.unpack_from(data, at)
+            digests += digest
+            begins.append(at)
+            at += RECORD_HEAD.size + length
+        if (at, len(begins)) != (num_bytes, num_records):
+            raise CorruptError(missing)
+        for n in map(int, _order(np.frombuffer(digests, dtype="u1").reshape(-1, DIGEST_BYTES))):
+            digest, length = RECORD_HEAD.unpack_from(data, begins[n])
+            begin = begins[n] + RECORD_HEAD.size
+            yield sample_key(digest), data[begin : begin + length]
+
+
+def _append(target: Any, items: Iterator[tuple[bytes, bytes]]) -> bool:  # noqa: ANN401 - lmdb has no types
     """Append some items in one transaction. Return False if none is left."""
     num_bytes = 0
     with target.begin(write=True) as writing:
@@ -564,16 +533,6 @@ def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool
             if num_bytes >= TRANSACTION_BYTES:
                 return True
     return False
-
-
-def _remove(*paths: Path) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def _remove_if_possible(path: Path) -> None:
-    with contextlib.suppress(OSError):  # otherwise the next run removes it
-        path.unlink(missing_ok=True)
 
 
 def main() -> int:

@@ -1,8 +1,14 @@
-"""Write a shard: rows, captions and sample records, committed together to one LMDB file under `pending/`."""
+"""Write a shard: rows and captions, in blocks, to an LMDB file under `pending/`, and sample records to a file beside it.
+
+A transaction of LMDB commits both: it says how long the records are, which are on the disk before it. Blocks stay where they
+are when the shard is sealed; records are then put in order behind them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import struct
 import time
 import uuid
 from dataclasses import dataclass
@@ -14,7 +20,7 @@ import msgpack
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.files.atomic_write import FILE_MODE, FileLock, remedy_for_failed_write, sync_folder
+from bucketline.files.atomic_write import CREATE, FILE_MODE, FileLock, remedy_for_failed_write, sync_folder
 from bucketline.store.format.block import (
     CAPTIONS,
     CROP,
@@ -28,10 +34,10 @@ from bucketline.store.format.block import (
     make_row,
     sample_digest,
 )
-from bucketline.store.format.manifest import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path, sample_key
+from bucketline.store.format.manifest import FORMAT_VERSION, META_KEY, TEXT_ERROR, block_key, pending_path
 from bucketline.store.format.schema import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
 from bucketline.store.format.text import TEXT_GROUP, Entry, RaggedSpec, TextError, encode_text_block
-from bucketline.store.write.seal import seal
+from bucketline.store.write.seal import RECORD_HEAD, RECORDS, RECORDS_END, RECORDS_KEY, seal
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -47,21 +53,14 @@ LONG_BYTES = 32 << 20  # of a block of more than one entry; readers refuse 64 Mi
 SPARE_MAP_BYTES = 1 << 30  # in addition to a full shard; the map grows if that is not enough
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """A sample waiting for its block; the record gets its row and caption rows when it is written."""
+@dataclass(slots=True)
+class _Waiting:
+    """A bucket's rows that wait for their block, and their records, each after its RECORD_HEAD."""
 
     spec: BlockSpec
-    row: Row
-    record: SampleRecord
-    digest: bytes  # of its id
-    caption_rows: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Buffer:
-    samples: list[_Taken]
     since: float
+    rows: list[Row]
+    records: list[bytes]
 
 
 class ShardWriter:
@@ -81,6 +80,7 @@ class ShardWriter:
         self.path = pending_path(store, name)
         self._max_bytes = max_bytes
         self._lock = FileLock(self.path.with_suffix(".lock"))
+        self._records: int | None = None
         try:
             self._env = lmdb.open(
                 str(self.path),
@@ -94,15 +94,18 @@ class ShardWriter:
             with self._env.begin(write=True) as txn:
                 self._meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
                 txn.put(META_KEY, msgpack.packb(self._meta))
+            self._records = os.open(self.path.with_suffix(RECORDS), CREATE, FILE_MODE)
             sync_folder(self.path.parent)  # LMDB syncs only the file; a power failure could lose its folder entry
         except (lmdb.Error, OSError) as error:
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
             self._release()
             raise StoreError(f"cannot create {self.path}: {error}; is the disk full?") from error
+        self._end = (0, 0)  # of the committed records: bytes, and how many
+        self._digests: set[bytes] = set()  # of the samples' ids
         self._blocks: dict[str, int] = {}
         self._rows: dict[str, int] = {}
-        self._buffers: dict[str, _Buffer] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._specs = groups
         self._new: dict[str, list[Entry]] = {group: [] for group in groups}  # not written yet
         self._num_entries = dict.fromkeys(groups, 0)
@@ -163,24 +166,33 @@ class ShardWriter:
         padded = (caption_rows + (-1,) * max_captions)[:max_captions]
         numbers = {group: self._number_of(group, entry) for group, entry in entries.items()}
         digest = sample_digest(record.id)
-        values = {
+        values: dict[str, NDArray[Any] | bytes] = {
             **latents,
-            **{group: np.array(number, dtype="<i4") for group, number in numbers.items()},
-            CAPTIONS: np.array(padded, dtype="<i4"),
-            ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
-            CROP: np.array(record.crop[:2], dtype="<i4"),
-            ID: np.frombuffer(digest, dtype="<u8"),
+            **{group: _packed(1, (number,)) for group, number in numbers.items()},
+            CAPTIONS: _packed(max_captions, padded),
+            ORIGINAL_SIZE: _packed(2, record.original_size),
+            CROP: _packed(2, record.crop[:2]),
+            ID: digest,
         }
         row = make_row(spec, values)
+        now = time.monotonic()
+        waiting = self._waiting.get(spec.bucket) or _Waiting(spec, now, [], [])
+        number = self._rows.get(spec.bucket, 0) + len(waiting.rows)
+        packed = encode_record(record, row=number, caption_rows=caption_rows)
+        if len(packed) > MAX_RECORD_BYTES:
+            raise StoreError(f"sample {record.id!r} has a record of {len(packed)} bytes, at most {MAX_RECORD_BYTES} fit")
+        if digest in self._digests:
+            raise StoreError(f"sample {record.id!r} is in shard {self.name} twice; ids must be unique")
         for caption in new:  # not before the row is known to be sound
             self.add_caption(caption)
         for group, entry in entries.items():
             if entry is not None and numbers[group] == self._num_entries[group]:
                 self._append(group, entry)
-        buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
-        buffer.samples.append(_Taken(spec=spec, row=row, record=record, digest=digest, caption_rows=caption_rows))
-        self._taken_bytes += spec.row_bytes + len(encode_record(record, caption_rows=caption_rows)) + DIGEST_BYTES
-        now = time.monotonic()
+        self._digests.add(digest)
+        self._waiting[spec.bucket] = waiting
+        waiting.rows.append(row)
+        waiting.records.append(RECORD_HEAD.pack(digest, len(packed)) + packed)
+        self._taken_bytes += spec.row_bytes + len(packed) + DIGEST_BYTES
         if self._taken_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
             self._commit(whole_only=True)
 
@@ -207,6 +219,9 @@ class ShardWriter:
         self._release()
 
     def _release(self) -> None:
+        if self._records is not None:
+            os.close(self._records)
+            self._records = None
         if not self._lock.is_released:
             with contextlib.suppress(OSError):  # read-only disk: a lock file without a holder is harmless
                 self.path.with_suffix(".lock").unlink(missing_ok=True)
@@ -215,36 +230,38 @@ class ShardWriter:
     def _commit(self, *, whole_only: bool) -> None:
         """Write blocks in one transaction; with `whole_only`, incomplete blocks wait unless they are old."""
         now = time.monotonic()
-        chosen: list[tuple[BlockSpec, list[_Taken]]] = []
-        kept: dict[str, _Buffer] = {}
-        for bucket, buffer in self._buffers.items():
-            spec = buffer.samples[0].spec
-            whole = len(buffer.samples) // spec.rows_per_block * spec.rows_per_block
-            if not whole_only or now - buffer.since > FLUSH_AFTER_S:
-                whole = len(buffer.samples)
-            ends = [*range(spec.rows_per_block, whole, spec.rows_per_block), whole] if whole else []
-            chosen.extend((spec, buffer.samples[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
-            if rest := buffer.samples[whole:]:
-                kept[bucket] = _Buffer(samples=rest, since=buffer.since if whole == 0 else now)
+        chosen: list[_Waiting] = []  # a block each
+        kept: dict[str, _Waiting] = {}
+        for bucket, own in self._waiting.items():
+            size, whole = own.spec.rows_per_block, len(own.rows)
+            if whole_only and now - own.since <= FLUSH_AFTER_S:
+                whole -= whole % size
+            for at in range(0, whole, size):
+                end = min(at + size, whole)
+                chosen.append(_Waiting(own.spec, now, own.rows[at:end], own.records[at:end]))
+            if whole < len(own.rows):
+                kept[bucket] = _Waiting(own.spec, now if whole else own.since, own.rows[whole:], own.records[whole:])
         if chosen or (self._new[TEXT_GROUP] and not whole_only) or self._new_bytes >= (COMMIT_BYTES if whole_only else 1):
             self._write(chosen)
-        self._buffers = kept
+        self._waiting = kept
         self._taken_bytes = 0
         self._last_commit = now
 
-    def _write(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> None:
+    def _write(self, chosen: list[_Waiting]) -> None:
         try:
             while not self._has_written(chosen):
                 self._env.set_mapsize(2 * self._env.info()["map_size"])  # address space, not disk space
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             remedy = remedy_for_failed_write(self.path.parent, is_full=isinstance(error, lmdb.DiskError))
             raise StoreError(f"{self.path} cannot be written: {error}; {remedy}") from error
         self._new = {group: [] for group in self._specs}
         self._new_bytes = 0
 
-    def _has_written(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> bool:
+    def _has_written(self, chosen: list[_Waiting]) -> bool:
         """Write in one transaction. Return False, with nothing written, if LMDB's map is too small."""
         blocks, rows, num_bytes = dict(self._blocks), dict(self._rows), self.num_bytes
+        records = [record for own in chosen for record in own.records]
+        end = self._put_records(records)
         try:
             with self._env.begin(write=True) as txn:
                 self._put_error(txn)
@@ -252,16 +269,28 @@ class ShardWriter:
                     for entries in _entry_blocks(new):
                         block = encode_text_block(self._specs[group], entries, rows.get(group, 0))
                         num_bytes += _put_block(txn, blocks, rows, group, block, len(entries))
-                for spec, samples in chosen:
-                    first_row = rows.get(spec.bucket, 0)
-                    block = encode_block(spec, [sample.row for sample in samples], first_row)
-                    num_bytes += _put_block(txn, blocks, rows, spec.bucket, block, len(samples))
-                    for row, sample in enumerate(samples, first_row):
-                        num_bytes += self._put_record(txn, sample, row)
+                for own in chosen:
+                    bucket = own.spec.bucket
+                    block = encode_block(own.spec, own.rows, rows.get(bucket, 0))
+                    num_bytes += _put_block(txn, blocks, rows, bucket, block, len(own.rows))
+                if records:
+                    txn.put(RECORDS_KEY, RECORDS_END.pack(*end))
         except lmdb.MapFullError:
             return False
-        self._blocks, self._rows, self.num_bytes = blocks, rows, num_bytes
+        num_bytes += sum(map(len, records))
+        self._blocks, self._rows, self._end, self.num_bytes = blocks, rows, end, num_bytes
         return True
+
+    def _put_records(self, records: Sequence[bytes]) -> tuple[int, int]:
+        """Write records behind those that are committed, durably. Return where they end, for LMDB to commit."""
+        data, (at, num_records) = memoryview(b"".join(records)), self._end
+        assert self._records is not None
+        while data:
+            written = os.pwrite(self._records, data, at)
+            data, at = data[written:], at + written
+        if records:
+            os.fdatasync(self._records)
+        return at, num_records + len(records)
 
     def _put_error(self, txn: Any) -> None:  # noqa: ANN401 - lmdb has no types
         """Keep the error of the captions so far with them, so that a shard that is adopted has it too."""
@@ -271,13 +300,12 @@ class ShardWriter:
         if self._error is not None:
             txn.put(META_KEY, msgpack.packb({**self._meta, TEXT_ERROR: encode(self._error)}))
 
-    def _put_record(self, txn: Any, sample: _Taken, row: int) -> int:  # noqa: ANN401 - lmdb has no types
-        record = encode_record(sample.record, row=row, caption_rows=sample.caption_rows)
-        if len(record) > MAX_RECORD_BYTES:
-            raise StoreError(f"sample {sample.record.id!r} has a record of {len(record)} bytes, at most {MAX_RECORD_BYTES} fit")
-        if not txn.put(sample_key(sample.digest), record, overwrite=False):
-            raise StoreError(f"sample {sample.record.id!r} is in shard {self.name} twice; ids must be unique")
-        return len(record) + DIGEST_BYTES
+
+def _packed(count: int, numbers: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{count}i", *numbers)
+    except struct.error as error:
+        raise ValueError(f"a column takes {count} 32-bit integers, got {list(numbers)}") from error
 
 
 def _put_block(

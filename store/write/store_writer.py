@@ -136,12 +136,12 @@ class PartWriter:
         """
         form, item = self._form, _item(sample_id)
         expect(f"{item}: split", split, str, "'train', 'val', or a bucket's name")
-        expect(
-            f"{item}: captions", captions, Mapping, "a mapping from each caption to its arrays, {'a cat': {'tokens': tokens}}"
-        )
+        if type(captions) is not dict:
+            expected = "a mapping from each caption to its arrays, {'a cat': {'tokens': tokens}}"
+            expect(f"{item}: captions", captions, Mapping, expected)
         values = form.values(item, columns)
         bucket = split if "/" in split else form.bucket(item, split, values)
-        self._add(new_record(sample_id, bucket, tuple(captions), form.axes), values, captions, ragged)
+        self._add(item, new_record(sample_id, bucket, tuple(captions), form.axes), values, captions, ragged)
 
     def add_record(
         self,
@@ -157,17 +157,18 @@ class PartWriter:
                 embedding; or if the id was added before, or is withdrawn. Nothing is added then, and the writer can continue.
             StoreError: if the disk is full, the store is not writable, or the record has a value that the index cannot hold.
         """
-        values = self._form.values(_item(record.id), columns)
-        self._add(record, values, captions, ragged)
+        item = _item(record.id)
+        self._add(item, record, self._form.values(item, columns), captions, ragged)
 
     def _add(
         self,
+        item: str,
         record: SampleRecord,
         values: Mapping[str, NDArray[Any]],
         captions: Mapping[str, Arrays],
         ragged: Mapping[str, Any],
     ) -> None:
-        form, item, digest = self._form, _item(record.id), sample_digest(record.id)
+        form, digest = self._form, sample_digest(record.id)
         if record.id in self.withdrawn:
             raise UsageError(f"{item} is withdrawn (`store drop`): leave it out, or call take_back of the StoreWriter first")
         spec = self._spec(record.bucket)
@@ -178,28 +179,28 @@ class PartWriter:
             if digest in self._added:
                 raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
             shard = self._shard_with_room()
-            new = self._new_captions(item, shard, record, captions)
+            digests, new = self._captions(item, shard, record.captions, captions, digest)
             try:
-                digests = [form.schema.caption_digest(text, digest) for text in record.captions or ("",)]
                 latents = form.with_presence(spec, values)
                 shard.add(spec=spec, latents=latents, record=record, captions=digests, entries=entries, new=new)
             except ValueError as error:
                 raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
             self._added.add(digest)
 
-    def _new_captions(
-        self, item: str, shard: ShardWriter, record: SampleRecord, captions: Mapping[str, Arrays]
-    ) -> list[dict[str, Entry]]:
-        """Return those of a row's captions that a shard does not have yet, as entries by group."""
-        new, sample = {}, sample_digest(record.id)
-        for text in record.captions:
-            expect(f"{item}: a caption", text, str, "a str")
+    def _captions(
+        self, item: str, shard: ShardWriter, texts: Sequence[str], captions: Mapping[str, Arrays], sample: bytes
+    ) -> tuple[list[bytes], list[dict[str, Entry]]]:
+        """Return the digests of a row's captions, and those that a shard does not have yet, as entries by group."""
+        digests, new = [], {}
+        for text in texts:
+            if not isinstance(text, str):
+                raise unlike(f"{item}: a caption", text, "a str")
             if text not in captions:
                 raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
-            digest = self._form.schema.caption_digest(text, sample)
+            digests.append(digest := self._form.schema.caption_digest(text, sample))
             if digest not in new and not shard.has_caption(digest):
                 new[digest] = self._form.caption(item, text, captions[text], digest)
-        return list(new.values())
+        return digests or [self._form.empty[TEXT_GROUP].digest], list(new.values())
 
     def commit(self) -> None:
         """Write all added rows durably: they survive `kill -9` and a power failure from here on.

@@ -411,7 +411,7 @@ def block_lies(store: Path, draw: random.Random) -> Lies:
         for at in draw.choices(digits, k=12):
             yield f"{group}: digit at {at}", put(data, begin + 8 + at, str(draw.randrange(10)).encode())
     for row in (0, 1):
-        at = int(opened.locate_captions(np.array([0]), np.array([row])).starts_offsets()[0])
+        at = int(opened.locate_entries(opened.text, np.array([0]), np.array([row])).starts_offsets()[0])
         for number in (*NUMBERS, (1 << 64) - 5):
             yield f"starts[{row}] = {number}", put(data, at, number.to_bytes(8, "little"))
             yield f"starts[{row + 1}] = {number}", put(data, at + 8, number.to_bytes(8, "little"))

@@ -238,7 +238,7 @@ def links(outside: Path) -> list[tuple[str, Make]]:
 BUCKET = "train/64x64"
 SAMPLES = samples_of({BUCKET: 6, "val/8x8": 2})
 ID = SAMPLES[1].id
-BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.sealing", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "7.json")
+BAIT = ("precious", "x.123.tmp", "x.0123abcd.tmp", "left.records", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "7.json")
 USES = ("batch", "pack", "info", "verify", "get", "drop", "gc", "dry gc", "export", "merge")
 URL_USES = (
     "url gc",
@@ -250,7 +250,7 @@ URL_USES = (
 )
 KINDS = ("link to a file", "link to a copy", "link to a folder", "link to nothing", "link to a device", "pipe", "folder")
 STRAYS = (
-    *("odd", "rejects.jsonl", "pending/writer.lock", "pending/left.lock", "pending/left.sealing", "shards/new.lmdb"),
+    *("odd", "rejects.jsonl", "pending/writer.lock", "pending/left.lock", "pending/left.records", "shards/new.lmdb"),
     *("manifest.json.123.tmp", "generations/9.json", "shards/copy-000009-aa.lmdb", "pending/copy-000009-aa.lmdb"),
 )
 URL_STRAYS = (

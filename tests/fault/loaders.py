@@ -140,7 +140,7 @@ def corrupt_caption(bench: Bench) -> Outcome:
     """Write impossible `starts` for a caption: a sample that has it is named."""
     path = bench.store()
     store, shard = Store.open(path), bench.random.randrange(2)
-    located = store.locate_captions(np.array([shard]), np.array([1]))
+    located = store.locate_entries(store.text, np.array([shard]), np.array([1]))
     with store.shards[shard].paths.lmdb.open("r+b") as file:
         file.seek(int(located.starts_offsets()[0]))
         file.write(b"\xff" * 8)

@@ -43,7 +43,7 @@ MOMENTS = {
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
     "end": ("bucketline.ingest.pipeline.slice_packer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "done": ("bucketline.ingest.parallel.ranks", "PackRanks.done"),
-    "compact": ("bucketline.store.write.seal", "_write_anew"),
+    "compact": ("bucketline.store.write.seal", "_append_records"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
     "finish": ("bucketline.ingest.pack", "finish"),
@@ -63,7 +63,7 @@ FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 def full_for_sealing() -> None:
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
-    sealing._write_anew = Mock(side_effect=FULL)
+    sealing._append_records = Mock(side_effect=FULL)
 
 
 NOTED = threading.Event()  # a signal has come to the thread that hears signals
@@ -160,13 +160,17 @@ def commit_often() -> None:
 
 
 def note_commits(path: str) -> None:
+    from bucketline.store.format.schema import decode_record
+    from bucketline.store.write.seal import RECORD_HEAD
+
     writer: Any = importlib.import_module("bucketline.store.write.shard_writer").ShardWriter
     write = writer._write
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def noted(self: Any, chosen: list[Any]) -> None:
         write(self, chosen)
-        ids = [sample.record.id for _, samples in chosen for sample in samples]
+        records = [record[RECORD_HEAD.size :] for own in chosen for record in own.records]
+        ids = [decode_record(record, "a record that was committed").id for record in records]
         os.write(fd, "".join(f"{sample_id}\n" for sample_id in ids).encode())
 
     writer._write = noted

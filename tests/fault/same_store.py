@@ -56,11 +56,17 @@ def _samples(store: Store) -> tuple[dict[str, tuple[str, NDArray[Any]]], list[st
 
 
 def committed_ids(store: Path) -> set[str]:
-    """Return the ids that are in any LMDB file of a store that nobody writes: sealed, listed or neither."""
+    """Return the ids that are in any file of a store that nobody writes: sealed, listed or neither."""
     ids: set[str] = set()
     for path in [*(store / "shards").glob("*.lmdb"), *(store / "pending").glob("*.lmdb")]:
         with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
             ids |= {msgpack.unpackb(value)["id"] for key, value in txn.cursor() if key.startswith(b"sample/")}
+            if end := txn.get(b"records"):
+                data = memoryview(path.with_suffix(".records").read_bytes())[: int.from_bytes(end[:8], "little")]
+                while data:
+                    length = int.from_bytes(data[16:20], "little")
+                    ids.add(msgpack.unpackb(data[20 : 20 + length])["id"])
+                    data = data[20 + length :]
     return ids
 
 

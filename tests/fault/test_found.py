@@ -257,7 +257,7 @@ def test_what_the_system_refuses_while_a_store_is_changed_is_an_error_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = empty_store(tmp_path)
-    (tmp_path / "pending" / "left.sealing").write_bytes(b"")
+    (tmp_path / "pending" / "left.records").write_bytes(b"")
     monkeypatch.setattr(type(tmp_path), "unlink", refuse(errno.EROFS))
     with pytest.raises(StoreError, match=r"cannot be read or changed: Read-only file system; fix that"):
         publish_module.adopt(tmp_path, manifest)

@@ -43,7 +43,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder with old files of names that a store's commands remove."""
     folder = tmp_path / "outside"
     folder.mkdir()
-    own = ("precious", "x.123.tmp", "x.tmp", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "left.sealing", "g7.lmdb", "run")
+    own = ("precious", "x.123.tmp", "x.tmp", "copy-000001-aa.lmdb", "copy-000001-aa.meta", "left.records", "g7.lmdb", "run")
     for name in own:
         (folder / name).write_text('["g7"]', encoding="ascii")
         os.utime(folder / name, (OLD_S, OLD_S))
@@ -361,7 +361,7 @@ def test_what_a_local_writer_has_committed_is_not_removed_with_notes_of_packs(pl
     (place / "pending" / "run").write_text(json.dumps(["g0"]), encoding="ascii")
     (place / "pending" / "odd").write_text("no list", encoding="ascii")
     remove_pending(folder, {"g0"})
-    assert sorted(path.name for path in (place / "pending").iterdir()) == ["left.lmdb", "odd"]
+    assert sorted(path.name for path in (place / "pending").iterdir()) == ["left.lmdb", "left.records", "odd"]
     drop(place, [SAMPLES[1].id])
     assert Store.open(place).manifest.samples == 3
     drop(folder, [SAMPLES[2].id])

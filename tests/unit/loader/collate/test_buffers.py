@@ -16,6 +16,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.buffers import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, buffer_offsets, carve
 from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, _chunk_items, _item_bytes
+from bucketline.loader.prefetch.ahead import at_once
 from bucketline.loader.prefetch.stream import FIRST_DEPTH
 from bucketline.store import Store
 from tests.commands import spawn
@@ -105,12 +106,13 @@ def test_a_caller_that_never_waits_is_given_few_buffers_however_much_may_be_fill
     with Loader(store, LoaderConfig(batch_size=2, epochs=20)) as loader:
         batches = loader.forever()
         next(batches)
-        assert wait_until(lambda: loader.stats().ready == FIRST_DEPTH)
-        assert loader.stats().depth == FIRST_DEPTH
-        for _ in range(50):
-            assert wait_until(lambda: loader.stats().ready == FIRST_DEPTH)
+        depth = FIRST_DEPTH * at_once(loader._builder.buffer_bytes)
+        assert wait_until(lambda: loader.stats().ready == depth)
+        for _ in range(3 * depth):
+            assert wait_until(lambda: loader.stats().ready >= depth // 2)
             next(batches)
-        assert loader.stats().buffers <= FIRST_DEPTH + 3
+        assert loader.stats().depth == depth
+        assert loader.stats().buffers <= depth + 3
 
 
 # Each way that a row can take out of a store into a batch gives the same bytes: the map, and plain reads.
@@ -183,9 +185,9 @@ def test_verify_in_the_loader_ends_the_iteration_at_the_bad_row_and_names_its_sa
 
 def test_verify_in_the_loader_finds_a_bad_caption(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples_of({"train/64x64": 30}))
-    located = store.locate_captions(np.array([0]), np.array([1]))
+    located = store.locate_entries(store.text, np.array([0]), np.array([1]))
     first = np.frombuffer(store.shards[0].read(int(located.starts_offsets()[0]), 8), "<i8")
-    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", first)[0]))
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(located.token_offsets("tokens", first)[0]))
     with (
         Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=3, verify=True)) as loader,
         pytest.raises(

@@ -262,7 +262,7 @@ def test_a_caption_that_cannot_be_read_fails_its_own_batch_after_all_before_it(
     row = rows[expected[bad].ids[0].numpy().tobytes()]
     assert not any(torch.equal(expected[bad].ids, batch.ids) for batch in expected[:bad])
     caption = made.sample(row.record.id)[1].caption_rows
-    located = made.locate_captions(np.zeros(len(caption), dtype=np.int64), np.array(caption, dtype=np.int64))
+    located = made.locate_entries(made.text, np.zeros(len(caption), dtype=np.int64), np.array(caption, dtype=np.int64))
     with made.shards[0].paths.lmdb.open("r+b") as file:
         for at in located.starts_offsets().tolist():
             file.seek(at)

@@ -73,10 +73,10 @@ class Recorder:
 
 def run(recorder: Recorder, steps: int) -> list[Pair]:
     delivered: list[Pair] = []
-    for copy_plan in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
-        pair = cast("Pair", copy_plan)
-        recorder.done.append(("fill", pair))
-        delivered.append(pair)
+    for copy_plans in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
+        for pair in cast("list[Pair]", copy_plans):
+            recorder.done.append(("fill", pair))
+            delivered.append(pair)
     return delivered
 
 
@@ -117,6 +117,16 @@ def test_copies_are_planned_many_at_a_time_and_plainly_if_the_store_is_cold(*, c
     assert [pair for _, pairs in planned for pair in pairs] == [(step, 0) for step in range(201)]
     assert {kind for kind, _ in planned} == {"plan plainly" if cold else "plan"}
     assert max(len(pairs) for _, pairs in planned) == (3 if cold else WINDOW)  # 3: two batches between stages, and the next
+
+
+@pytest.mark.parametrize("share", [1, 3, 100])
+def test_small_batches_are_filled_several_at_once_those_of_a_cold_store_one_by_one(*, cold: bool, share: int) -> None:
+    recorder = Recorder()
+    recorder.buffer_bytes = ahead.FILLED_BYTES // share
+    readahead = Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(201)]))
+    sizes = [len(copy_plans) for copy_plans in readahead]
+    assert (sum(sizes), sizes[0]) == (201, 1)
+    assert max(sizes) == (1 if cold else min(share, 16))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -291,6 +301,28 @@ def test_closing_lets_a_waiting_taker_go() -> None:
     buffer.close()
     thread.join(timeout=30)
     assert found == [None]
+
+
+def test_items_that_come_together_reach_a_taker_that_waits_also_if_there_is_no_room_for_all() -> None:
+    buffer: ReorderBuffer[int] = ReorderBuffer(2)
+    found: list[int | None] = []
+    thread = threading.Thread(target=lambda: found.extend(buffer.pop() for _ in range(60)))
+    thread.start()
+    for turn in range(60):
+        assert buffer.put(turn, turn, more=turn % 6 < 5)
+    thread.join(timeout=30)
+    assert found == list(range(60))
+
+
+def test_the_fillers_wake_once_half_of_the_room_is_free() -> None:
+    buffer: ReorderBuffer[int] = ReorderBuffer(4)
+    thread = threading.Thread(target=lambda: [buffer.put(turn, turn) for turn in range(6)])
+    thread.start()
+    assert wait_until(lambda: buffer._producers_waiting == 1)
+    assert buffer.pop() == 0
+    assert (buffer._producers_waiting, len(buffer)) == (1, 3)
+    assert [buffer.pop() for _ in range(5)] == [1, 2, 3, 4, 5]
+    thread.join(timeout=30)
 
 
 def test_several_threads_hand_over_in_turn_and_a_failure_waits_for_its_own() -> None:

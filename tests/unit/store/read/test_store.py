@@ -170,7 +170,7 @@ def test_a_shard_is_mapped_when_it_is_first_needed_and_its_file_closed(store: St
 @pytest.mark.parametrize("plain_reads", [False, True])
 def test_impossible_starts_are_an_error_and_not_a_read_beyond_the_block(store: Store, copy: Path, *, plain_reads: bool) -> None:
     opened = Store.open(copy)
-    located = opened.locate_captions(np.array([0]), np.array([2]))
+    located = opened.locate_entries(opened.text, np.array([0]), np.array([2]))
     path = opened.shards[0].paths.lmdb
     for value in (1 << 40, -5):
         data = bytearray(path.read_bytes())

@@ -186,7 +186,7 @@ def test_rows_of_many_shards_are_found_as_they_are_one_by_one(store: Store) -> N
         alone = Store.open(store.path).bucket(BUCKET).locate(np.array([row]))
         for field in ("shard", "row", "data", "rows", "row_in_block"):
             assert getattr(together, field)[n] == getattr(alone, field)[0]
-    part = together.part(3, 9)
+    part = together.where(slice(3, 9))
     assert part.row.tolist() == together.row[3:9].tolist()
     assert part.bucket == BUCKET
 

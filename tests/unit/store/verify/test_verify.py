@@ -102,7 +102,7 @@ def test_dropped_samples_are_not_named_as_users_of_a_damaged_caption(tmp_path: P
 
 def test_a_text_block_that_cannot_be_read_names_the_samples_that_use_its_captions(copy: Path) -> None:
     store = Store.open(copy)
-    located = store.locate_captions(np.array([0]), np.array([0]))
+    located = store.locate_entries(store.text, np.array([0]), np.array([0]))
     flip_bit(store.shards[0].paths.lmdb, 8 * (int(located.data[0]) - 3))  # in its header
     fault = next(fault for fault in faults(copy) if fault.bucket == "text")
     assert (fault.block, fault.row) == (0, None)

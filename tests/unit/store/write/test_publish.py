@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,12 @@ from bucketline.files.atomic_write import FileLock
 from bucketline.store import BlockSpec, Store
 from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
-from bucketline.store.format.block import LINE_BYTES, READ_BYTES, FileSums, caption_digest, checksum, sample_digest
-from bucketline.store.format.manifest import read_manifest, write_manifest
+from bucketline.store.format.block import caption_digest, sample_digest
+from bucketline.store.format.manifest import SAMPLE_PREFIX, read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
 from bucketline.store.format.text import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
+from bucketline.store.write import seal as sealing
 from bucketline.store.write import shard_writer
 from bucketline.store.write.publish import (
     LocalTarget,
@@ -37,7 +39,7 @@ from bucketline.store.write.publish import (
     prepare_store,
     publish,
 )
-from bucketline.store.write.seal import _read_back, _UnconfirmedError, may_have_commits, seal
+from bucketline.store.write.seal import RECORDS, may_have_commits, read_lmdb, seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import (
     IMAGES,
@@ -192,9 +194,8 @@ def test_a_sample_twice_in_one_shard_is_refused(tmp_path: Path) -> None:
     writer = open_writer(tmp_path, "a")
     add(writer, make_sample("a.png", BUCKET))
     writer.commit()
-    add(writer, make_sample("a.png", BUCKET))
     with pytest.raises(StoreError, match=r"sample 'a.png' is in shard a twice; ids must be unique"):
-        writer.commit()
+        add(writer, make_sample("a.png", BUCKET))
     writer.close()
 
 
@@ -233,7 +234,7 @@ def test_a_disk_that_is_too_full_to_seal_a_shard_is_named_as_such(tmp_path: Path
     def fail(*_: object) -> None:
         raise lmdb.Error("mdb_txn_commit: Input/output error")
 
-    monkeypatch.setattr("bucketline.store.write.seal._write_anew", fail)
+    monkeypatch.setattr("bucketline.store.write.seal._append_records", fail)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5 << 10))
     with pytest.raises(StoreError, match=r"a\.lmdb cannot be sealed: .*; the disk is full \(5 KiB are free\)"):
         seal(tmp_path, "a")
@@ -429,15 +430,46 @@ def test_a_pending_shard_stays_if_the_process_that_seals_did_nothing(tmp_path: P
     assert adopt(tmp_path, manifest) == ["a"]
 
 
-def test_a_pending_shard_goes_where_a_kill_came_between_moving_and_removing(tmp_path: Path) -> None:
+def test_records_go_where_a_kill_came_between_moving_their_shard_and_removing_them(tmp_path: Path) -> None:
     manifest = empty_store(tmp_path)
-    pending = leave_pending(tmp_path, "a", FIVE)
-    copy = shutil.copy(pending, tmp_path / "copy")
+    records = leave_pending(tmp_path, "a", FIVE).with_suffix(RECORDS)
+    copy = shutil.copy(records, tmp_path / "copy")
     assert seal(tmp_path, "a")
     with untouched(tmp_path / "shards"):
-        shutil.move(copy, pending)
+        shutil.move(copy, records)
         assert adopt(tmp_path, manifest) == ["a"]
-        assert not pending.exists()
+        assert not records.exists()
+
+
+def test_a_kill_between_two_transactions_of_records_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_store(tmp_path)
+    pending = leave_pending(tmp_path, "a", FIVE)
+    with monkeypatch.context() as patch:
+        patch.setattr(sealing, "TRANSACTION_BYTES", 1)
+        calls, append = count(), sealing._append
+        patch.setattr(sealing, "_append", lambda *given: append(*given) if next(calls) < 2 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            seal(tmp_path, "a")
+    with read_lmdb(pending) as (_, txn):
+        assert sum(bytes(key).startswith(SAMPLE_PREFIX) for key, _ in txn.cursor()) == 2
+    assert adopted(tmp_path) == [sample.id for sample in FIVE]
+    assert not faults(tmp_path)
+
+
+@pytest.mark.parametrize("left", [0, 100, None])
+def test_a_pending_shard_without_all_of_its_records_stays(left: int | None, tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    pending = leave_pending(tmp_path, "a", FIVE)
+    records = pending.with_suffix(RECORDS)
+    whole = records.read_bytes()
+    if left is None:
+        records.unlink()
+    else:
+        os.truncate(records, left)
+    with pytest.raises(StoreError, match=r"a\.lmdb.*cannot be sealed: .*a\.records"):
+        adopt(tmp_path, manifest)
+    records.write_bytes(whole)
+    assert adopted(tmp_path) == [sample.id for sample in FIVE]
 
 
 @pytest.mark.parametrize("kind", ["another shard's", "no LMDB file", "without sidecars"])
@@ -462,7 +494,8 @@ def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_
     leave_pending(tmp_path, "a", samples_of({BUCKET: 5}, "other/"))
     seal(tmp_path, "a")
     pending = leave_pending(tmp_path, "a", FIVE)
-    pending.rename(pending.with_stem("a-2"))
+    for path in (pending, pending.with_suffix(RECORDS)):
+        path.rename(path.with_stem("a-2"))
     assert len(adopted(tmp_path)) == 10
     assert not faults(tmp_path)
 
@@ -594,61 +627,19 @@ def captioned(*names: str) -> list[Sample]:
     return [make_sample(name, "train/64x64", ("a cat",)) for name in names]
 
 
-SIZE = LINE_BYTES + 3 * READ_BYTES // 2
-PLACES = ((0, 5), (5, 100), (READ_BYTES - 3, 7), (READ_BYTES + 4, 1), (2 * READ_BYTES - 1, 3 * READ_BYTES), (SIZE - 9, 9))
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> NDArray[np.uint8]:
-    made = np.random.default_rng(1).integers(0, 256, SIZE, dtype="u1")
-    (tmp_path / "file").write_bytes(made.tobytes())
-    return made
-
-
-def read_back(path: Path, data: NDArray[np.uint8], places: tuple[tuple[int, int], ...] = PLACES) -> list[int]:
-    """Read the file back as if LMDB had values of these offsets and lengths in `data`."""
-    rows = [(offset, length, data.ctypes.data + offset) for offset, length in reversed(places)]
-    placed = bytearray(np.array(rows, dtype="<u8").tobytes())
-    lines = FileSums()
-    with path.open("rb", buffering=0) as file:
-        _read_back(file, placed, lines)
-    return lines.finish()
-
-
-def test_values_that_are_there_are_confirmed_and_lines_have_the_files_checksums(
-    data: NDArray[np.uint8], tmp_path: Path
-) -> None:
-    whole = data.tobytes()
-    assert read_back(tmp_path / "file", data) == [checksum(whole[:LINE_BYTES]), checksum(whole[LINE_BYTES:])]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_with_a_changed_byte_is_not_confirmed(place: tuple[int, int], data: NDArray[np.uint8], tmp_path: Path) -> None:
-    offset, length = place
-    for at in {offset, offset + length // 2, offset + length - 1}:
-        data[at] ^= 1
-        with pytest.raises(_UnconfirmedError):
-            read_back(tmp_path / "file", data)
-        data[at] ^= 1
-    read_back(tmp_path / "file", data)
-
-
-def test_values_that_overlap_or_end_beyond_the_file_are_not_confirmed(data: NDArray[np.uint8], tmp_path: Path) -> None:
-    longer = np.concatenate([data, data[:9]])
-    for places in (((3, 9), (8, 9)), ((SIZE - 4, 5),), ((SIZE, 1),)):
-        with pytest.raises(_UnconfirmedError):
-            read_back(tmp_path / "file", longer, places)
-
-
 def test_a_shard_whose_values_cannot_be_located_stays_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with pages of another LMDB, which do not begin with their own numbers."""
-    real = ctypes.string_at
-    words = "g0 cannot be sealed: a read of g0.sealing gives other bytes than LMDB"
+    """As with pages of another LMDB, which do not begin with their own numbers, or a file that is not the one that it maps."""
+    real, pread = ctypes.string_at, os.pread
+    words = r"g0 cannot be sealed: a read of \S*g0.lmdb gives other bytes than LMDB"
     with monkeypatch.context() as patch, store_writer(tmp_path, shard_names="g{}") as writer:
         patch.setattr(ctypes, "string_at", lambda address, size: bytes(byte ^ 0x55 for byte in real(address, size)))
         add_samples(writer, samples_of({"train/8x8": 3}))
         with pytest.raises(StoreError, match=words):
             writer.publish()
+        patch.setattr(ctypes, "string_at", real)
+        patch.setattr(os, "pread", lambda fd, size, at: bytes(byte ^ 1 for byte in pread(fd, size, at)))
+        with pytest.raises(StoreError, match=words):
+            seal(tmp_path, "g0")
     assert not list((tmp_path / "shards").glob("*.lmdb"))
     with store_writer(tmp_path) as writer:
         writer.publish()
