@@ -43,8 +43,8 @@ from bucketline.bench.fixtures.stores import (
     kept_store,
     make_store,
     pushed,
-    random_f16,
 )
+from bucketline.bench.fixtures.values import random_f16
 from bucketline.errors import BucketlineError
 from bucketline.loader import Batch, Loader, LoaderConfig
 from bucketline.loader.config import Remainder
