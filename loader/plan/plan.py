@@ -475,19 +475,17 @@ def reserve_ring(builder: object, store: Store | Mixture, plan: Plan, rank: int,
     """
     if (refused := refuse_small_caches(store, plan, world_size)) is None:
         return
-    needs, sources, limit = refused
+    needs, sources = refused
     machines = machines_of(world_size)
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
-    each, holds_all = needs.ring_bytes // len(lanes), needs.is_held(limit)
+    each = needs.ring_bytes // len(lanes)
     for source in sources:
-        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
+        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, needs.is_held)
 
 
-def refuse_small_caches(
-    store: Store | Mixture, plan: Plan, world_size: int
-) -> tuple[CacheNeeds, list[RemoteSource], int] | None:
-    """Return the plan's needs, the stores in object storage and the least limit of their caches; None without such stores."""
+def refuse_small_caches(store: Store | Mixture, plan: Plan, world_size: int) -> tuple[CacheNeeds, list[RemoteSource]] | None:
+    """Return the plan's needs and the stores in object storage, if the least of their caches may be read through; else None."""
     if all(shard.source is None for shard in store.shards):
         return None
     from bucketline.store.remote.cache.remote_source import RemoteSource
@@ -499,7 +497,7 @@ def refuse_small_caches(
     needs = CacheNeeds(store, plan, machines_of(world_size))
     if (reason := needs.why_too_small(limit)) is not None:
         raise UsageError(reason)
-    return needs, list(sources.values()), limit
+    return needs, list(sources.values())
 
 
 def cache_for(num_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Write a shard: rows and captions, in blocks, to an LMDB file under `pending/`, and sample records to a file beside it.
 
-A transaction of LMDB commits both: it says how long the records are, which are on the disk before it. Blocks stay where they
-are when the shard is sealed; records are then put in order behind them.
+A transaction of LMDB commits both: it says how long the records are, which are on the disk before it. Sealing puts both in
+order in one file.
 """
 
 from __future__ import annotations

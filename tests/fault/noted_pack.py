@@ -43,7 +43,7 @@ MOMENTS = {
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
     "end": ("bucketline.ingest.pipeline.slice_packer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "done": ("bucketline.ingest.parallel.ranks", "PackRanks.done"),
-    "compact": ("bucketline.store.write.seal", "_append_records"),
+    "compact": ("bucketline.store.write.seal", "_put_in_order"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
     "finish": ("bucketline.ingest.pack", "finish"),
@@ -63,7 +63,7 @@ FULL = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 def full_for_sealing() -> None:
     sealing: Any = importlib.import_module("bucketline.store.write.seal")
-    sealing._append_records = Mock(side_effect=FULL)
+    sealing._put_in_order = Mock(side_effect=FULL)
 
 
 NOTED = threading.Event()  # a signal has come to the thread that hears signals

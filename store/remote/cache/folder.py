@@ -44,7 +44,7 @@ from bucketline.store.remote.cache.cached_shard import (
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, RingSpace, Room
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping
     from pathlib import Path
 
 
@@ -228,25 +228,25 @@ class CacheFolder:
         self._nothing_until = self._collects_at = 0.0
         self._making_room = threading.Lock()
         self._spare = 0  # bytes of the ring whose space is allocated
-        self._needs: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
+        self._needs: WeakKeyDictionary[object, tuple[Mapping[Hashable, int], Callable[[int], bool]]] = WeakKeyDictionary()
         self._opened: WeakSet[StoreFolder] = WeakSet()
 
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
         needed: dict[Hashable, int] = {}
-        for own in tuple(self._needs.values()):
-            needed.update(own)
+        for own, is_held in tuple(self._needs.values()):
+            if not is_held(self.limit):
+                needed.update(own)
         return ring_share(self.limit, sum(needed.values()))
 
-    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool = False) -> None:
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], is_held: Callable[[int], bool]) -> None:
         """Leave bytes to lines that are not pinned, while `reader` exists; what several readers need counts once, by key.
 
-        They are allocated on the disk, so that pinned lines and others leave them. `holds_all`: they are needed only if the
-        disk is filled by others.
+        They are allocated on the disk, so that pinned lines and others leave them. They are not needed while a cache of the
+        limit, which a full disk lowers, keeps all that the reader reads: `is_held` tells whether one of so many bytes does.
         """
-        if not holds_all:
-            self._needs[reader] = needed
+        self._needs[reader] = needed, is_held
         self._spare = max(self._spare, sum(needed.values()))
         self.regrow()
         if not self._space.grow_to(min(self._spare, self.limit) - self.room.ring()):

@@ -31,7 +31,7 @@ from bucketline.store.shard.row_locator import check_shard_id
 from bucketline.store.shard.sidecar import Sidecar, read_listed
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry
@@ -299,9 +299,9 @@ class RemoteSource:
         """True if another process uses the cache."""
         return self._cache.room.is_shared()
 
-    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], is_held: Callable[[int], bool]) -> None:
         """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
-        self._cache.reserve_ring(reader, needed, holds_all=holds_all)
+        self._cache.reserve_ring(reader, needed, is_held)
         with self._opening:
             if not self._shards:
                 self._cache.unpin(self._folder)

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PINNED_BYTES, RING_BYTES, SIDECARS, CLOCK = range(
-    4
-)  # words: bytes of pinned lines, of the ring's lines, of whole files; uses so far
+PINNED_BYTES, RING_BYTES, SIDECARS, CLOCK = range(4)  # words: bytes of pinned and ring lines, of whole files; uses so far
 _SLOTS_AT, _SLOTS = 8, 1024
 NUM_BYTES = 8 * (_SLOTS_AT + _SLOTS)
 _ALL = 0  # number of the lock on the words
@@ -38,9 +36,8 @@ class Room:
         self._locks, self._own = RangeLocks(path), threading.RLock()
         if os.fstat(self._locks.fd).st_size != NUM_BYTES:
             raise StoreError(f"{path} does not have {NUM_BYTES} bytes; remove it while no process uses the cache")
-        fd = os.open(
-            path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        )  # a map keeps the locks of the descriptor that it is made by
+        # another descriptor than that of the locks: a map keeps those of the one that it is made by
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             self._words = np.frombuffer(map_file(fd, NUM_BYTES, writable=True), dtype="<i8")
         finally:

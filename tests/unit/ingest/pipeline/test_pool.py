@@ -340,7 +340,7 @@ def test_the_locks_are_free_as_soon_as_the_error_is_raised(tmp_path: Path, monke
     def refuse(*_: object) -> None:
         raise lmdb.DiskError("mdb_env_sync: Input/output error")
 
-    monkeypatch.setattr("bucketline.store.write.seal._append_records", refuse)
+    monkeypatch.setattr("bucketline.store.write.seal._put_in_order", refuse)
 
     def work() -> tuple[str, str, list[str]]:
         kind, words = outcome(lambda: write(tmp_path, batches=2, batches_a_shard=ENOUGH))

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from bucketline.store import BlockSpec, Store
 from bucketline.store.change.commit import drop
 from bucketline.store.change.compact import compact
 from bucketline.store.format.block import caption_digest, sample_digest
-from bucketline.store.format.manifest import SAMPLE_PREFIX, read_manifest, write_manifest
+from bucketline.store.format.manifest import read_manifest, write_manifest
 from bucketline.store.format.schema import bucket_entry
 from bucketline.store.format.text import TEXT_GROUP, make_caption
 from bucketline.store.shard.reader import SealedShard
@@ -39,7 +39,7 @@ from bucketline.store.write.publish import (
     prepare_store,
     publish,
 )
-from bucketline.store.write.seal import RECORDS, may_have_commits, read_lmdb, seal
+from bucketline.store.write.seal import RECORDS, may_have_commits, read_contents, refusing, seal
 from bucketline.store.write.shard_writer import ShardWriter
 from tests.kit import (
     IMAGES,
@@ -234,7 +234,7 @@ def test_a_disk_that_is_too_full_to_seal_a_shard_is_named_as_such(tmp_path: Path
     def fail(*_: object) -> None:
         raise lmdb.Error("mdb_txn_commit: Input/output error")
 
-    monkeypatch.setattr("bucketline.store.write.seal._append_records", fail)
+    monkeypatch.setattr("bucketline.store.write.seal._put_in_order", fail)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5 << 10))
     with pytest.raises(StoreError, match=r"a\.lmdb cannot be sealed: .*; the disk is full \(5 KiB are free\)"):
         seal(tmp_path, "a")
@@ -441,19 +441,33 @@ def test_records_go_where_a_kill_came_between_moving_their_shard_and_removing_th
         assert not records.exists()
 
 
-def test_a_kill_between_two_transactions_of_records_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["_append", "write_durably"])
+def test_a_seal_that_ended_early_loses_no_record(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty_store(tmp_path)
-    pending = leave_pending(tmp_path, "a", FIVE)
+    leave_pending(tmp_path, "a", FIVE)
     with monkeypatch.context() as patch:
         patch.setattr(sealing, "TRANSACTION_BYTES", 1)
-        calls, append = count(), sealing._append
-        patch.setattr(sealing, "_append", lambda *given: append(*given) if next(calls) < 2 else 1 / 0)
+        calls, real = count(), getattr(sealing, moment)
+        most = 2 if moment == "_append" else 0  # transactions
+        patch.setattr(sealing, moment, lambda *given: real(*given) if next(calls) < most else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             seal(tmp_path, "a")
-    with read_lmdb(pending) as (_, txn):
-        assert sum(bytes(key).startswith(SAMPLE_PREFIX) for key, _ in txn.cursor()) == 2
+    assert not list((tmp_path / "pending").glob("*.tmp"))
     assert adopted(tmp_path) == [sample.id for sample in FIVE]
     assert not faults(tmp_path)
+
+
+def test_blocks_of_a_bucket_lie_together_in_a_sealed_shard(tmp_path: Path) -> None:
+    empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    for n in range(6):  # a transaction each
+        add(writer, make_sample(f"{n}.png", ("train/64x64", "train/8x8")[n % 2], (f"caption {n}",)))
+        writer.commit()
+    assert writer.seal()
+    read_contents(tmp_path / "shards" / "a.lmdb", found := refusing("a"))
+    pages = [[offset // found.page_bytes for offset, *_ in own] for _, own in sorted(found.blocks.items())]
+    assert [len(own) for own in pages] == [6, 3, 3]  # text, and two buckets
+    assert sorted(chain(*pages)) == [*chain(*pages)]
 
 
 @pytest.mark.parametrize("left", [0, 100, None])

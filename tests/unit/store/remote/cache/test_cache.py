@@ -468,6 +468,20 @@ def test_a_cache_that_is_too_small_says_so(tmp_path: Path) -> None:
         CacheFolder(tmp_path / "cache", 5)
 
 
+def test_a_full_disk_leaves_its_room_to_the_lines_in_use_rather_than_to_pinned_ones(
+    tmp_path: Path,
+) -> None:
+    cache, all_bytes = CacheFolder(tmp_path / "cache", 64 * LINE_BYTES), 40 * LINE_BYTES
+    cache.reserve_ring(cache, {"plan": 24 * LINE_BYTES}, lambda limit: limit >= all_bytes)
+    assert cache.ring_bytes == 32 * LINE_BYTES  # the usual
+    assert cache.may_pin(LINE_BYTES)
+    cache.shrink()  # to the space that is allocated for the ring, as if others had filled the disk
+    assert cache.ring_bytes == cache.limit == 24 * LINE_BYTES
+    assert not cache.may_pin(LINE_BYTES)
+    cache.set_limit(all_bytes)
+    assert cache.ring_bytes == 20 * LINE_BYTES
+
+
 def test_reserved_bytes_count_until_their_process_is_gone(tmp_path: Path) -> None:
     cache, other = CacheFolder(tmp_path / "cache", None), CacheFolder(tmp_path / "cache", None)
     assert cache.room.reserve(100, limit=150)
