@@ -69,8 +69,7 @@ def without_collections() -> Iterator[None]:
         try:
             yield
         finally:
-            if was_enabled:
-                gc.enable()
+            (gc.enable if was_enabled else gc.disable)()
 
 
 class OwnerProcess:

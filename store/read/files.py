@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from bucketline.command_line import counted
-from bucketline.errors import CorruptError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.block import CHECKSUM, ID, row_checksum
 from bucketline.store.format.manifest import dropped_path, shard_paths
 from bucketline.store.remote.generations import listed_generations
-from bucketline.store.shard.sidecar import read_exactly
+from bucketline.store.shard.sidecar import REMEDIES, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -59,7 +59,10 @@ class _KeptFile:
     def __init__(self, shard: SealedShard) -> None:
         with shard.opened() as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
-            self.path, self.fd = shard.paths.lmdb, os.dup(fd)
+            try:
+                self.path, self.fd = shard.paths.lmdb, os.dup(fd)
+            except OSError as error:
+                raise StoreError(f"{shard.paths.lmdb}: {error.strerror}{REMEDIES.get(error.errno or 0, '')}") from error
         weakref.finalize(self, os.close, self.fd).atexit = False
 
 

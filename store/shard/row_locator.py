@@ -99,9 +99,8 @@ class BlockTable:
         wanted: dict[int, list[tuple[Path, FileEntry]]] = {}
         for ordinal in ordinals:
             if self._sources[ordinal] is not None:
-                entry, path = self._entries[ordinal], self._paths[ordinal]
-                own = wanted.setdefault(id(self._sources[ordinal]), [])
-                own.append((path.meta, entry.meta))
+                files = self._paths[ordinal].meta, self._entries[ordinal].meta
+                wanted.setdefault(id(self._sources[ordinal]), []).append(files)
         for source in {id(source): source for source in self._sources if source is not None}.values():
             if id(source) in wanted:
                 source.fetch(wanted[id(source)])

@@ -6,6 +6,7 @@ manifest lists yet proves itself. One that a manifest lists is compared with the
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     Read: TypeAlias = Callable[[Path, FileEntry], bytes]
 
+REMEDIES = {errno.EMFILE: "; this process has as many as it may: raise the limit (ulimit -n), or close some"}  # by errno
+
 
 def encode_sidecar(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Mapping[str, object]) -> bytes:
     """Return the file's bytes. Tensors are (name, dtype, values) in descending item size; metadata values become JSON."""
@@ -65,7 +68,7 @@ def open_listed(path: Path, expected_bytes: int | None) -> Iterator[int]:
             "or run `store repair` and pack again"
         ) from error
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        raise StoreError(f"{path} cannot be read: {error.strerror}{REMEDIES.get(error.errno or 0, '')}") from error
     try:
         found = os.fstat(fd).st_size
         if expected_bytes not in (None, found):
@@ -120,8 +123,6 @@ class Sidecar:
         self.path, self._data = path, memoryview(data).toreadonly()
         if listed is not None:
             refuse_other(path, self._data, listed)
-        if not len(data):
-            raise CorruptError(f"{path} is empty")
         tensors, self._texts, self._data_at = read_header(self._data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))
         self._tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in tensors}
         if self.about("format") != kind or not tensors or tensors[0].name != CHECKSUM:
