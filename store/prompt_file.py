@@ -86,7 +86,7 @@ def encode_prompts(manifest: Manifest, prompts: Sequence[Prompt], captions: Sequ
 def decode_prompts(manifest: Manifest, data: bytes, where: str) -> PromptSet:
     """Return the prompts in the bytes of a file of a store's prompts, after comparing all checksums."""
     file = Sidecar(where, data, PROMPTS_FORMAT)
-    if difference := first_difference(manifest.encoders.get(_ENCODER), file.metadata.get(_ENCODER), f"encoders.{_ENCODER}"):
+    if difference := first_difference(manifest.encoders.get(_ENCODER), file.about(_ENCODER), f"encoders.{_ENCODER}"):
         field, stored, found = difference
         raise FingerprintError(
             f"{where} was encoded with {field} = {found!s:.200}, the store has {stored!s:.200}; rerun `ingest prompts`"

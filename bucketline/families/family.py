@@ -82,14 +82,6 @@ PENULTIMATE_CLIP: Mapping[str, Any] = {"layer": "hidden_states[-2], text_embeds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
-    """Widths of what a family stores per caption."""
-
-    token: int
-    fixed: Mapping[str, int] = field(default_factory=dict)  # by column
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFacts:
     """The properties of a store that a model must match."""
 
@@ -250,12 +242,6 @@ class Family:
             mask = torch.where(is_empty[:, None], found["empty mask"], mask)
         fixed = {name: value for name, value in found.items() if name not in ("empty mask", None)}
         return Encoded(tokens=tokens.flatten(2), mask=mask, fixed=fixed)
-
-    @classmethod
-    def text_widths(cls, model: Model, configs: Mapping[str, Any]) -> Widths:
-        """Return the widths of the text columns from the encoders' configurations, by name."""
-        pooled = sum(getattr(configs[part.encoder], part.pooled) for part in cls.parts if part.pooled)
-        return Widths(token=cls.stored_width(model, configs), fixed={POOLED: pooled} if pooled else {})
 
     @classmethod
     def stored_width(cls, _model: Model, configs: Mapping[str, Any]) -> int:

@@ -245,7 +245,8 @@ def _read_entry(name: str, entry: dict[str, Any]) -> Tensor:
     if (
         len(shape) > MAX_DIMENSIONS
         or entry["dtype"] not in DTYPES
-        or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        or {*map(type, numbers)} != {int}
+        or not 0 <= min(numbers) <= max(numbers) < 1 << 62
     ):
         raise ValueError(f"tensor {name!r} has an impossible entry")
     return Tensor(name=name, dtype=entry["dtype"], shape=shape, begin=begin, end=end)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import read_regular, why_no_store
-from bucketline.forks import cached_property
+from bucketline.forks import cached_property, without_collections
 from bucketline.store.format.block import LATENT, MAX_HEADER_BYTES, RAGGED_PREFIX, EntriesOf, bytes_digest
 from bucketline.store.format.schema import Schema
 from bucketline.store.format.text import (
@@ -463,6 +463,7 @@ def _advice(store: Path) -> str:
     return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is intact"
 
 
+@without_collections()
 def parse_manifest(data: bytes, item: str) -> Manifest:
     """Return the checked manifest in `data`; errors name `item`."""
     try:

@@ -118,7 +118,7 @@ def read_meta(store: Path, name: str, *, with_columns: bool = False) -> ShardMet
         data = _read(paths.meta)
         found = decode_meta(data, paths.meta, name)
         _check_length(paths.lmdb, found.entry.lmdb)
-        _check_id(paths.lmdb, found.entry.shard_id, Sidecar(paths.meta, data, META_FORMAT).metadata.get("shard_id_at"))
+        _check_id(paths.lmdb, found.entry.shard_id, Sidecar(paths.meta, data, META_FORMAT).about("shard_id_at"))
     except FileNotFoundError as error:
         if not paths.lmdb.exists():
             again = "the shard was removed, or its rows rewritten meanwhile: rerun the command, which packs what is lacking"

@@ -337,7 +337,7 @@ class SealedShard:
 
     def _check_id(self, fd: int) -> None:
         """Compare the shard id in the file with the manifest's: files of equal length may have been swapped."""
-        at = self.meta.metadata.get("shard_id_at")
+        at = self.meta.about("shard_id_at")
         found = bytearray()
         if type(at) is int and 0 <= at < 1 << 62:
             found = bytearray(SHARD_ID_BYTES)

@@ -87,7 +87,7 @@ class BlockTable:
         self._sources = sources if any(source is not None for source in sources) else ()
         plain_reads = plain_reads or not mapped.fits(2 * len(entries))
         self._entries, self._paths, self._dropped_of = entries, paths, dropped
-        metas = [(path.meta, entry.meta) for entry, path in zip(entries, paths, strict=True)]
+        metas = [(path, entry.meta) for entry, path in zip(entries, paths, strict=True)]
         fetch = self._fetch if self._sources else None
         self.meta = Sidecars(META_FORMAT, _FIELDS, metas, self._check_meta, plain_reads=plain_reads, fetch=fetch)
         self._groups: dict[str, NDArray[np.int64]] = {}
@@ -110,7 +110,7 @@ class BlockTable:
         entry = self._entries[ordinal]
         check_shard_id(entry, file)
         blocks = max((group.first_block + group.blocks for group in entry.groups.values()), default=0)
-        if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
+        if blocks == 0 or any(file.tensor(name)[1:3] != ("U64", (blocks,)) for name in _FIELDS):
             raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest has; run `store verify`")
 
     def _group(self, name: str) -> NDArray[np.int64]:
@@ -183,7 +183,7 @@ class BlockTable:
 
 
 def check_shard_id(entry: ShardEntry, file: Sidecar) -> None:
-    found = file.metadata.get("shard_id")
+    found = file.about("shard_id")
     if found != entry.shard_id:
         raise CorruptError(
             f"{file.path} belongs to another shard: it has the id {found!s:.40}, the manifest lists {entry.name} with the id "

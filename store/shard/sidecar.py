@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import FileEntry, Manifest, ShardEntry, ShardPaths
 
     Read: TypeAlias = Callable[[Path, FileEntry], bytes]
 
@@ -122,45 +122,47 @@ class Sidecar:
             refuse_other(path, self._data, listed)
         if not len(data):
             raise CorruptError(f"{path} is empty")
-        tensors, texts, self._data_at = read_header(self._data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))
-        try:
-            self.metadata: dict[str, Any] = {key: json.loads(text) for key, text in texts.items()}
-        except (ValueError, RecursionError) as error:
-            raise CorruptError(f"{path}: its metadata is not JSON") from error
-        if self.metadata.get("format") != kind or not tensors or tensors[0].name != CHECKSUM:
-            raise CorruptError(f"{path} is not a {kind} file")
+        tensors, self._texts, self._data_at = read_header(self._data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))
         self._tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in tensors}
-        self._columns = {tensor.name: self._values(tensor) for tensor in tensors}
-        for name, values in self._columns.items():
-            if values.ndim == 0:
-                raise CorruptError(f"{path}: the tensor {name!r} is a single value, expected a list")
+        if self.about("format") != kind or not tensors or tensors[0].name != CHECKSUM:
+            raise CorruptError(f"{path} is not a {kind} file")
         if listed is None:
             parts = self._data[: self._data_at], self._data[self._data_at + tensors[0].end :]
-            if self._columns[CHECKSUM].tolist() != [checksum(part) for part in parts]:
+            if self.column(CHECKSUM).tolist() != [checksum(part) for part in parts]:
                 raise CorruptError(f"{path} does not match its checksums")
 
-    def __len__(self) -> int:
-        return len(self._data)
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {key: self.about(key) for key in self._texts}
+
+    def about(self, key: str) -> Any:  # noqa: ANN401 - parsed JSON
+        """Return a value of the metadata, None if it is not there. All of them may be a thousand buckets' columns."""
+        try:
+            return json.loads(self._texts.get(key, "null"))
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{self.path}: its metadata is not JSON") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor's place and form."""
+        if name not in self._tensors:
+            raise CorruptError(f"{self.path} lacks the tensor {name!r}")
+        return self._tensors[name]
 
     def begin(self, name: str) -> int:
         """Return a tensor's byte offset in the file."""
-        self.column(name)
-        return self._data_at + self._tensors[name].begin
+        return self._data_at + self.tensor(name).begin
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a tensor as a view of the file."""
-        if name not in self._columns:
-            raise CorruptError(f"{self.path} lacks the tensor {name!r}")
-        return self._columns[name]
-
-    def _values(self, tensor: Tensor) -> NDArray[Any]:
-        dtype = DTYPES[tensor.dtype]
-        count = tensor.num_bytes // dtype.itemsize
+        tensor, dtype = self.tensor(name), DTYPES[self.tensor(name).dtype]
+        count, begin = tensor.num_bytes // dtype.itemsize, self._data_at + tensor.begin
         try:
-            values = np.frombuffer(self._data, dtype=dtype, count=count, offset=self._data_at + tensor.begin)
-            return values.reshape(tensor.shape)
+            values = np.frombuffer(self._data, dtype=dtype, count=count, offset=begin).reshape(tensor.shape)
         except ValueError as error:  # a shape that numpy refuses, even with few items
-            raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
+            raise CorruptError(f"{self.path}: the tensor {name!r} has an impossible shape") from error
+        if values.ndim == 0:
+            raise CorruptError(f"{self.path}: the tensor {name!r} is a single value, expected a list")
+        return values
 
 
 class Sidecars:
@@ -170,7 +172,7 @@ class Sidecars:
         self,
         kind: str,
         columns: Sequence[str],
-        files: Sequence[tuple[Path, FileEntry | None]],
+        files: Sequence[tuple[ShardPaths, FileEntry]],
         check: Callable[[int, Sidecar], None],
         *,
         plain_reads: bool,
@@ -178,20 +180,19 @@ class Sidecars:
     ) -> None:
         """Reserve addresses, or memory with `plain_reads`; nothing is opened yet.
 
-        `files` has each shard's path and entry, None without one; `columns` the tensors to read, all of one dtype. `check` is
-        called with a shard's ordinal and file when it is opened. `fetch` is called before files are opened, with their
-        shards' ordinals.
+        `files` has each shard's paths, and the file's entry; `columns` the tensors to read, all of one dtype. `check` is called
+        with a shard's ordinal and file when it is opened, `fetch` before files are opened, with their shards' ordinals.
         """
         self._fetch = fetch
         self._kind, self._columns, self._listed, self._check_opened = kind, columns, files, check
         self._files: dict[int, Sidecar] = {}
-        sizes = [0 if listed is None else listed.num_bytes for _, listed in files]
+        sizes = [listed.num_bytes for _, listed in files]
 
         def opened(ordinal: int) -> AbstractContextManager[int]:
-            return open_listed(files[ordinal][0], sizes[ordinal])
+            return open_listed(files[ordinal][0].meta, sizes[ordinal])
 
         def read(ordinal: int, fd: int, out: memoryview) -> None:
-            read_exactly(files[ordinal][0], fd, 0, out)
+            read_exactly(files[ordinal][0].meta, fd, 0, out)
 
         self._range = AddressRange(sizes, opened, read=read if plain_reads else None)
         self._bytes = self._range.bytes_view()
@@ -207,13 +208,13 @@ class Sidecars:
             self._fetch(missing.tolist())
         self._range.map(missing)  # or reads them into their places
         for ordinal in missing.tolist():
-            path, listed = self._listed[ordinal]
+            paths, listed = self._listed[ordinal]
             begin = int(self._range.first_byte[ordinal])
-            file = Sidecar(path, self._bytes[begin : begin + (listed.num_bytes if listed else 0)].data, self._kind, listed)
+            file = Sidecar(paths.meta, self._bytes[begin : begin + listed.num_bytes].data, self._kind, listed)
             self._check_opened(ordinal, file)
             for name in self._columns:
-                if file.begin(name) % file.column(name).itemsize:
-                    raise CorruptError(f"{path}: the tensor {name!r} does not begin at a multiple of its items' length")
+                if file.begin(name) % DTYPES[file.tensor(name).dtype].itemsize:
+                    raise CorruptError(f"{file.path}: the tensor {name!r} does not begin at a multiple of its items' length")
                 self._begin[name][ordinal] = begin + file.begin(name)
             self._files[ordinal] = file
             self._is_open[ordinal] = True

@@ -254,7 +254,7 @@ class ShardCheck:
         meta, name = self._shard.meta, self._shard.paths.lmdb.name
         num_lines = len(found)
         stored = meta.column(LINE_CHECKSUM)
-        if stored.dtype != "<u8" or stored.shape != (num_lines,) or meta.metadata.get("line_bytes") != LINE_BYTES:
+        if stored.dtype != "<u8" or stored.shape != (num_lines,) or meta.about("line_bytes") != LINE_BYTES:
             self._faults.of_file(
                 f"{self._shard.paths.meta.name} does not have the checksums of the {num_lines} lines of {name}"
             )
@@ -403,7 +403,7 @@ class ColumnCheck(ShardCheck):
         contents = ShardContents(name=entry.name, report=self._faults.add)
         read_contents(paths.lmdb, contents, sums, lambda: self._on_bytes(0))
         if self._has_meta:
-            about = {name: self._shard.meta.metadata.get(name) for name in COLUMN_FIELDS}
+            about = {name: self._shard.meta.about(name) for name in COLUMN_FIELDS}
             self._compare_meta(contents.meta(sums, about))
         for bucket in entry.groups:
             with self._faults.guard(bucket):

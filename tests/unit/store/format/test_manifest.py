@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -96,6 +97,7 @@ def test_a_document_that_is_no_manifest_is_refused_by_field(case: str, store: St
 def test_bytes_that_are_no_json_object_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptError, match=r"item is damaged"):
         parse_manifest(data, "item")
+    assert gc.isenabled()
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
