@@ -19,8 +19,9 @@ from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand
 from bucketline.store import Store
 from bucketline.store import cli as store_cli
+from bucketline.train import main as trainer
 from bucketline.train.config import TrainConfig
-from tests.commands import BIN, ROOT, Ran, call, spawn
+from tests.commands import BIN, ROOT, Ran, call, called, spawn
 from tests.models import png, write_model
 from tests.unit.train.tiny_run import write_unet
 
@@ -116,12 +117,13 @@ def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, f
 
 
 @pytest.mark.slow
-def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
+def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path, quick_runs: None) -> None:
     assert packed.code == 0
     arguments = example_of(TrainConfig)
     assert arguments[:2] == ["bucketline", "train"]
     arguments[arguments.index("--max-steps") + 1] = "1"
-    run_in(folder, [*arguments, "--num-images", "1"]).done()
+    with contextlib.chdir(folder):
+        called(trainer.main, *arguments[2:], "--num-images", "1").done()
     assert (folder / arguments[arguments.index("--output-dir") + 1] / "metrics.jsonl").exists()
 
 

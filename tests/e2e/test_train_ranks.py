@@ -144,7 +144,6 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
     [
         ({"mask_loss": "batch:0.1"}, {}),
         ({"mask_loss": "batch"}, {"sharding": FSDP}),
-        ({"mask_loss": "sample", "lora_rank": 2}, {}),
     ],
 )
 def test_two_ranks_learn_pairs_under_masks_as_one_does(
@@ -190,10 +189,8 @@ def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_
     assert losses(whole.output_dir) == losses(parts.output_dir)
 
 
-@pytest.mark.parametrize("lora_rank", [None, 2])
-def test_four_ranks_that_share_a_model_go_on_as_two_and_equal_one_rank(folder: Path, run: Run, lora_rank: int | None) -> None:
-    given = {"batch_size": "8", "accumulation": 1, "max_steps": 6, "validate_every": 2, "lora_rank": lora_rank}
-    one = config(folder, output_dir=folder / "one", **given)
+def test_four_ranks_that_share_a_model_go_on_as_two_and_equal_one_rank(folder: Path, run: Run) -> None:
+    one = config(folder, output_dir=folder / "one", batch_size="8", accumulation=1, max_steps=6, validate_every=2)
     run(1, one)
     four = replace(one, output_dir=folder / "four", batch_size=BatchSize(batch_size=1), accumulation=2, max_steps=4)
     run(4, replace(four, sharding=FSDP))

@@ -109,7 +109,7 @@ def flipped_bits(asked: Asked) -> Iterator[Record]:
         expect(outcome is not Outcome.WRONG, "the flip was not found", outcome)
         return outcome
 
-    for (words, form), flips in zip(FORMS, (asked.of(150, 1200), asked.of(70, 600)), strict=True):
+    for (words, form), flips in zip(FORMS, (asked.of(75, 1200), asked.of(35, 600)), strict=True):
         store, records = asked.folder / f"flips{words}", dict[str, Record]()
         worn_store(store, form, num_rows=30)
         expected = apart(partial(contents, store), LONGEST_S).done()
@@ -494,7 +494,7 @@ def lying_files(asked: Asked) -> Iterator[Record]:
             sound, path, records = Path(folder, f"sound{words}"), Path(folder, f"s{words}"), dict[str, Record]()
             sound_store(sound, form)
             expected = apart(lambda sound=sound: digest_of_everything(Store.open(sound)), CASE_S).done()  # type: ignore[misc]
-            lies = lies_about(sound, asked.draw, asked.of(100, 500), 0.2 if asked.is_quick else 1.0)
+            lies = lies_about(sound, asked.draw, asked.of(50, 500), 0.1 if asked.is_quick else 1.0)
             for kind, name, lie in lies:
                 is_edit = kind == RANDOM
                 fault = ("a store's file edited at random" if is_edit else f"{kind} that lie, with right checksums") + words

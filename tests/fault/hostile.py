@@ -69,7 +69,7 @@ Make = Callable[[Path], "Path | None"]  # writes into a folder; returns the sour
 
 
 def hostile_input(asked: Asked) -> Iterator[Record]:
-    ground = Ground(asked, most=2)
+    ground = Ground(asked, most=1)
     limit_memory(MEMORY_BYTES)
     for fault, sources in {
         "tar members with .., absolute or odd names": tar_names(),
@@ -315,14 +315,14 @@ def linked_stores(asked: Asked) -> Iterator[Record]:
         return Outcome.CLEAN_ERROR if is_verified else fair(ended)
 
     for fault, whole, strays, kinds, uses, most in (
-        ("links, pipes and devices under a store's names", sound, STRAYS, KINDS, USES, asked.of(24, 500)),
-        ("links under the names of a store at file://", pushed, URL_STRAYS, KINDS[:5], URL_USES, asked.of(8, 200)),
+        ("links, pipes and devices under a store's names", sound, STRAYS, KINDS, USES, asked.of(12, 500)),
+        ("links under the names of a store at file://", pushed, URL_STRAYS, KINDS[:5], URL_USES, asked.of(4, 200)),
     ):
         ground.most, names = most, [*(str(path.relative_to(whole)) for path in sorted(whole.rglob("*"))), *strays]
         cases = ground.some([(whole, use, name, kind) for name in names for kind in kinds for use in uses])
         named = [(f"{use} with {name} a {kind}", whole, use, name, kind) for whole, use, name, kind in cases]
         yield from tried(fault, Kind.HOSTILE, trial, named)
-    ground.most = 3 if asked.is_quick else None
+    ground.most = 2 if asked.is_quick else None
     yield from shared_folders(ground, sound)
     yield from current_folders(ground, images)
 

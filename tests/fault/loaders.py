@@ -480,7 +480,8 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
         return outcome
 
     draw, records = asked.draw, dict[str, Record]()
-    order = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
+    all_of = {name: services for name, (_, services) in FAILURES.items()}
+    order = [(name, one) for name, own in all_of.items() for one in (draw.sample(own, 1) if asked.is_quick else own)]
     order += draw.choices(order, [_WEIGHTS[service] for _, service in order], k=asked.of(0, 240 - len(order)))
     draw.shuffle(order)
     for name in FAILURES:

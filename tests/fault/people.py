@@ -51,7 +51,7 @@ NUM_DATED = 4
 
 
 def people(asked: Asked) -> Iterator[Record]:
-    ground = Ground(asked, most=6)
+    ground = Ground(asked, most=3)
     for fault, trial in TRIALS.items():
         yield from tried(fault, Kind.OTHER, trial, [("", ground)] * asked.of(1, 12))
     yield from moved_while_read(ground, asked.of(2, 12))

@@ -229,7 +229,7 @@ def broken_logs(asked: Asked) -> Iterator[Record]:
     (ground.folder / "training").mkdir()
     prepare(ground.folder / "training")  # a model of its own
     for what, trial in {"pack": _pack, "train": _train, "serve": _serve}.items():
-        logs = [CLOSED if trial is _serve else draw.choice([CLOSED, FULL]) for _ in range(asked.of(2, 10))]  # its line is read
+        logs = [CLOSED if trial is _serve else draw.choice([CLOSED, FULL]) for _ in range(asked.of(1, 10))]  # its line is read
         yield from tried(f"a log that cannot be written: {what}", Kind.OTHER, trial, [(log, ground, log) for log in logs])
 
 
