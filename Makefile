@@ -94,7 +94,7 @@ gpu: $(MADE)
 	BUCKETLINE_TEST_GPU=1 $(BIN)/python -m tests.gpu.accept $(CHECKS)
 
 test-full: $(MADE)
-	$(PYTEST) $(UP_TO_4) -m slow
+	$(PYTEST) $(ONE_MORE) -m slow
 
 # Neither needs .venv, nor anything of this folder once the wheel is built.
 test-wheel:
