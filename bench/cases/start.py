@@ -197,5 +197,5 @@ def first_batch(path: str, batch_size: int, share: float, loaders: int) -> tuple
     with Loader(Path(path), LoaderConfig(batch_size=batch_size)) as loader:
         if share > 0:
             loader.load_state_dict({**loader.state_dict(), "step": int(share * loader.plan.steps_before(1))})
-        batch = next(loader.forever())
+        batch = next(_kept := loader.forever())  # whose end waits for what is being read ahead
         return *clock.spent(), batch.step

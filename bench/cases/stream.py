@@ -197,7 +197,7 @@ def take_first_batch(server: str, store: str, cache: str, batch_size: int) -> Sp
     _lines(store)
     clock = Clock()
     with Loader(f"{server}/{Path(store).name}", _config(batch_size, cache, epochs=1)) as loader:
-        num_bytes = bytes_taken(loader.forever(), 1)
+        num_bytes = bytes_taken(_kept := loader.forever(), 1)  # whose end waits for what is being read ahead
         return *clock.spent(), num_bytes
 
 
