@@ -78,7 +78,7 @@ types: $(MADE)
 	$(BIN)/mypy tests demo examples
 
 # In one process more than there are cores, up to five: many tests wait, for a process, a deadline or the disk. With two cores the quick
-# ones took 298 s in two processes and 238 in three. The slow ones take gigabytes of memory, and the disk.
+# ones took 298 s in two processes and 238 in three, the slow ones 1,208 s in three, some gigabytes of memory, and the disk.
 PYTEST := $(BIN)/pytest --dist worksteal
 UP_TO_4 := -n auto --maxprocesses 4
 ONE_MORE := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
