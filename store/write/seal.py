@@ -15,7 +15,7 @@ import subprocess
 import sys
 from array import array
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from io import FileIO
 
     from numpy.typing import NDArray
+
+    from bucketline.store.format.manifest import ShardPaths
 
 
 # -------------------------------------------------------------------------------------------------------------- shard contents
@@ -393,37 +395,41 @@ _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that 
 def seal(store: Path, name: str) -> bool:
     """Seal the pending shard `name`, which its writer has closed. Return False if it was empty and was removed.
 
-    The order makes every crash harmless: the sidecar is written first, then the shard's file moves, and only a file under
-    `shards/` makes a shard. If it is there already, a crash came before the records' file was removed; it is removed now.
+    The order makes every crash harmless: the sidecar is written first, the shard's file last, and only a file under `shards/`
+    makes a shard. If it is there already, a crash came before the pending files were removed; they are removed now.
     """
     pending, paths = pending_path(store, name), shard_paths(store, name)
     records = pending.with_suffix(RECORDS)
-    if os.path.lexists(paths.lmdb):
-        if os.path.lexists(pending):  # if not, a sealer that outlived its command has just finished
-            raise StoreError(
-                f"{paths.lmdb} exists, and {pending} would become another shard of its name; a sealed shard never changes: "
-                f"rename the pending file to {pending.with_stem(f'{name}-2').name}, or another name that no shard has, its "
-                f"{RECORDS} file likewise, and rerun the command, which adopts it as a shard of its own"
-            )
-        records.unlink(missing_ok=True)
-        return True
+    is_there = os.path.lexists(paths.lmdb)
+    if is_there and os.path.lexists(pending) and not _is_sealed(pending, paths):
+        raise StoreError(
+            f"{paths.lmdb} exists, and {pending} would become another shard of its name; a sealed shard never changes: "
+            f"rename the pending file to {pending.with_stem(f'{name}-2').name}, or another name that no shard has, its "
+            f"{RECORDS} file likewise, and rerun the command, which adopts it as a shard of its own"
+        )
     try:
-        paths.folder.mkdir(exist_ok=True)
-        _put_in_order(pending, records)
-        sums = read_contents(pending, found := refusing(name))
-        if not found.samples:
-            pending.unlink()
-            records.unlink(missing_ok=True)
-            return False
-        write_durably(paths.meta, found.meta(sums))
-        move_durably(pending, paths.lmdb)
+        if not is_there:
+            paths.folder.mkdir(exist_ok=True)
+            with _put_in_order(pending, records) as copy:
+                sums = read_contents(copy, found := refusing(name))
+                if is_there := bool(found.samples):
+                    write_durably(paths.meta, found.meta(sums))
+                    move_durably(copy, paths.lmdb)
+        pending.unlink(missing_ok=True)
         records.unlink(missing_ok=True)
     except _NOT_LMDB as error:
         raise CorruptError(f"{pending} is damaged: {error}") from error
     except (lmdb.Error, OSError) as error:
         remedy = remedy_for_failed_write(pending.parent)
         raise StoreError(f"{pending} cannot be sealed: {error}; {remedy}") from error
-    return True
+    return is_there
+
+
+def _is_sealed(pending: Path, paths: ShardPaths) -> bool:
+    """Return whether a sealed shard is what a pending one became: no other has its id."""
+    with suppress(lmdb.Error, OSError), read_lmdb(pending) as (_, own), read_lmdb(paths.lmdb) as (_, sealed):
+        return paths.meta.is_file() and bytes(own.get(META_KEY, b"own")) == bytes(sealed.get(META_KEY, b""))
+    return False
 
 
 def may_have_commits(pending: Path) -> bool:
@@ -477,30 +483,23 @@ def rebuilt_meta(path: Path, column: Mapping[str, object] | None = None) -> byte
     return found.meta(sums, column)
 
 
-def _put_in_order(pending: Path, records: Path) -> None:
-    """Replace a pending shard by one with its blocks and records in key order.
-
-    A stream then fetches a bucket's blocks, and a batch's captions, from few lines; appending fills the leaf pages. Where
-    there is no RECORDS_KEY, all is in order already: a kill came after this.
-    """
-    with read_lmdb(pending) as (_, txn):
-        num_bytes, num_records = committed_records(txn)
-        if not num_records:
-            return
-        blocks = (item for item in txn.cursor() if item[0] != RECORDS_KEY)
-        map_bytes = 2 * (pending.stat().st_size + num_bytes) + SPARE_BYTES
-        aside, fd = create_aside(pending)
-        try:
+@contextmanager
+def _put_in_order(pending: Path, records: Path) -> Iterator[Path]:
+    """Yield a temporary file with a pending shard's blocks and records in key order: streams fetch a bucket from few lines."""
+    aside, fd = create_aside(pending)
+    try:
+        with read_lmdb(pending) as (_, txn):
+            num_bytes, num_records = committed_records(txn)
+            map_bytes = 2 * (pending.stat().st_size + num_bytes) + SPARE_BYTES
             with lmdb.open(str(aside), subdir=False, lock=False, map_size=map_bytes, meminit=False, sync=False) as env:
-                items = chain(blocks, _records(records, num_bytes, num_records))
+                rest = _records(records, num_bytes, num_records) if num_records else ()
+                items = chain((item for item in txn.cursor() if item[0] != RECORDS_KEY), rest)
                 while _append(env, items):
                     pass
-            move_durably(aside, pending)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
+        yield aside
+    finally:
+        aside.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def committed_records(txn: Any) -> tuple[int, int]:  # noqa: ANN401 - lmdb has no types

@@ -125,7 +125,7 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
 def stores_under_shim(asked: Asked) -> Iterator[Record]:
     shim, disk = Shim(), asked.folder / "disk"
     shim.watch(disk)
-    store, notes, path = disk / "s", disk / "notes", disk / "read"
+    store, notes, path = disk / "s", asked.folder / "notes", disk / "read"  # a disk that fails does not hold the notes
 
     def write_trial(after: int, operation: Operation, error: int) -> Outcome:
         """Write onto a disk that fails, see what is left, fix the disk, continue."""

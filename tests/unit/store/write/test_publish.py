@@ -430,15 +430,16 @@ def test_a_pending_shard_stays_if_the_process_that_seals_did_nothing(tmp_path: P
     assert adopt(tmp_path, manifest) == ["a"]
 
 
-def test_records_go_where_a_kill_came_between_moving_their_shard_and_removing_them(tmp_path: Path) -> None:
+def test_pending_files_go_where_a_kill_came_between_moving_their_shard_and_removing_them(tmp_path: Path) -> None:
     manifest = empty_store(tmp_path)
-    records = leave_pending(tmp_path, "a", FIVE).with_suffix(RECORDS)
-    copy = shutil.copy(records, tmp_path / "copy")
+    pending = leave_pending(tmp_path, "a", FIVE)
+    old, copy = shutil.copy(pending, tmp_path / "old"), shutil.copy(pending.with_suffix(RECORDS), tmp_path / "copy")
     assert seal(tmp_path, "a")
     with untouched(tmp_path / "shards"):
-        shutil.move(copy, records)
+        shutil.move(copy, pending.with_suffix(RECORDS))
+        shutil.copy(old, pending)
         assert adopt(tmp_path, manifest) == ["a"]
-        assert not records.exists()
+        assert not list((tmp_path / "pending").glob("a.*"))
 
 
 @pytest.mark.parametrize("moment", ["_append", "write_durably"])
@@ -644,7 +645,7 @@ def captioned(*names: str) -> list[Sample]:
 def test_a_shard_whose_values_cannot_be_located_stays_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with pages of another LMDB, which do not begin with their own numbers, or a file that is not the one that it maps."""
     real, pread = ctypes.string_at, os.pread
-    words = r"g0 cannot be sealed: a read of \S*g0.lmdb gives other bytes than LMDB"
+    words = r"g0 cannot be sealed: a read of \S*g0.lmdb\S* gives other bytes than LMDB"
     with monkeypatch.context() as patch, store_writer(tmp_path, shard_names="g{}") as writer:
         patch.setattr(ctypes, "string_at", lambda address, size: bytes(byte ^ 0x55 for byte in real(address, size)))
         add_samples(writer, samples_of({"train/8x8": 3}))
