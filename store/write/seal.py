@@ -426,9 +426,10 @@ def seal(store: Path, name: str) -> bool:
 
 
 def _is_sealed(pending: Path, paths: ShardPaths) -> bool:
-    """Return whether a sealed shard is what a pending one became: no other has its id."""
-    with suppress(lmdb.Error, OSError), read_lmdb(pending) as (_, own), read_lmdb(paths.lmdb) as (_, sealed):
-        return paths.meta.is_file() and bytes(own.get(META_KEY, b"own")) == bytes(sealed.get(META_KEY, b""))
+    """Return whether a sealed shard is what a pending one became: it has the same id, and nothing was committed since."""
+    with suppress(lmdb.Error, OSError), read_lmdb(pending) as (a, own), read_lmdb(paths.lmdb) as (b, sealed):
+        num_entries = a.stat()["entries"] - 1 + committed_records(own)[1]  # without RECORDS_KEY
+        return paths.meta.is_file() and own.get(META_KEY) == sealed.get(META_KEY) and b.stat()["entries"] == num_entries
     return False
 
 

@@ -144,6 +144,7 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
     [
         ({"mask_loss": "batch:0.1"}, {}),
         ({"mask_loss": "batch"}, {"sharding": FSDP}),
+        ({"mask_loss": "sample", "lora_rank": 2}, {}),
     ],
 )
 def test_two_ranks_learn_pairs_under_masks_as_one_does(

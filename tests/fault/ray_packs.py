@@ -112,10 +112,7 @@ class KilledRuns:
 
 
 def killed_on_ray(asked: Asked) -> Iterator[Record]:
-    fault, folder = "a worker or the driver of a pack on Ray killed", asked.folder
-    if asked.is_quick:
-        yield Record(fault, Kind.KILL, not_run="tests/e2e/test_pack_on_ray.py kills both at moments that are given")
-        return
+    folder = asked.folder
     write_images(folder / "photos", NUM_IMAGES)
     for number in range(NUM_BROKEN):
         (folder / "photos" / f"broken-{number}.png").write_bytes(b"no image")
@@ -123,5 +120,5 @@ def killed_on_ray(asked: Asked) -> Iterator[Record]:
     call("ingest", "pack", folder / "photos", folder / "whole", "--model", folder / "model", *SMALL).done()
     with RayGround() as ground:
         runs = KilledRuns(ground, folder, asked.draw)
-        trials = [*[("killed", runs.kill_one)] * 30, ("finished", runs.finish)]
-        yield from tried(fault, Kind.KILL, lambda trial: trial(), trials)
+        trials = [*[("killed", runs.kill_one)] * asked.of(1, 30), ("finished", runs.finish)]
+        yield from tried("a worker or the driver of a pack on Ray killed", Kind.KILL, lambda trial: trial(), trials)

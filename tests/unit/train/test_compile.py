@@ -58,7 +58,6 @@ CPU = torch.device("cpu")
 MOST_TOKENS = 70
 ODD_TOKENS = (1, 2, 7, 8, 9, 64, MOST_TOKENS)  # where kernels and dynamo's guards change, if anywhere
 STEPS = 22
-ALIKE = {"sdxl", "sd3 without T5", "pixart_alpha", "prx dc", "flux2 klein"}  # whose blocks are those of another form
 START = Start(checkpoint=None, state=None)
 
 # Dynamo hides this warning from people; where warnings are errors it fails instead.
@@ -160,7 +159,7 @@ def test_blocks_that_go_on_compiling_run_uncompiled_from_then_on_and_it_is_said(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", sorted({*EVERY_FORM} - ALIKE))
+@pytest.mark.parametrize("form", EVERY_FORM)
 def test_no_form_compiles_anything_for_captions_of_other_lengths(form: str, tmp_path: Path, dynamo: object) -> None:
     """Nor for tokens that are routed to other experts; losses are those without a compiler."""
     plain, compiled = (training_of(write_form(tmp_path, form)) for _ in range(2))

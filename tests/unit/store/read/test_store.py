@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
+import resource
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from bucketline.store.read.samples import Selection, live_samples
 from bucketline.store.shard.mapped import ZERO_BYTES, AddressRange
 from bucketline.store.shard.sidecar import encode_sidecar
 from tests.commands import call
+from tests.fault.apart import apart
 from tests.kit import (
     IMAGES,
     Sample,
@@ -324,6 +328,31 @@ def test_files_stay_open_between_reads_but_only_so_many_and_no_longer_than_their
         assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
     del gather
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("left", [0, 1])  # for the file, and for the copy of its descriptor that is kept
+def test_a_process_without_free_descriptors_is_told_which_limit_to_raise(copy: Path, left: int) -> None:
+    def read() -> str:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        opened = Store.open(copy)
+        located, gather = opened.bucket(BUCKET).locate(np.arange(23)), FileGather(opened, keep_open=True)
+        taken = []
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for fd in taken[:left]:
+            os.close(fd)
+        try:
+            gather.rows(located, opened.bucket(BUCKET).spec.column("latent"), np.empty((23, 2, 8, 8), dtype="<f2"))
+        except StoreError as error:
+            return str(error)
+        finally:
+            for fd in taken[left:]:
+                os.close(fd)
+        return ""
+
+    ended = apart(read, 60)
+    assert re.search(r"g0\.lmdb.*Too many open files; .*raise the limit \(ulimit -n\)", ended.gave), ended
 
 
 def test_a_failing_medium_is_an_error_that_says_where(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

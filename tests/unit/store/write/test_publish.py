@@ -504,6 +504,23 @@ def test_a_pending_shard_stays_where_the_sealed_one_of_its_name_is_another(kind:
         assert pending.exists()
 
 
+def test_what_was_committed_after_an_older_copy_was_sealed_stays(tmp_path: Path) -> None:
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    manifest = empty_store(store)
+    writer = open_writer(store, "a")
+    add(writer, FIVE[0])
+    writer.commit()
+    shutil.copytree(store, copy)
+    add(writer, FIVE[1])
+    writer.commit()
+    writer.close()
+    assert seal(copy, "a")
+    shutil.copytree(copy / "shards", store / "shards", dirs_exist_ok=True)
+    with pytest.raises(StoreError, match=r"shards/a\.lmdb .*rename the pending file to a-2\.lmdb"):
+        adopt(store, manifest)
+    assert writer.path.exists()
+
+
 def test_what_the_message_about_two_shards_of_one_name_advises_loses_no_row(tmp_path: Path) -> None:
     empty_store(tmp_path)
     leave_pending(tmp_path, "a", samples_of({BUCKET: 5}, "other/"))
