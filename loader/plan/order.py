@@ -19,18 +19,20 @@ import os
 import threading
 from collections import OrderedDict
 from enum import IntEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
 
 SORTED_BELOW = 1 << 16
+_FEW = 1024  # numbers of a permutation
 _KEPT_BYTES = 64 << 20  # of cached permutations: 512 of the largest, or 32,000 of a thousand rows
 ROUNDS = 12  # small halves (at least 256 values) mix slowly; tests/property/test_permutation.py measures it
 _MASK = (1 << 64) - 1
@@ -89,9 +91,10 @@ def permute_all(parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> NDArray[
     ends = np.cumsum([len(index) for index, _, _ in parts]).tolist()
     values = np.empty(ends[-1] if ends else 0, dtype=np.int64)
     large = []
+    orders = _ORDERS.orders([(n, key) for _, n, key in parts if n <= SORTED_BELOW])
     for (index, n, key), end in zip(parts, ends, strict=True):
         if n <= SORTED_BELOW:
-            values[end - len(index) : end] = _ORDERS.order(n, key)[index]
+            values[end - len(index) : end] = orders[n, key][index]
         else:
             large.append((end, index, n, key))
     if not large:
@@ -122,20 +125,28 @@ class _SortedOrders:
         """Replace the lock: in a forked child, a thread that no longer exists may hold it."""
         self._lock = threading.Lock()
 
-    def order(self, n: int, key: int) -> NDArray[Any]:
-        """Return the permutation `key` of n, `[n]`."""
+    def orders(self, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], NDArray[Any]]:
+        """Return the permutation of each (n, key), `[n]`."""
+        found: dict[tuple[int, int], NDArray[Any]] = {}
+        missing: dict[tuple[int, int], None] = {}
         with self._lock:
-            if (order := self._orders.get((n, key))) is not None:
-                self._orders.move_to_end((n, key))
-                return order
-        order = _sorted_order(n, key)
+            for one in wanted:
+                if (order := self._orders.get(one)) is None:
+                    missing[one] = None
+                else:
+                    self._orders.move_to_end(one)
+                    found[one] = order
+        if not missing:
+            return found
+        found |= (made := _sorted_orders(missing))
         with self._lock:
-            if (n, key) not in self._orders:
-                self._orders[n, key] = order
-                self.num_bytes += order.nbytes + _OVERHEAD_BYTES
+            for one, order in made.items():
+                if one not in self._orders:
+                    self._orders[one] = order
+                    self.num_bytes += order.nbytes + _OVERHEAD_BYTES
             while self.num_bytes > self._kept_bytes:
                 self.num_bytes -= self._orders.popitem(last=False)[1].nbytes + _OVERHEAD_BYTES
-        return order
+        return found
 
 
 _OVERHEAD_BYTES = 512  # per entry, in addition to the numbers themselves
@@ -143,13 +154,24 @@ _ORDERS = _SortedOrders(_KEPT_BYTES)
 os.register_at_fork(after_in_child=_ORDERS.renew_lock)
 
 
-def _sorted_order(n: int, key: int) -> NDArray[Any]:
-    """Sort [0, n) by a 48-bit hash, then by the number itself. Both are packed into one word, which sorts fastest."""
-    numbers = np.arange(n, dtype=np.uint64)
-    words = mix(mix(numbers) ^ np.uint64(key)) & np.uint64(_MASK ^ 0xFFFF)
-    words |= numbers
-    words.sort()
-    return words.astype(np.uint16)
+def _sorted_orders(wanted: Collection[tuple[int, int]]) -> dict[tuple[int, int], NDArray[Any]]:
+    """Sort [0, n) of each (n, key) by a 48-bit hash, then by the number itself. Both are packed into one word, which sorts fastest.
+
+    Those of few numbers are hashed together: the calls for one would take as long as sorting a thousand numbers.
+    """
+    orders = {}
+    few = [one for one in wanted if one[0] <= _FEW]
+    for own in filter(None, [few, *([one] for one in wanted if one[0] > _FEW)]):
+        sizes = [n for n, _ in own]
+        numbers = np.concatenate([np.arange(n, dtype=np.uint64) for n in sizes])
+        words = mix(mix(numbers) ^ np.repeat(np.array([key for _, key in own], dtype=np.uint64), sizes))
+        words &= np.uint64(_MASK ^ 0xFFFF)
+        words |= numbers
+        for one, end in zip(own, accumulate(sizes), strict=True):
+            order = words[end - one[0] : end]
+            order.sort()
+            orders[one] = order.astype(np.uint16)
+    return orders
 
 
 def _feistel_walk(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:

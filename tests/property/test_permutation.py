@@ -147,11 +147,22 @@ def test_sorted_orders_are_kept_up_to_a_number_of_bytes_and_the_newest_stay() ->
     orders = permutation._SortedOrders(100_000)
     sizes = [(1000, 1), (5000, 2), (20_000, 3), (30_000, 4), (1000, 5)]
     for n, key in sizes:
-        assert np.array_equal(orders.order(n, key), permutation._sorted_order(n, key))
+        assert np.array_equal(orders.orders([(n, key)])[n, key], permute(np.arange(n), n, key))
         assert orders.num_bytes <= 100_000
-    newest = orders.order(1000, 5)
-    assert orders.order(1000, 5) is newest
-    assert orders.order(60_000, 6) is not orders.order(60_000, 6)  # more than may be kept
+    newest = orders.orders([(1000, 5)])
+    assert orders.orders([(1000, 5)])[1000, 5] is newest[1000, 5]
+    many = [(60_000, 6)]  # more than may be kept
+    assert orders.orders(many)[many[0]] is not orders.orders(many)[many[0]]
+
+
+def test_orders_made_together_are_those_made_one_by_one() -> None:
+    wanted = [(1, 3), (1024, 1), (2000, 2), (1, 3), (700, 1), (1025, 9), (0, 4)]
+    together = permutation._SortedOrders(1 << 20).orders(wanted)
+    assert set(together) == set(wanted)
+    for n, key in wanted:
+        (alone,) = permutation._SortedOrders(1 << 20).orders([(n, key)]).values()
+        assert np.array_equal(together[n, key], alone)
+        assert sorted(alone.tolist()) == list(range(n))
 
 
 @given(values=st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=50, unique=True))
