@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import marshal
 import types
 from enum import StrEnum
 from functools import partial
 from itertools import repeat
+from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -121,8 +123,7 @@ def _read_each(form: str, keys: Collection[object], readers: Iterable[_Reader], 
     """Return the values of a list or an object; an error names the key, in its form."""
     found: list[object] = []
     try:
-        for read, value in zip(readers, values):  # noqa: B905 - one reader may be repeated
-            found.append(read(value))
+        found.extend(map(call, readers, values))  # one reader may be repeated
     except _MisfitError as error:
         error.args = (f"{form.format([*keys][len(found)])}{error}",)
         raise
@@ -163,10 +164,10 @@ def _read_dataclass(cls: type[Any], readers: dict[str, _Reader], value: object) 
         raise _MisfitError(f": {error}") from error
 
 
-def _read_shared(read: _Reader, known: dict[str, object], value: object) -> object:
-    if (text := repr(value)) not in known:
-        known[text] = read(value)
-    return known[text]
+def _read_shared(read: _Reader, known: dict[bytes, object], value: object) -> object:
+    if (key := marshal.dumps(value, 0)) not in known:  # a third of the time that `repr` takes
+        known[key] = read(value)
+    return known[key]
 
 
 def _read_choice(choices: tuple[Any, ...], value: object) -> Any:  # noqa: ANN401 - one of the choices

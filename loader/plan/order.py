@@ -127,26 +127,18 @@ class _SortedOrders:
 
     def orders(self, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], NDArray[Any]]:
         """Return the permutation of each (n, key), `[n]`."""
-        found: dict[tuple[int, int], NDArray[Any]] = {}
-        missing: dict[tuple[int, int], None] = {}
         with self._lock:
-            for one in wanted:
-                if (order := self._orders.get(one)) is None:
-                    missing[one] = None
-                else:
-                    self._orders.move_to_end(one)
-                    found[one] = order
-        if not missing:
-            return found
-        found |= (made := _sorted_orders(missing))
+            found = {one: self._orders[one] for one in wanted if one in self._orders}
+            for one in found:
+                self._orders.move_to_end(one)
+        made = _sorted_orders(dict.fromkeys(one for one in wanted if one not in found))
         with self._lock:
-            for one, order in made.items():
-                if one not in self._orders:
-                    self._orders[one] = order
-                    self.num_bytes += order.nbytes + _OVERHEAD_BYTES
+            for one in made.keys() - self._orders.keys():
+                self._orders[one] = made[one]
+                self.num_bytes += made[one].nbytes + _OVERHEAD_BYTES
             while self.num_bytes > self._kept_bytes:
                 self.num_bytes -= self._orders.popitem(last=False)[1].nbytes + _OVERHEAD_BYTES
-        return found
+        return found | made
 
 
 _OVERHEAD_BYTES = 512  # per entry, in addition to the numbers themselves
@@ -155,7 +147,7 @@ os.register_at_fork(after_in_child=_ORDERS.renew_lock)
 
 
 def _sorted_orders(wanted: Collection[tuple[int, int]]) -> dict[tuple[int, int], NDArray[Any]]:
-    """Sort [0, n) of each (n, key) by a 48-bit hash, then by the number itself. Both are packed into one word, which sorts fastest.
+    """Sort [0, n) of each (n, key) by a 48-bit hash, then by the number. Both are packed into one word, which sorts fastest.
 
     Those of few numbers are hashed together: the calls for one would take as long as sorting a thousand numbers.
     """

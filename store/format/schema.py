@@ -273,7 +273,8 @@ class Schema:
         if spec.header_bytes != bucket.header_bytes:
             raise ValueError(f"header_bytes of {bucket.name} is {bucket.header_bytes}, its columns need {spec.header_bytes}")
         roles = self.columns.keys() or {LATENT, FLIPPED} & bucket.columns.keys()
-        for name in sorted({*roles, *common, *bucket.columns}):
+        is_same = bucket.columns.keys() == {*roles, *common} and common.items() <= bucket.columns.items()
+        for name in () if is_same else sorted({*roles, *common, *bucket.columns}):
             if name not in bucket.columns:
                 raise ValueError(f"bucket {bucket.name} lacks the column {name!r:.80}")
             if name not in common and name not in roles:
