@@ -256,8 +256,8 @@ class TrainSaves(Case):
     """Rows per bucket."""
     batch_size: int = 8
     """Images per batch."""
-    save_every: int = 6
-    """Steps between checkpoints."""
+    save_every: int = 24
+    """Steps between checkpoints, enough for one to be written: a save waits for the one before it."""
     lora_rank: int | None = None
     """Train adapters of this rank. Default: the whole model."""
 

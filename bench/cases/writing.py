@@ -55,13 +55,13 @@ class WriteMemory(Case):
 
     Peak of the private memory (RssAnon, sampled), from before the first row until the store is published.
 
-    Example: python -m bucketline.bench write --memory --rows 1000 4000
+    Example: python -m bucketline.bench write --memory --rows 40000 160000
     """
 
     repeats: int = 1
     """Repeats per subject; a fresh process has nothing to warm up."""
-    rows: tuple[int, int] = (10_000, 40_000)
-    """Rows of the small and the large store, of 128 bytes each."""
+    rows: tuple[int, int] = (40_000, 160_000)
+    """Rows of the small and the large store, of 128 bytes each: the small one has a whole shard, which is sealed in memory."""
 
     def measure(self, folder: Path) -> list[Result]:
         few, many = (
@@ -109,13 +109,13 @@ def put_rows(place: Path, count: int, rows: list[NDArray[Any]]) -> None:
                     transaction.put(number.to_bytes(8, "big"), rows[number % len(rows)].tobytes(), append=True)
 
 
-def write_rows(place: Path, count: int, rows: list[NDArray[Any]]) -> None:
+def write_rows(place: Path, count: int, rows: list[NDArray[Any]], shard_bytes: int = 1 << 34) -> None:
     """Write, seal and publish a store of rows without captions."""
     from bucketline.store import LatentColumn, StoreWriter
 
     bucket = f"train/{8 * rows[0].shape[1]}x{8 * rows[0].shape[2]}"
     columns, encoders = [LatentColumn(channels=len(rows[0]))], {"vae": {"made": "at random"}}
-    with StoreWriter(place, columns=columns, encoders=encoders, shard_bytes=1 << 34) as writer:
+    with StoreWriter(place, columns=columns, encoders=encoders, shard_bytes=shard_bytes) as writer:
         for number in range(count):
             writer.add(f"{number:08d}.png", bucket, {"latent": rows[number % len(rows)]})
 
@@ -137,7 +137,7 @@ def grown_mib(place: str, count: int) -> float:
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        write_rows(Path(place) / "second", count, rows)
+        write_rows(Path(place) / "second", count, rows, 1 << 23)
     finally:
         is_over.set()
         watching.join()

@@ -101,7 +101,8 @@ def read_torch(source: Path, path: str, at: tuple[int, int] | None = None) -> An
         data = unpacking.decompress(data, _MAX_UNPACKED_BYTES)
         if not unpacking.eof:
             raise damaged(f"{path}: truncated gzip, or more than {_MAX_UNPACKED_BYTES} bytes uncompressed")
-    if data.startswith(_ZIP) and (total := _unpacked_bytes(data)) > len(data):  # `torch.save` compresses nothing
+    is_zip = data.startswith(_ZIP)
+    if is_zip and (total := _unpacked_bytes(zipfile.ZipFile(io.BytesIO(data)))) > len(data):  # `torch.save` compresses nothing
         raise damaged(f"{path} has more bytes unpacked, {total}, than it has itself, {len(data)}; save it by torch.save")
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -114,9 +115,8 @@ def read_torch(source: Path, path: str, at: tuple[int, int] | None = None) -> An
     return found
 
 
-def _unpacked_bytes(data: bytes) -> int:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return sum(info.file_size for info in archive.infolist())
+def _unpacked_bytes(archive: zipfile.ZipFile) -> int:
+    return sum(info.file_size for info in archive.infolist())
 
 
 def _refuse_odd_tensor(value: torch.Tensor, path: str, num_bytes: int) -> None:
@@ -134,9 +134,9 @@ def read_npz(source: Path, path: str, is_wanted: Callable[[str], bool]) -> dict[
     data = read_file(f"{source}/{path}", source)[0]
     if not data.startswith(_ZIP):
         raise damaged(f"{path} is not an npz file")
-    if (total := _unpacked_bytes(data)) > max(_MAX_UNPACKED_BYTES, len(data)):
+    arrays = np.load(io.BytesIO(data), allow_pickle=False)  # reads no array yet
+    if (total := _unpacked_bytes(arrays.zip)) > max(_MAX_UNPACKED_BYTES, len(data)):
         raise damaged(f"{path} has {total} bytes unpacked, expected at most {_MAX_UNPACKED_BYTES}")
-    arrays = np.load(io.BytesIO(data), allow_pickle=False)
     with _ONE_HEADER:
         return {name: arrays[name] if is_wanted(name) else None for name in arrays.files}
 

@@ -5,6 +5,7 @@ Letters: C latent channels, h and w the latent's height and width.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -217,7 +218,7 @@ class NamedVae:
     def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str) -> NDArray[Any]:
         """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits."""
         stored = _converted(self.unscaled(latent, scaling), dtype)
-        if not stored.isfinite().all():
+        if not all(math.isfinite(value) for channel in stored for value in channel.aminmax()):  # NaN is the least and largest
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
         return as_stored(stored)
 

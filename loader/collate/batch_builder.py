@@ -18,10 +18,11 @@ from bucketline.loader.collate.gather import Gather, PlainRead, as_bytes
 from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
 from bucketline.loader.plan.order import keys_of_rows
 from bucketline.store.format.block import CAPTIONS, ID, TOKENS, TOKENS_SCALE
-from bucketline.store.format.text import delivered
+from bucketline.store.format.text import TEXT_GROUP, delivered
 from bucketline.store.read.files import FileGather, check_added, check_rows
 from bucketline.store.read.store import locate_all
 from bucketline.store.remote.cache.batch_lines import LineTable
+from bucketline.store.shard.mapped import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,7 @@ class BatchBuilder:
         self._requested, self._groups = conditioning.columns, conditioning.groups
         names = {name for column in conditioning.columns for name in (column.name, column.mirrored)}
         self._added = sorted(names & store.added.keys())
+        self._has_one_text_block = np.array([shard.entry.groups[TEXT_GROUP].blocks == 1 for shard in store.shards], dtype=bool)
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = tuple(conditioning.padded(group, group.longest) for group in self._groups)
 
@@ -203,11 +205,17 @@ class BatchBuilder:
         return None
 
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
-        """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""
+        """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released.
+
+        So are those of a shard's captions if they are in one block, which is known before the rows say which they have.
+        """
         for located in (batch.located, *batch.located.added.values()):
             spec = located.spec or batch.bucket.spec
             begin, end = located.data - spec.header_bytes, located.data + located.rows * spec.row_bytes
             batch.lines.append(lines.hold(located.shard, begin, end, priority))
+        if len(shard := distinct(batch.located.shard[self._has_one_text_block[batch.located.shard]])):
+            first = self._store.locate_entries(self._store.text, shard, np.zeros_like(shard))
+            batch.lines.append(lines.hold(shard, first.data, first.ends(), priority))
 
     def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
         """Choose the captions of rows that are present, and request the lines of their blocks and of ragged entries'."""

@@ -229,11 +229,7 @@ class ObjectFolder:
 
         The caller compares the length. The range must not be empty and must begin within the object.
         """
-        with self._explaining("read", name):
-            return _joined(self._range(name, begin, end))
-
-    def _range(self, name: str, begin: int, end: int) -> Iterator[bytes | memoryview]:
-        return self._bounded(name, self._get(name, (begin, end)), end - begin, is_part=True)
+        return self.fetch_range(name, begin, end)[0]
 
     def _get(self, name: str, span: tuple[int, int] | None = None) -> GetResult:
         import obstore
@@ -254,7 +250,7 @@ class ObjectFolder:
     def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of a range, as `read_range` returns them, in pieces, each valid until the next is requested."""
         with self._explaining("read", name):
-            for chunk in self._range(name, begin, end):
+            for chunk in self._bounded(name, self._get(name, (begin, end)), end - begin, is_part=True):
                 yield memoryview(chunk).cast("B")
 
     def fetch(self, name: str, check: Callable[[ListedFile], None] = lambda _: None) -> tuple[bytes, ListedFile]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COMMIT_BYTES = 16 << 20  # transaction size; each commit waits for one disk sync
+MAX_ROWS = 1 << 19  # of a shard, about: sealing takes half a KiB of memory for each
 COMMIT_AFTER_S = 30.0
 FLUSH_AFTER_S = 300.0  # flush a rare bucket's rows in a smaller block after this time
 LONG_BYTES = 32 << 20  # of a block of more than one entry; readers refuse 64 MiB
@@ -120,7 +121,7 @@ class ShardWriter:
 
     @property
     def is_full(self) -> bool:
-        return self.num_bytes + self._taken_bytes >= self._max_bytes
+        return self.num_bytes + self._taken_bytes >= self._max_bytes or self._end[1] >= MAX_ROWS
 
     def has_caption(self, digest: bytes) -> bool:
         return digest in self._numbers[TEXT_GROUP]

@@ -65,10 +65,11 @@ def _sizes(source: Path, path: str) -> list[str]:
 
 
 def _read(source: Path, entry: CacheEntry) -> dict[str, Any]:
-    size = entry.facts["size"]
-    arrays = read_npz(source, entry.path, lambda name: name.removesuffix(size) in _READ and name.endswith(size))
-    found = {name: arrays[name + size] for name in _READ if name + size in arrays}
-    if (original := entry.facts["original"]) is None:
+    size, original = entry.facts["size"], entry.facts["original"]
+    wanted = _READ[: 3 if original is None else 2]
+    arrays = read_npz(source, entry.path, lambda name: name.removesuffix(size) in wanted and name.endswith(size))
+    found = {name: arrays[name + size] for name in wanted if name + size in arrays}
+    if original is None:
         if "original_size" not in found:
             raise damaged(f"it has no original_size, only {', '.join(sorted(arrays))[:200]}")
         original = found["original_size"].reshape(-1)[1::-1].tolist()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store.remote.cache.cached_shard import CachedShard
     from bucketline.store.remote.cache.fetch import HeldLine, LineFetcher
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.shard.reader import SealedShard
@@ -105,22 +106,19 @@ class LineTable:
         self._count_hits(lines[is_pinned])
         lines = lines[~is_pinned]
         owners = np.searchsorted(self._first, lines, side="right") - 1
-        wanted: dict[int, list[tuple[int, int, int]]] = {}  # by source: line, shard, line of the shard
+        wanted: dict[LineFetcher, list[tuple[CachedShard, int]]] = {}
+        numbers = []
         for line, ordinal, first in zip(lines.tolist(), owners.tolist(), self._first[owners].tolist(), strict=True):
-            wanted.setdefault(id(self._sources[ordinal]), []).append((line, ordinal, line - first))
-        parts, numbers = [], []
-        for source in self._own_sources:
-            pairs = []
-            for line, ordinal, number in wanted.get(id(source), ()):
-                cached = source.cached(self._shards[ordinal].entry)
-                if cached.present[number] == PINNED:
-                    self._is_pinned[line] = True
-                    source.lines.count_hits(1)
-                else:
-                    pairs.append((cached, number))
-                    numbers.append(line)
-            if pairs:
-                parts.append((source.lines, source.lines.hold(pairs, priority)))
+            source = self._sources[ordinal]
+            assert source is not None
+            cached = source.cached(self._shards[ordinal].entry)
+            if cached.present[line - first] == PINNED:
+                self._is_pinned[line] = True
+                source.lines.count_hits(1)
+            else:
+                wanted.setdefault(source.lines, []).append((cached, line - first))
+                numbers.append(line)
+        parts = [(fetcher, fetcher.hold(pairs, priority)) for fetcher, pairs in wanted.items()]
         for line in numbers:
             self._counts[line] = self._counts.get(line, 0) + 1
         return HeldLines(self, numbers, parts)

@@ -72,11 +72,9 @@ class RemoteFiles:
     def fetch(self, files: Files) -> None:
         """Make files available at their paths."""
         end = time.monotonic() + IN_TIME * self._deadline_s
-        absent = self._absent(files)
-        if not absent:
-            return
-        self._refuse_known(absent)
-        self._fetch_all(absent, end)
+        if absent := self._absent(files):
+            self._refuse_known(absent)
+            self._fetch_all(absent, end)
 
     def request(self, files: Files) -> None:
         """Request files that are going to be fetched, and do not wait. What fails is requested again by `fetch`."""

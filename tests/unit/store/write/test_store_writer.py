@@ -343,6 +343,15 @@ def test_a_caption_is_stored_once_a_shard_and_those_beyond_the_most_only_in_the_
     )
 
 
+def test_a_shard_of_many_rows_is_full_whatever_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bucketline.store.write.shard_writer.MAX_ROWS", 3)
+    with StoreWriter(tmp_path / "s", columns=[LatentColumn(channels=4)]) as writer:
+        for number in range(7):
+            writer.add(f"{number}.png", "train/64x64", {"latent": np.zeros((4, 8, 8), "<f2")})
+            writer.commit()
+    assert [shard.samples for shard in writer.manifest.shards] == [3, 3, 1]
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_failed_publication_is_repeated_and_loses_nothing(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generations/1.json` may be there already, and counts."""
