@@ -407,20 +407,26 @@ class Copies:
         self._source = torch.from_numpy(words).view(torch.uint8)
         self._at = 0
 
-    def memcpy(self, batches: int, num_threads: int) -> Callable[[], int]:
-        """Prepare `memcpy` of `batches` batches; each thread copies its share of every batch."""
-        size, room = self._buffer_bytes, self._source.numel() // self._buffer_bytes
+    def memcpy(self, batches: int, num_threads: int, row_bytes: int | None = None) -> Callable[[], int]:
+        """Prepare `memcpy` of `batches` batches; each thread copies its share of every batch.
+
+        `row_bytes`: of the rows that a batch is copied by, each from a random place; None if it is one piece.
+        """
+        piece = row_bytes or self._buffer_bytes // num_threads
+        pieces, num_places = self._buffer_bytes // piece, self._source.numel() // piece
+        places = np.random.default_rng(0).permutation(num_places).tolist() if row_bytes else range(num_places)
 
         def work(thread: int) -> None:
-            first, end = size * thread // num_threads, size * (thread + 1) // num_threads
+            own = range(pieces * thread // num_threads, pieces * (thread + 1) // num_threads)
             for number in range(self._at, self._at + batches):
-                buffer, begin = self._buffers[number % len(self._buffers)], number % room * size
-                memcpy(buffer.data_ptr() + first, self._source.data_ptr() + begin + first, end - first)
+                to, first = self._buffers[number % len(self._buffers)].data_ptr(), number * pieces
+                for at in own:
+                    memcpy(to + at * piece, self._source.data_ptr() + places[(first + at) % num_places] * piece, piece)
 
         def run() -> int:
             in_threads(num_threads, work)
             self._at += batches
-            return batches * size
+            return batches * pieces * piece
 
         return run
 

@@ -164,7 +164,7 @@ def _read_dataclass(cls: type[Any], readers: dict[str, _Reader], value: object) 
         raise _MisfitError(f": {error}") from error
 
 
-def _read_shared(read: _Reader, known: dict[bytes, object], value: object) -> object:
+def _read_shared(read: _Reader, known: dict[bytes, object], value: Any) -> object:  # noqa: ANN401 - parsed JSON
     if (key := marshal.dumps(value, 0)) not in known:  # a third of the time that `repr` takes
         known[key] = read(value)
     return known[key]

@@ -39,6 +39,7 @@ PLAIN = "F16"
 WARM_BATCHES = 128  # until the loader is sure that nothing is read from the disk
 PASSES = 2  # over the samples, for a figure of `hot --rows`
 OF_LMDB, OF_ONE_BUCKET, FIRST_OF_LATER = (Mark(bound=bound, is_at_most=True) for bound in (0.5, 1.3, 1.3))
+BY_ROW, LATENT_BYTES = "memcpy, a row at a time", 128 << 10
 US_OF_SMALL = {1: 100, 8: 150}  # rows, and the target in microseconds
 TEXT_WAYS = (  # name, dtype, how the tokens are delivered
     (PLAIN, PLAIN, "dequantised"),
@@ -53,7 +54,8 @@ TEXT_WAYS = (  # name, dtype, how the tokens are delivered
 class Hot(StoreCase):
     """Measure a loader's batches end to end against memcpy of the same bytes, with as many threads, in the same run.
 
-    memcpy copies into as many buffers in turn as the loader has, from as many bytes as the store holds. A loader's figure is
+    memcpy copies into as many buffers in turn as the loader has, from as many bytes as the store holds; a row at a time, from
+    random places, it shows what of a difference is due to rows that do not lie together. A loader's figure is
     that of a loop that takes batches without touching them, after every row has been delivered once. Prefetched batches are
     taken before the clock starts. Only the measured loader runs. Bytes are those of the tensors, padding included.
 
@@ -80,9 +82,13 @@ class Hot(StoreCase):
                 copies = Copies(buffer_bytes, loader.stats().depth + 2, store.manifest.payload_bytes)
             threads, mark = counted(n, "thread"), Mark(bound=0.85)
             subjects.append(Subject(name=f"memcpy, {threads}", measure=rate(copies.memcpy(self.batches, n))))
+            by_row = rate(copies.memcpy(self.batches, n, self.row_kib << 10))
+            subjects.append(Subject(name=f"{BY_ROW}, {threads}", measure=by_row, limit=f"memcpy, {threads}"))
             for name, service in (("loader", None), ("service", "auto")):
                 measure = _gb_s(delivering(store.path, asked, self.one_pass, self.batches, service))
-                subjects.append(Subject(name=f"{name}, {threads}", measure=measure, limit=f"memcpy, {threads}", mark=mark))
+                beside = (f"{BY_ROW}, {threads}",)
+                one = Subject(name=f"{name}, {threads}", measure=measure, limit=f"memcpy, {threads}", mark=mark, beside=beside)
+                subjects.append(one)
         return summarise("hot", "GB/s", subjects, alternate(subjects, self.repeats))
 
 
@@ -150,7 +156,7 @@ class HotRows(Case):
 
     The same samples, of one bucket, in both: large ones with latents of 128 KiB and 20 to 77 tokens, and small ones with
     latents of 8 KiB and up to 4 tokens. Torch has one thread. Nothing touches the batches. The targets of small batches are
-    microseconds; those against LMDB are of CPU time, of large samples.
+    microseconds; those against LMDB are of CPU time, of large samples. `memcpy` of as many latents, without text, is the floor.
 
     Example: python -m bucketline.bench hot --rows --sizes 1 32 --repeats 3
     """
@@ -211,12 +217,20 @@ class HotRows(Case):
             num_bytes = sum(batch.num_bytes for _ in range(PASSES) for batch in lmdb.begin())
             return num_bytes, *clock.spent()
 
+        def by_memcpy() -> Delivery:
+            copies = Copies(shape.batch_size * LATENT_BYTES, 8, shape.num_samples * LATENT_BYTES)
+            run = copies.memcpy(batches, 1, LATENT_BYTES)
+            run()
+            clock = Clock()
+            return run(), *clock.spent()
+
         rows = counted(shape.batch_size, f"{kind} row")
         marks = {"CPU": OF_LMDB} if kind == "large" and shape.batch_size > 1 else {}
         limit = f"LMDB in a DataLoader, {rows}"
         return [
             Subject(name=limit, measure=_us(by_lmdb, batches)),
             Subject(name=f"loader, {rows}", measure=_us(loader, batches), limit=limit, marks=marks),
+            *([Subject(name=f"{BY_ROW}, {rows}", measure=_us(by_memcpy, batches), limit=limit)] if kind == "large" else []),
         ]
 
 

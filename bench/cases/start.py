@@ -24,11 +24,10 @@ LOCATE = "open and locate a row of each shard"
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Case):
-    """Measure opening a store and listing its buckets: few and many rows; 1, 30 and 300 shards; 1,000 buckets or shards.
+    """Measure opening a store and listing its buckets: few and many rows; 1,000 buckets or shards.
 
     The stores have full-length sidecars and files that are mostly holes, so that ten million rows fit anywhere. Times are for
-    one open in a process that has opened stores before, with the files in the page cache. Memory is that of a fresh process.
-    Resident memory includes the touched pages of mapped sidecars, which belong to the page cache; private memory does not.
+    one open in a process that has opened stores before, with the files in the page cache.
 
     Example: python -m bucketline.bench start --rows 1000 10000000 --num-shards 32
     """
@@ -37,8 +36,6 @@ class Start(Case):
     """Rows of the small and the large store."""
     num_shards: int = 32
     """Shards of both stores."""
-    shards: tuple[int, ...] = (1, 30, 300)
-    """Numbers of shards to open, with ten rows each."""
     many: int = 1000
     """Buckets, and shards, of two more stores."""
     many_rows: int = 32_000
@@ -47,18 +44,13 @@ class Start(Case):
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.stores import kept_sparse_store, kept_store, many_buckets, many_shards
 
-        stores = {f"{rows:,} rows, {self.num_shards} shards": (self.num_shards, rows) for rows in self.rows}
-        sizes = {f"{n} shard{'s' if n > 1 else ''}": (n, 10 * n) for n in self.shards}
-        timed, grown = list[Subject](), list[Subject]()
-        for action, names in (("open", stores), (LOCATE, stores), ("open", sizes)):
-            limit = None
-            for name, (shards, rows) in names.items():
-                path, locate = kept_sparse_store(folder, shards, rows), action == LOCATE
-                one = Subject(name=f"{action}: {name}", measure=_milliseconds(path, locate=locate), limit=limit)
-                timed.append(replace(one, mark=MARK) if limit and names is stores else one)
-                if names is stores:
-                    grown.append(replace(one, measure=_memory_mib(path, locate=locate)))
-                limit = limit or one.name
+        timed = []
+        for action in ("open", LOCATE):
+            names = [f"{action}: {rows:,} rows, {self.num_shards} shards" for rows in self.rows]
+            for name, rows in zip(names, self.rows, strict=True):
+                path, locate = kept_sparse_store(folder, self.num_shards, rows), action == LOCATE
+                one = Subject(name=name, measure=_milliseconds(path, locate=locate))
+                timed.append(one if name == names[0] else replace(one, limit=names[0], mark=MARK))
         shapes = {"buckets": many_buckets(self.many, self.many_rows), "shards": many_shards(self.many, self.many_rows)}
         many = [
             Subject(name=f"open: {self.many:,} {what}", measure=_cpu_ms(kept_store(folder, shape)))
@@ -68,7 +60,6 @@ class Start(Case):
         return [
             *summarise("start", "ms", timed, alternate(timed, self.repeats)),
             *(Result.of("start, many, CPU", name, "ms", values, mark=OPEN_MANY) for name, values in opened.items()),
-            *compare("start, memory", {"resident": "MiB", "private": "MiB"}, grown, self.repeats),
         ]
 
 
@@ -106,24 +97,6 @@ def _cpu_ms(path: Path) -> Callable[[int], float]:
         return clock.spent()[1] * 1e3
 
     return measure
-
-
-def _memory_mib(path: Path, *, locate: bool) -> Callable[[int], dict[str, float]]:
-    return lambda _: {kind: kib / 1024 for kind, kib in apart(memory_to_open, path, locate).items()}
-
-
-def memory_to_open(path: str, locate: bool) -> dict[str, int]:  # noqa: FBT001 - of a process
-    """Return by how many KiB opening a store grows the memory of this process. Everything is imported in advance."""
-    import numpy as np
-
-    from bucketline.store import Store
-
-    assert all((np, Store))
-    before = memory_kib()
-    store = _open(Path(path), locate=locate)
-    after = memory_kib()
-    assert store.manifest.samples
-    return {name: after[name] - before[name] for name in before}
 
 
 def memory_kib() -> dict[str, int]:
