@@ -88,7 +88,7 @@ class Import(Case):
     def _read(self, cache: Path, processes: int) -> tuple[float, float]:
         """Read every file in processes that have started."""
         with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
-            list(pool.map(time.sleep, [0.3] * processes))  # so that each has started and imported this module
+            list(pool.map(_started, range(processes)))
             begin = time.perf_counter()
             paths = list(cache.rglob("*.npz"))
             found, cpu_s = map(sum, zip(*pool.map(_arrays, paths, chunksize=16), strict=True))
@@ -118,6 +118,11 @@ class Import(Case):
         assert (result["imported"], result["rejected"]) == (self.samples, 0)
         shutil.rmtree(store)
         return spent
+
+
+def _started(_: int) -> None:
+    """Take a while, so that each process has one of these calls, for which it imports this module."""
+    time.sleep(0.3)
 
 
 def _arrays(path: Path) -> tuple[int, float]:

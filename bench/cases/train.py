@@ -258,8 +258,6 @@ class TrainSaves(Case):
     """Images per batch."""
     save_every: int = 24
     """Steps between checkpoints, enough for one to be written: a save waits for the one before it."""
-    lora_rank: int | None = None
-    """Train adapters of this rank. Default: the whole model."""
 
     def measure(self, folder: Path) -> list[Result]:
         import torch
@@ -294,7 +292,6 @@ class TrainSaves(Case):
             keep=1,
             num_images=0,
             log_every=1000,
-            lora_rank=self.lora_rank,
         )
         times, stop = Ends(), StopRequest(TrainRanks(rank=0, world_size=1))
         trainer = _trainer(asked, times)

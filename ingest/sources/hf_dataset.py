@@ -360,7 +360,8 @@ class DatasetSource(Source):
         listing, tried, splits = Listing(), CaptionNames.of(self.options), Splits(self.options.dataset_splits)
         found: list[SplitRow] = []
         for number, (split, rows, column) in enumerate(self._splits):
-            place, mtime_ns = self._place(split), _newest_ns(rows)
+            place = self._place(split)
+            mtime_ns = max((os.stat(file["filename"]).st_mtime_ns for file in rows.cache_files), default=0)  # noqa: PTH116
             text = tried.column_in(rows.column_names, place, listing.notes)
             self.options.partner_rules.note_unused(rows.column_names, self._partner_columns(rows, place), listing.notes)
             names, sizes = _names_and_sizes(rows, column)
@@ -419,10 +420,6 @@ class DatasetSource(Source):
                 f"the dataset holds the path {value['path']!r} and no bytes; save it with the images embedded",
             )
         return value["bytes"], stamp
-
-
-def _newest_ns(rows: Any) -> int:  # noqa: ANN401
-    return max((os.stat(file["filename"]).st_mtime_ns for file in rows.cache_files), default=0)  # noqa: PTH116
 
 
 def _names_and_sizes(rows: Any, column: str) -> tuple[list[str | None], list[int]]:  # noqa: ANN401

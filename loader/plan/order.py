@@ -101,10 +101,7 @@ def permute_all(parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> NDArray[
         return values
     lengths = [len(index) for _, index, _, _ in large]
     indices = np.concatenate([index for _, index, _, _ in large])
-    if len({(n, key) for *_, n, key in large}) == 1:
-        together = _feistel_walk(indices, large[0][2], large[0][3])
-    else:
-        together = _feistel_walks(indices, lengths, [n for *_, n, _ in large], [key for *_, key in large])
+    together = _feistel_walk(indices, lengths, [n for *_, n, _ in large], [key for *_, key in large])
     begin = 0
     for (end, *_), length in zip(large, lengths, strict=True):
         values[end - length : end] = together[begin : begin + length]
@@ -166,19 +163,10 @@ def _sorted_orders(wanted: Collection[tuple[int, int]]) -> dict[tuple[int, int],
     return orders
 
 
-def _feistel_walk(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    high, low = _halves(n)
-    keys = mix(np.uint64(key) ^ np.arange(ROUNDS, dtype=np.uint64))
-    values = _feistel(index.astype(np.uint64), np.uint64(high), np.uint64(low), keys)
-    while (outside := values >= np.uint64(n)).any():
-        values[outside] = _feistel(values[outside], np.uint64(high), np.uint64(low), keys)
-    return values.view(np.int64)
-
-
-def _feistel_walks(
+def _feistel_walk(
     index: NDArray[np.int64], lengths: Sequence[int], sizes: Sequence[int], keys: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Apply `_feistel_walk` with a separate size and key for each run of the indices."""
+    """Apply `_feistel` to runs of indices, each with a size and a key, until every value is below its size."""
     n, high, low = (
         np.repeat(np.array(column, dtype=np.uint64), lengths)
         for column in (sizes, *zip(*(_halves(size) for size in sizes), strict=True))
@@ -199,11 +187,11 @@ def _halves(n: int) -> tuple[int, int]:
 
 def _feistel(
     values: NDArray[np.uint64],
-    num_high: NDArray[np.uint64] | np.uint64,
-    num_low: NDArray[np.uint64] | np.uint64,
+    num_high: NDArray[np.uint64],
+    num_low: NDArray[np.uint64],
     keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Apply the network: add to each half in turn a hash of the other. `keys`: `[R]` or `[R, B]`."""
+    """Apply the network: add to each half in turn a hash of the other. `keys`: `[R, B]`."""
     high = values // num_low
     low = values - high * num_low
     for number in range(0, ROUNDS, 2):

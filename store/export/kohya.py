@@ -76,12 +76,9 @@ class KohyaExporter(Exporter):
             if record.captions:
                 lines = (text.replace("\n", " ") + "\n" for text in record.captions)
                 (folder / f"{stem}.txt").write_bytes(text_bytes("".join(lines)))
-            if self._has_text(record):
+            has_columns = self.form.token_width is not None and self.form.pooled_width is not None
+            if record.captions and has_columns and self.form.family in _SUFFIX:
                 _write_npz(folder / f"{stem}{_SUFFIX[self.form.family]}.npz", self._texts(arrays))
-
-    def _has_text(self, record: SampleRecord) -> bool:
-        has_columns = self.form.token_width is not None and self.form.pooled_width is not None
-        return bool(record.captions) and has_columns and self.form.family in _SUFFIX
 
     def _latents(self, record: SampleRecord, arrays: SampleArrays) -> dict[str, NDArray[Any]]:
         def own(latent: NDArray[np.float32]) -> NDArray[np.float32]:
