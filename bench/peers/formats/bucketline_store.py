@@ -10,12 +10,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+import obstore.store  # noqa: F401 - as `remote_source`, what a store at a URL imports once it is opened: imports are not timed
 
 from bucketline.bench.peers.registry import Opened, Remote
 from bucketline.bench.peers.samples import PeerBatch, sample
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Column, LatentColumn, StoreWriter, new_record
 from bucketline.store.format.block import sample_digest
+from bucketline.store.remote.cache import remote_source  # noqa: F401
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
