@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     Files = Sequence[tuple[Path, FileEntry]]  # with what the manifest says of each
 
 AT_ONCE = 64
+REQUESTED_BYTES = 32 << 20  # of all shards' sidecars, if they are requested before it is known whose rows come first
 ROOM_PART = 2  # of the deadline: how long a file waits for room in the cache
 PATIENCE_PART = 8  # of the deadline: the longest pause between two files once it has passed
 DOWN_S = 2.0  # after a deadline has passed, a reader's other files fail at once: it would wait for one after the other
@@ -421,7 +422,7 @@ def open_remote(
     opened: list[RemoteSource] = []  # keeps it while its files are requested
 
     def expect(manifest: Manifest) -> None:
-        if len(manifest.shards) <= AT_ONCE:
+        if len(manifest.shards) <= AT_ONCE and sum(entry.meta.num_bytes for entry in manifest.shards) <= REQUESTED_BYTES:
             opened.append(source_at(objects, cache, manifest))
             opened[0].files.request([(opened[0].paths(entry).meta, entry.meta) for entry in manifest.shards])
 

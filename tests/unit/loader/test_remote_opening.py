@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -49,6 +50,15 @@ def test_extents_are_requested_while_newer_generations_are_looked_for(tmp_path: 
         with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
             assert sum(len(batch.ids) for batch in loader) == 24
         assert extents_of(server.reset().gets) == [1, 1]  # and not again by the loader
+
+
+def test_extents_of_many_bytes_are_requested_by_who_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = served(tmp_path)
+    monkeypatch.setattr("bucketline.store.remote.cache.remote_source.REQUESTED_BYTES", 1)
+    with RangeServer(folder) as server:
+        store = Store.open(f"{server.url}/a", remote=RemoteOptions(cache=tmp_path / "cache"), reads_rows=True)
+        store.buckets()[0].locate(np.arange(4))  # of the first shard
+        assert extents_of(server.reset().gets) == [1]
 
 
 def test_whoever_reads_only_the_manifest_requests_no_extents(tmp_path: Path) -> None:
