@@ -448,13 +448,12 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
 
 def newest_intact(store: Path) -> Path | None:
     """Return the path of the newest intact generation; None if there is none."""
-    for generation in reversed(generations(store)):
-        path = generation_path(store, generation)
-        try:
-            parse_manifest(read_regular(path, MAX_MANIFEST_BYTES), str(path))
-        except (OSError, StoreError):
-            continue
-        return path
+    with suppress(OSError):  # of the folder: that the manifest cannot be read is told already
+        for generation in reversed(generations(store)):
+            path = generation_path(store, generation)
+            with suppress(OSError, StoreError):
+                parse_manifest(read_regular(path, MAX_MANIFEST_BYTES), str(path))
+                return path
     return None
 
 

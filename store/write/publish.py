@@ -360,7 +360,8 @@ def unpublished(store: Path, manifest: Manifest) -> Unpublished:
     """Return what an interrupted run has left in a store, which the next one adopts. Changes nothing."""
     found = [*(store / "pending").glob("*.lmdb"), *(shard_paths(store, name).lmdb for name in unlisted(store, manifest))]
     found, rows = [path for path in found if not path.name.startswith(COPY_PREFIX)], 0
-    for path in (store / "pending").glob("*.lock"):  # the store's, and of each shard that is being written
+    locks = (path for path in (store / "pending").glob("*.lock") if path.is_file())  # a pipe would be waited for
+    for path in locks:  # the store's, and of each shard that is being written
         with suppress(OSError), path.open("rb") as lock:
             if is_held(lock.fileno()):
                 return Unpublished(rows=0, is_being_written=True)
@@ -458,15 +459,18 @@ def with_shards(
     if (shards, rules, withdrawn) == (manifest.shards, manifest.rules, manifest.withdrawn):
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
-    return dataclasses.replace(
-        manifest,
-        buckets=ordered,
-        rules=rules,
-        shards=shards,
-        dropped=base.list_dropped(shards, changed) if changed else manifest.dropped,
-        withdrawn=withdrawn,
-        text_error=TextError.joined(errors),
-    )
+    try:
+        return dataclasses.replace(
+            manifest,
+            buckets=ordered,
+            rules=rules,
+            shards=shards,
+            dropped=base.list_dropped(shards, changed) if changed else manifest.dropped,
+            withdrawn=withdrawn,
+            text_error=TextError.joined(errors),
+        )
+    except ValueError as error:  # sealed shards, whose sidecars say what cannot be
+        raise CorruptError(f"{base.made / 'shards'}: {error}; move that shard elsewhere and pack again") from error
 
 
 def replaced(
@@ -530,11 +534,7 @@ def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry]
     """Publish `manifest` as `generation`, with `shards`; shards that it no longer lists become retired."""
     names = {shard.name for shard in shards}
     retired = tuple(sorted(name for name in manifest.known_shards - names if _has_files(store, name)))
-    try:
-        changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
-    except ValueError as error:
-        raise CorruptError(f"{store / 'shards'}: {error}; move that shard elsewhere and pack again") from error
-    return write_manifest(store, changed)
+    return write_manifest(store, dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired))
 
 
 def _has_files(store: Path, name: str) -> bool:

@@ -281,7 +281,7 @@ def runs_under_shim(asked: Asked) -> Iterator[Record]:
     os.environ.pop("LD_PRELOAD")  # of what this process starts
     shim, folder = Shim(), asked.folder / "runs"
     shim.watch(folder)
-    store, notes, output = folder / "s", folder / "notes", folder / "run"
+    store, notes, output = folder / "s", asked.folder / "notes", folder / "run"  # notes are not on the disk that fails
 
     def clock_trial(after: int) -> Outcome:
         """Begin a store years ahead, on a disk that is full after a while, and continue it years before."""

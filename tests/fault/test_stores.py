@@ -26,10 +26,11 @@ import pytest
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.store import Store
+from bucketline.store.format.manifest import read_manifest
 from bucketline.store.format.text import TEXT_GROUP, caption_checksum
 from bucketline.store.shard.sidecar import encode_sidecar
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.publish import changing, lock_store
+from bucketline.store.write.publish import changing, lock_store, publish
 from tests.commands import call, spawn
 from tests.every_reader import everything
 from tests.fault.damage import BUCKET, paged, put, replace_file, sound_store, with_row, write_document
@@ -207,6 +208,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "s"))
+
+
+def test_a_shard_that_no_generation_lists_and_whose_sidecar_lies_is_named(copied: Path) -> None:
+    tensors, metadata = paged(copied, "meta")
+    shutil.copy(copied / "generations" / "0.json", copied / MANIFEST)
+    (copied / "shards" / "g0.meta").write_bytes(encode_sidecar(tensors, {**metadata, "buckets": []}))
+    with pytest.raises(CorruptError, match=r"g0 holds rows of .* not listed as a bucket; move that shard elsewhere"):
+        publish(copied, read_manifest(copied), ["g0"], ())
 
 
 def in_manifest(change: Callable[[Document], object]) -> Lie:

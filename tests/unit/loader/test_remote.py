@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.loader import Batch
-    from bucketline.loader.collate.window import PendingBatch
 
 ROWS = {"train/64x64": 60, "train/96x64": 21}
 LINE_BYTES = 1 << 12  # in these tests, so that a small store has many
@@ -103,31 +102,23 @@ def test_batches_are_those_of_the_local_store(options: dict[str, Any], store: St
     assert first.source.stats().requests == fetched.requests  # the second loader found everything in the cache
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_captions_that_are_in_one_block_are_requested_with_the_rows(
-    *, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captions_that_are_in_one_block_are_requested_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round trip less until the first batch: the rows need not be read to know which block it is."""
     requested: list[int] = []  # when captions are
-    hold_rows, hold_captions = BatchBuilder.hold_rows, BatchBuilder.hold_captions
-
-    def rows_held(own: BatchBuilder, batch: PendingBatch, *more: Any) -> None:
-        own._has_one_text_block &= is_known
-        hold_rows(own, batch, *more)
+    hold_captions = BatchBuilder.hold_captions
 
     def captions_held(own: BatchBuilder, *more: Any) -> None:
         before = source.stats().misses
         hold_captions(own, *more)
         requested.append(source.stats().misses - before)
 
-    monkeypatch.setattr(BatchBuilder, "hold_rows", rows_held)
     monkeypatch.setattr(BatchBuilder, "hold_captions", captions_held)
     remote = opened(pushed(make_store(tmp_path / "a.store", samples_of({"train/512x512": 4}, "a/"))), tmp_path / "cache")
     assert remote.source is not None
     assert [shard.entry.groups[TEXT_GROUP].blocks for shard in remote.shards] == [1]
     source = remote.source
     batches_of(remote, 1)
-    assert (requested[0] == 0) == is_known
+    assert requested[0] == 0
 
 
 @pytest.mark.slow

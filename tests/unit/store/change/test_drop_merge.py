@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -107,6 +108,7 @@ def test_what_an_interrupted_first_run_committed_is_said(tmp_path: Path) -> None
         assert second == f"an interrupted run committed 5 rows; {told}"
     with changing(tmp_path):
         pass
+    os.mkfifo(tmp_path / "pending" / "other.lock")  # which nobody opens at its other end
     assert call("store", "info", tmp_path, "--json").json["unpublished"] == {"rows": 0, "is_being_written": False}
 
 

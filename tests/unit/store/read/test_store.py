@@ -271,6 +271,8 @@ def test_a_file_that_may_not_be_looked_at_is_not_taken_for_a_lost_one(tmp_path: 
     (tmp_path / "s" / "shards").symlink_to("shards")
     with pytest.raises(StoreError, match=r"cannot look up .*: Too many levels of symbolic links"):
         lost_shards(LocalFolder(tmp_path / "s"), store.manifest.shards)
+    with pytest.raises(StoreError, match=r"cannot be read: Too many levels of symbolic links; restore it"):
+        Store.open(tmp_path / "s" / "shards")
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, cut])
