@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.apart import apart
+from bucketline.bench.apart import apart, private_kib
 from bucketline.bench.fixtures.trained_model import ModelShape, Pieces, kept_photographs, kept_random_model
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, compare, not_measured, summarise
 from bucketline.errors import BucketlineError
@@ -220,13 +220,12 @@ class PackMemory(Case):
 
 def listing_bytes(source: str) -> int:
     """Return the private bytes that a listing adds to this process."""
-    from bucketline.bench.cases.start import memory_kib
     from bucketline.ingest.sources.dataset_file import open_source
 
     opened = open_source(source)
-    before = memory_kib()["private"]
+    before = private_kib()
     listing = opened.listing()
-    grown = memory_kib()["private"] - before
+    grown = private_kib() - before
     assert listing.items
     return grown << 10
 

@@ -99,13 +99,6 @@ def _cpu_ms(path: Path) -> Callable[[int], float]:
     return measure
 
 
-def memory_kib() -> dict[str, int]:
-    """Return VmRSS, and its part RssAnon, which excludes the pages of mapped files."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    found = dict(line.split(":", 1) for line in lines)
-    return {"resident": int(found["VmRSS"].split()[0]), "private": int(found["RssAnon"].split()[0])}
-
-
 @dataclass(frozen=True, kw_only=True)
 class FirstBatch(Case):
     """Measure the time to the first batch, from a fresh start and resumed at nine tenths of an epoch.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.apart import apart
+from bucketline.bench.apart import apart, private_kib
 from bucketline.bench.harness import Case, Clock, Mark, Result, Subject, compare
 
 if TYPE_CHECKING:
@@ -124,15 +124,13 @@ def grown_mib(place: str, count: int) -> float:
     """Return by how many MiB writing rows grows this process at most."""
     import threading
 
-    from bucketline.bench.cases.start import memory_kib
-
     rows, peak, is_over = _rows(DRAWN, TINY_ROW), [0], threading.Event()
     write_rows(Path(place) / "first", DRAWN, rows)  # imports everything
-    before = memory_kib()["private"]
+    before = private_kib()
 
     def watch() -> None:
         while not is_over.wait(0.005):
-            peak[0] = max(peak[0], memory_kib()["private"])
+            peak[0] = max(peak[0], private_kib())
 
     watching = threading.Thread(target=watch)
     watching.start()

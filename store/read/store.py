@@ -162,7 +162,7 @@ class Bucket:
 
     def _place(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the shards of rows, and their numbers there, `[B]` each."""
-        if len(rows) and int(rows.view(np.uint64).max()) >= self.num_rows:  # one below 0 is a large number there
+        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise StoreError(
                 f"{self.name} has the rows 0 to {self.num_rows - 1}, requested were {int(rows.min())} to "
                 f"{int(rows.max())}; number a bucket's rows from 0 to num_rows - 1"

@@ -414,8 +414,8 @@ def open_remote(
 ) -> tuple[Manifest, RemoteSource]:
     """Return a store's newest generation, or the one that is given, and the source of its shards.
 
-    `reads_rows`: request the sidecars of all shards, if they are not many, while newer generations are looked for: a round trip
-    less until the first row.
+    `reads_rows`: request the sidecars of all shards, if they are few and small, while newer generations are looked for: a round
+    trip less until the first row.
     """
     objects = ObjectFolder.open(url, options)
 
